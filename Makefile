@@ -1,0 +1,53 @@
+SHELL := /bin/bash
+PYTHON ?= python3.11
+TORCH_CONSTRAINTS ?= deploy/constraints.txt
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: setup demo test test-full lint types format bench serve proto dist clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml deploy/constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
+	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
+	touch $@
+
+demo: setup
+	$(BIN)/trainhouse demo
+
+serve: setup
+	$(BIN)/trainhouse serve $(ARGS)
+
+test: setup
+	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+
+test-full: setup
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/vulture
+
+format: setup
+	$(BIN)/ruff check --fix-only --quiet .
+	$(BIN)/ruff format .
+
+types: setup
+	$(BIN)/pyright
+
+bench: setup
+	$(BIN)/python -m trainhouse.tests.benchmarks.bench $(ARGS)
+
+proto: setup
+	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
+
+dist: setup
+	rm -rf build dist *.egg-info
+	$(BIN)/python -m build --sdist
+	cd dist && ../$(BIN)/python -m build --wheel --outdir . "$$(ls -d trainhouse-*.tar.gz | head -1)" || true
+
+clean:
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

@@ -1,0 +1,119 @@
+"""Saving, loading, publishing and downloading checkpoints."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .models import OptimizerConfig
+from .training import Wire
+
+TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
+SamplerKind = Literal["snapshot", "inflight"]
+
+
+class SaveWeightsRequest(Wire):
+    model_id: str
+    path: str
+    seq_id: int
+    overwrite: bool = False
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsResponse(Wire):
+    path: str
+    type: Literal["save_weights"] = "save_weights"
+
+
+class SaveWeightsForSamplerRequest(Wire):
+    """With `path`: a named, listed checkpoint. Without: an ephemeral sampler (answers `sampling_session_id`)."""
+
+    model_id: str
+    seq_id: int
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: SamplerKind = "snapshot"
+    ttl_seconds: TtlSeconds | None = None
+    user_metadata: dict[str, str] | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsForSamplerResponse(Wire):
+    path: str | None = None
+    sampling_session_id: str | None = None
+    type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
+
+
+class SaveWeightsExternalRequest(Wire):
+    model_id: str
+    path: str
+    seq_id: int
+    ttl_seconds: TtlSeconds | None = None
+    age_encryption_recipients: list[str] | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class SaveWeightsExternalResponse(Wire):
+    path: str
+    size_bytes: int | None = None
+    type: Literal["save_weights_external"] = "save_weights_external"
+
+
+class LoadWeightsRequest(Wire):
+    """Either (model_id, seq_id): into a live model. Or (session_id, model_seq_id): create the model from `path`."""
+
+    path: str
+    optimizer: bool = False
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+    optimizer_config: OptimizerConfig | None = None
+    weights_access_token: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class LoadWeightsResponse(Wire):
+    path: str | None = None
+    model_id: str | None = None
+    type: Literal["load_weights"] = "load_weights"
+
+
+class WeightsInfoRequest(Wire):
+    tinker_path: str
+
+
+class WeightsInfoResponse(Wire):
+    base_model: str
+    is_lora: bool
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    lora_rank: int | None = None
+    train_unembed: bool | None = None
+    train_mlp: bool | None = None
+    train_attn: bool | None = None
+
+
+class CopyWeightsRequest(Wire):
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    ttl_seconds: TtlSeconds | None = None
+    weights_access_token: str | None = None
+
+
+class CopyWeightsResponse(Wire):
+    tinker_path: str
+
+
+class TtlRequest(Wire):
+    ttl_seconds: TtlSeconds | None = None
+
+
+class ExternalWeightsUrls(Wire):
+    urls: dict[str, str]
+    expires: datetime

@@ -1,0 +1,34 @@
+"""What can go wrong, in the two forms in which a user meets it: an HTTP status, or a future that failed."""
+
+from typing import Literal
+
+Category = Literal["user", "server", "unknown"]
+
+
+class OperationError(Exception):
+    """An accepted operation failed; its future answers with this message and category.
+
+    `user`: the request was wrong and the message names the value and the remedy. `server`: we failed it.
+    Crosses process borders, so it holds nothing but its two arguments.
+    """
+
+    def __init__(self, message: str, category: Category = "user") -> None:
+        super().__init__(message, category)
+        self.message = message
+        self.category: Category = category
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class RequestError(Exception):
+    """A request is refused at once with an HTTP status (400, 401, 403, 404, 409, 410, 413, 422, 429)."""
+
+    def __init__(self, message: str, status: int = 400, retry_after_seconds: float | None = None) -> None:
+        super().__init__(message, status, retry_after_seconds)
+        self.message = message
+        self.status = status
+        self.retry_after_seconds = retry_after_seconds
+
+    def __str__(self) -> str:
+        return self.message

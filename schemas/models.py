@@ -1,0 +1,158 @@
+"""Models, sessions and what the server can do."""
+
+from datetime import datetime
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from .training import Wire
+
+
+class LoraConfig(Wire):
+    """alpha (ours) is not on the SDK's wire; 32 at every rank. The adapter's scale is alpha / rank, as in PEFT."""
+
+    rank: Annotated[int, Field(ge=1)] = 32
+    seed: int | None = None
+    train_unembed: bool = True
+    train_mlp: bool = True
+    train_attn: bool = True
+    alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
+
+
+class OptimizerConfig(Wire):
+    type: str = "adamw"
+    version: int | None = None
+
+
+class CreateModelRequest(Wire):
+    session_id: str
+    model_seq_id: int
+    base_model: str
+    user_metadata: dict[str, Any] | None = None
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    type: Literal["create_model"] = "create_model"
+
+
+class CreateModelResponse(Wire):
+    model_id: str
+    type: Literal["create_model"] = "create_model"
+
+
+class GetInfoRequest(Wire):
+    model_id: str
+    type: Literal["get_info"] = "get_info"
+
+
+class ModelData(Wire):
+    arch: str | None = None
+    model_name: str | None = None
+    tokenizer_id: str | None = None
+
+
+class GetInfoResponse(Wire):
+    """lora_alpha, target_modules, max_context_length and model_role are ours."""
+
+    model_id: str
+    model_data: ModelData
+    optimizer_config: OptimizerConfig = OptimizerConfig()
+    is_lora: bool
+    lora_rank: int
+    model_name: str
+    lora_alpha: float
+    target_modules: list[str]
+    max_context_length: int
+    model_role: str = "policy"
+    type: Literal["get_info"] = "get_info"
+
+
+class SupportedModel(Wire):
+    model_name: str
+    max_context_length: int
+    trainable: bool = True
+    sampleable: bool = True
+
+
+class ServerCapabilities(Wire):
+    supported_models: list[SupportedModel]
+
+
+class CreateSessionRequest(Wire):
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str
+    project_id: str | None = None
+    display_name: str | None = None
+    type: Literal["create_session"] = "create_session"
+
+
+class CreateSessionResponse(Wire):
+    session_id: str
+    type: Literal["create_session"] = "create_session"
+
+
+class HeartbeatRequest(Wire):
+    session_id: str
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class FinishReason(Wire):
+    type: Literal["success", "errored", "interrupted"]
+
+
+class FinishSessionRequest(Wire):
+    reason: FinishReason
+    detail: str | None = None
+
+
+class SessionList(Wire):
+    sessions: list[str]
+
+
+class SessionInfo(Wire):
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class Cursor(Wire):
+    offset: int
+    limit: int
+    total_count: int
+
+
+class Checkpoint(Wire):
+    """checkpoint_id: `weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`."""
+
+    checkpoint_id: str
+    checkpoint_type: Literal["training", "sampler", "external"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int | None = None
+    public: bool = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = None
+
+
+class TrainingRun(Wire):
+    training_run_id: str
+    base_model: str
+    model_owner: str
+    is_lora: bool
+    last_request_time: datetime
+    corrupted: bool = False
+    lora_rank: int | None = None
+    last_checkpoint: Checkpoint | None = None
+    last_sampler_checkpoint: Checkpoint | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunList(Wire):
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class CheckpointList(Wire):
+    checkpoints: list[Checkpoint]
+    cursor: Cursor | None = None

@@ -1,0 +1,108 @@
+"""Sampling: what can be asked of a sampler and what it answers."""
+
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from .training import Wire
+
+
+class SamplingParams(Wire):
+    """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens.
+
+    max_tokens absent = until the context ends. temperature 0 = greedy. top_k -1 = off.
+    """
+
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+
+
+class TokenChunk(Wire):
+    """A piece of a model input. Types other than encoded_text are known by name only and refused by it."""
+
+    type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
+    tokens: tuple[int, ...] = ()
+
+
+class ModelInput(Wire):
+    chunks: list[TokenChunk]
+
+
+class SampleRequest(Wire):
+    """target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none."""
+
+    prompt: ModelInput
+    sampling_params: SamplingParams = SamplingParams()
+    num_samples: Annotated[int, Field(ge=1)] = 1
+    sampling_session_id: str | None = None
+    seq_id: int | None = None
+    base_model: str | None = None
+    model_path: str | None = None
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
+    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
+    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    target_prompt_logprobs: dict[str, Any] | None = None
+    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
+    record_stability_info: bool = False
+    type: Literal["sample"] = "sample"
+
+
+class CreateSamplingSessionRequest(Wire):
+    session_id: str
+    sampling_session_seq_id: int
+    base_model: str | None = None
+    model_path: str | None = None
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class CreateSamplingSessionResponse(Wire):
+    sampling_session_id: str
+    type: Literal["create_sampling_session"] = "create_sampling_session"
+
+
+class SamplerInfo(Wire):
+    sampler_id: str
+    base_model: str
+    model_path: str | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class TopkLogprobs:
+    """token_ids int32 [n, k], logprobs float32 [n, k]; an empty cell is id 0, logprob -99999."""
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampledSequence:
+    """tokens int32 [n], the matched stop token included; logprobs float32 [n] under the model at temperature 1."""
+
+    stop_reason: Literal["stop", "length"]
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk_logprobs: TopkLogprobs | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SampleResponse:
+    """prompt_logprobs float32 [len(prompt)], NaN where unscored (always at 0).
+
+    target_prompt_logprobs float32 [len(prompt) - 1, K], 0.0 where nothing was asked.
+    prompt_alt_tokens int32 and prompt_alt_logprobs float32 [len(prompt) - 1, k].
+    """
+
+    sequences: tuple[SampledSequence, ...]
+    prompt_logprobs: np.ndarray | None = None
+    topk_prompt_logprobs: TopkLogprobs | None = None
+    target_prompt_logprobs: np.ndarray | None = None
+    prompt_alt_tokens: np.ndarray | None = None
+    prompt_alt_logprobs: np.ndarray | None = None
+    prompt_cache_hit_tokens: int = 0

@@ -1,0 +1,27 @@
+"""Shared fixtures: tiny models, made once a session."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+# Before anything imports transformers: tests never ask a hub for anything, and print no progress bars.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
+os.environ["TINKER_TELEMETRY"] = "0"
+
+import trainhouse
+
+from .tiny import KINDS, tiny_model
+
+ROOT = Path(__file__).resolve().parent.parent
+assert Path(trainhouse.__file__).resolve().parent == ROOT, (
+    f"trainhouse is imported from {trainhouse.__file__}, not from this checkout: run `make setup` here"
+)
+
+
+@pytest.fixture(scope="session")
+def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Kind -> directory of a saved random model."""
+    root = tmp_path_factory.mktemp("models")
+    return {kind: tiny_model(kind, root / kind) for kind in KINDS}

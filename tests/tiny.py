@@ -1,0 +1,50 @@
+"""Tiny random models of each supported family, made on the spot."""
+
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+
+KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
+
+_SHAPE = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+    "max_position_embeddings": 1024,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+    "tie_word_embeddings": False,
+    # Wide enough that a random model's predictions differ from token to token.
+    "initializer_range": 0.1,
+}
+
+
+def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
+    shape = _SHAPE | overrides
+    match kind:
+        case "llama":
+            return LlamaConfig(**shape)
+        case "qwen2":
+            return Qwen2Config(**shape)
+        case "qwen3":
+            return Qwen3Config(head_dim=16, **shape)
+        case "qwen3_tied":
+            return Qwen3Config(head_dim=16, **(shape | {"tie_word_embeddings": True}))
+        case "qwen3_moe":
+            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+            return Qwen3MoeConfig(head_dim=16, **experts, **shape)
+        case _:
+            raise ValueError(f"unknown kind {kind!r}: one of {KINDS}")
+
+
+def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -> Path:
+    """Saves a random model (hidden 64, 2 layers, vocabulary 512 unless overridden); returns `directory`."""
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_config(kind, **overrides), dtype=torch.float32)
+    model.save_pretrained(directory)
+    return directory

@@ -1,0 +1,1 @@
+"""Compute. Knows nothing of HTTP and never imports the server."""

@@ -1,0 +1,34 @@
+"""What a rank must know to load and run a base model. Imports no torch."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A base model: the name clients ask for, and the local directory or hub id that it is loaded from."""
+
+    name: str
+    source: str
+
+
+@dataclass(frozen=True)
+class WorkerConfig:
+    """One rank's knobs; the server's config fills them, `Worker(config)` reads them.
+
+    dtype: "auto" = bfloat16 on CUDA, float32 on CPU. device: "auto" = CUDA where there is one.
+    threads: intra-operation CPU threads, 0 = cores / ranks.
+    micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
+    head_chunk_tokens: rows of logits that exist at a time.
+    kv_cache_bytes: budget of the sampler's key/value cache.
+    """
+
+    model: ServedModel
+    device: str = "auto"
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    threads: int = 0
+    max_lora_rank: int = 256
+    max_context_length: int | None = None
+    micro_batch_tokens: int = 4096
+    head_chunk_tokens: int = 512
+    kv_cache_bytes: int = field(default=1 << 30)

@@ -1,0 +1,71 @@
+"""Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
+
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from .attention import ATTENTION, Packing
+from .config import WorkerConfig
+
+# Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+
+
+def resolve_device(config: WorkerConfig) -> torch.device:
+    if config.device != "auto":
+        return torch.device(config.device)
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
+    if config.dtype != "auto":
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+class BaseModel:
+    """The frozen base weights and the two things done with them: packed hidden states, and the unembedding.
+
+    trunk: everything below the unembedding; its linear layers are what `lora` wraps.
+    unembedding: [vocab, hidden], possibly tied to the embedding.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self.device = resolve_device(config)
+        self.dtype = resolve_dtype(config, self.device)
+        self.model = _load(config.model.source, self.dtype, self.device)
+        self.config: PreTrainedConfig = self.model.config
+        self.trunk: nn.Module = self.model.base_model
+        head = self.model.get_output_embeddings()
+        if not isinstance(head, nn.Linear) or head.bias is not None:
+            raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
+        self.unembedding: Tensor = head.weight
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
+        output = self.trunk(
+            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
+        )
+        return output.last_hidden_state.squeeze(0)
+
+
+def _load(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+    transformers_logging.disable_progress_bar()
+    config = AutoConfig.from_pretrained(source)
+    for name in _UNSUPPORTED:
+        if getattr(config, name, None):
+            raise ValueError(f"{source}: {config.model_type} models with {name} are not supported")
+    _refuse_missing_weights(source)
+    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
+    model.requires_grad_(False)
+    nn.Module.to(model, device)
+    return model.eval()
+
+
+def _refuse_missing_weights(source: str) -> None:
+    directory = Path(source)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{source}: no .safetensors weights in this directory")

@@ -1,0 +1,110 @@
+"""What crosses between the dispatch and the ranks: the arguments and results of a worker's verbs. Imports no torch."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ..schemas.errors import Category
+from ..schemas.models import LoraConfig
+from ..schemas.sampling import SamplingParams
+from ..schemas.training import AdamParams, ForwardBackwardRequest
+
+
+@dataclass(frozen=True)
+class ModelInfo:
+    """A loaded base model. eos_token_ids: what ends a sample when the request names no stop."""
+
+    name: str
+    architecture: str
+    dtype: str
+    device: str
+    vocab_size: int
+    max_context_length: int
+    num_parameters: int
+    eos_token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """A run to create: its adapter's shape, with the seed already drawn."""
+
+    run_id: str
+    lora: LoraConfig
+
+
+@dataclass(frozen=True)
+class RunInfo:
+    num_parameters: int
+    target_modules: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """An item of a verb failed; the others of the same call are as if it had not been there."""
+
+    message: str
+    category: Category
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward (and backward) of several runs' operations; answered by one ForwardBackwardOutput or Failure each.
+
+    An operation's gradients reach its run's accumulator only if the whole operation succeeded.
+    """
+
+    operations: tuple[ForwardBackwardRequest, ...]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One optimizer step of one run; answered by its metrics (name -> value) or a Failure."""
+
+    run_id: str
+    params: AdamParams
+    gradient_scale: float | Literal["mean"] | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class SampleJob:
+    """One sampling request.
+
+    adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter), None = the bare base model.
+    prompt: int32 [T]. params.seed is already drawn. target_prompt_tokens: int64 [T - 1, K], -1 = nothing.
+    stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
+    """
+
+    job_id: str
+    adapter_id: str | None
+    prompt: np.ndarray
+    params: SamplingParams
+    stop_token_ids: tuple[int, ...]
+    stop_strings: tuple[str, ...]
+    num_samples: int = 1
+    prompt_logprobs: bool = False
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_tokens: np.ndarray | None = None
+    prompt_alt_tokens_k: int = 0
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A burst of decoding of at most about `budget_milliseconds`; requests join and leave at its borders.
+
+    Answered by SliceResult.
+    """
+
+    join: tuple[SampleJob, ...]
+    cancel: tuple[str, ...]
+    budget_milliseconds: float
+
+
+@dataclass(frozen=True)
+class SliceResult:
+    """finished: job_id -> SampleResponse or Failure. num_active: jobs still waiting or decoding."""
+
+    finished: dict
+    num_active: int

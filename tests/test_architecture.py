@@ -1,0 +1,95 @@
+"""The layout that DESIGN fixes: which package may import which, and that the explicit package list is the tree."""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("client", "examples", "schemas", "server", "workers")
+
+# package -> the first-party packages that it may import
+ARROWS = {
+    "schemas": {"schemas"},
+    "client": {"client", "schemas"},
+    "workers": {"workers", "schemas"},
+    "server": {"server", "schemas", "workers"},
+}
+# The parts of workers that a process without torch may import.
+TORCH_FREE_WORKERS = {"dispatch", "pool", "verbs", "config"}
+
+
+def sources(package: str) -> Iterator[Path]:
+    return (path for path in (ROOT / package).rglob("*.py") if not path.name.endswith("_pb2.py"))
+
+
+def first_party_imports(path: Path) -> Iterator[tuple[str, ...]]:
+    """Relative imports of a file as absolute dotted parts below the root package."""
+    package = path.relative_to(ROOT).parts[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.level:
+            base = package[: len(package) - node.level + 1]
+            module = tuple(node.module.split(".")) if node.module else ()
+            if module or base:
+                yield base + module
+            yield from (base + module + (alias.name,) for alias in node.names)
+
+
+@pytest.mark.parametrize("package", ARROWS)
+def test_imports_follow_the_arrows(package: str) -> None:
+    for path in sources(package):
+        for target in first_party_imports(path):
+            if target[0] in PACKAGES:
+                assert target[0] in ARROWS[package], f"{path} imports {'.'.join(target)}"
+
+
+def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
+    for path in sources("server"):
+        for target in first_party_imports(path):
+            if target[0] == "workers" and len(target) > 1:
+                assert target[1] in TORCH_FREE_WORKERS, f"{path} imports {'.'.join(target)}"
+
+
+def test_ray_is_imported_by_the_pool_alone() -> None:
+    for package in PACKAGES:
+        for path in sources(package):
+            imported = {
+                alias.name.split(".")[0]
+                for node in ast.walk(ast.parse(path.read_text()))
+                if isinstance(node, ast.Import)
+                for alias in node.names
+            }
+            assert "ray" not in imported or path == ROOT / "workers" / "pool.py", path
+
+
+@pytest.mark.parametrize(
+    "module", ["trainhouse", "trainhouse.client", "trainhouse.server.cli", "trainhouse.server.app"]
+)
+def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
+    code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_client_needs_only_the_bare_install() -> None:
+    """httpx, pydantic, numpy and protobuf: nothing of the [server] extra is imported."""
+    code = (
+        "import sys, trainhouse; trainhouse.ServiceClient;"
+        "print(sorted({'fastapi', 'uvicorn', 'sqlalchemy', 'torch', 'zstandard', 'tokenizers'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_package_list_is_the_tree() -> None:
+    listed = set(tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"])
+    found = {"trainhouse"} | {
+        ".".join(("trainhouse", *path.parent.relative_to(ROOT).parts))
+        for package in PACKAGES
+        for path in (ROOT / package).rglob("__init__.py")
+    }
+    assert listed == found

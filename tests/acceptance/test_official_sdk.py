@@ -1,0 +1,363 @@
+"""The unmodified official SDK against a live server process, on both pools."""
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import TimeoutError as FutureTimeout
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import tinker
+import torch
+from tinker import types
+
+from ..live import LiveServer, live_server
+
+MODEL = "tiny/qwen3"
+VOCAB = 512
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
+    with live_server(
+        {MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), pool=request.param, sdk_max_chunk_datums=3
+    ) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client:
+        yield client
+
+
+@pytest.fixture
+def make_training(service: tinker.ServiceClient) -> Callable[..., tinker.TrainingClient]:
+    def make(rank: int = 8, seed: int = 1, **options: bool) -> tinker.TrainingClient:
+        return service.create_lora_training_client(MODEL, rank=rank, seed=seed, **options)
+
+    return make
+
+
+def datum(tokens: list[int], **inputs: object) -> types.Datum:
+    given = inputs or {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    arrays = {
+        name: np.asarray(value, dtype=np.int64 if name == "target_tokens" else np.float32)
+        for name, value in given.items()
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={name: types.TensorData.from_numpy(value) for name, value in arrays.items()},
+    )
+
+
+def batch(num_datums: int = 4, seed: int = 0) -> list[types.Datum]:
+    random = np.random.default_rng(seed)
+    return [datum(random.integers(3, VOCAB, random.integers(6, 24)).tolist()) for _ in range(num_datums)]
+
+
+def loss_of(output: types.ForwardBackwardOutput) -> float:
+    return output.metrics["loss:sum"]
+
+
+ADAM = types.AdamParams(learning_rate=1e-2)
+
+
+def train(client: tinker.TrainingClient, data: list[types.Datum], num_steps: int) -> list[float]:
+    """Pipelined: both submits of a step before either result."""
+    losses = []
+    for _ in range(num_steps):
+        passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        losses.append(loss_of(passed.result(60)))
+        stepped.result(60)
+    return losses
+
+
+def test_capabilities_name_the_served_model(service: tinker.ServiceClient) -> None:
+    models = service.get_server_capabilities().supported_models
+    assert [(model.model_name, model.max_context_length) for model in models] == [(MODEL, 1024)]
+
+
+def test_thirty_steps_on_a_fixed_batch_halve_the_loss(make_training) -> None:
+    losses = train(make_training(), batch(), 30)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_get_info_tells_the_adapter(make_training) -> None:
+    info = make_training(rank=4).get_info()
+    assert (info.is_lora, info.lora_rank, info.model_data.model_name) == (True, 4, MODEL)
+
+
+def test_many_pipelined_submits_equal_steps_taken_one_by_one(make_training) -> None:
+    ahead, one_by_one = make_training(), make_training()
+    futures = []
+    for _ in range(6):
+        futures.append(ahead.forward_backward(batch(), "cross_entropy"))
+        futures.append(ahead.optim_step(ADAM))
+    pipelined = [loss_of(future.result(60)) for future in futures[::2]]
+    for future in futures[1::2]:
+        future.result(60)
+    assert pipelined == train(one_by_one, batch(), 6)
+
+
+def test_a_chunked_batch_gives_the_update_of_its_parts(make_training) -> None:
+    """The server tells the SDK to send three datums a chunk: ten datums go out as four concurrent requests."""
+    chunked, by_hand = make_training(), make_training()
+    data = batch(10)
+    whole = chunked.forward_backward(data, "cross_entropy").result(60)
+    parts = [loss_of(by_hand.forward_backward([one], "cross_entropy").result(60)) for one in data]
+    assert len(whole.loss_fn_outputs) == 10
+    assert loss_of(whole) == pytest.approx(sum(parts), rel=1e-5)
+    for client in (chunked, by_hand):
+        client.optim_step(ADAM).result(60)
+    after = [loss_of(client.forward(data, "cross_entropy").result(60)) for client in (chunked, by_hand)]
+    assert after[0] == pytest.approx(after[1], rel=1e-4)
+    assert after[0] != pytest.approx(loss_of(whole), rel=1e-3)
+
+
+def test_forward_changes_nothing(make_training) -> None:
+    client = make_training()
+    first = loss_of(client.forward(batch(), "cross_entropy").result(60))
+    assert loss_of(client.forward(batch(), "cross_entropy").result(60)) == first
+    with pytest.raises(tinker.RequestFailedError, match="forward_backward"):
+        client.optim_step(ADAM).result(60)
+
+
+def test_resume_from_a_saved_state_gives_identical_next_losses(service: tinker.ServiceClient, make_training) -> None:
+    client = make_training()
+    train(client, batch(), 5)
+    path = client.save_state("resume-me").result(60).path
+    expected = train(client, batch(), 4)
+    resumed = service.create_training_client_from_state_with_optimizer(path)
+    assert train(resumed, batch(), 4) == expected
+    fresh_optimizer = service.create_training_client_from_state(path)
+    without = train(fresh_optimizer, batch(), 4)
+    assert without[0] == expected[0]
+    assert without[2:] != expected[2:]
+
+
+def test_load_state_into_the_live_model_discards_pending_gradients(make_training) -> None:
+    client = make_training()
+    train(client, batch(), 3)
+    path = client.save_state("before").result(60).path
+    expected = train(client, batch(), 3)
+    client.forward_backward(batch(seed=9), "cross_entropy").result(60)
+    client.load_state_with_optimizer(path).result(60)
+    assert train(client, batch(), 3) == expected
+
+
+def test_save_state_leaves_pending_gradients_where_they_are(make_training) -> None:
+    saved, plain = make_training(), make_training()
+    for client in (saved, plain):
+        client.forward_backward(batch(), "cross_entropy").result(60)
+    saved.save_state("in-between").result(60)
+    for client in (saved, plain):
+        client.optim_step(ADAM).result(60)
+    losses = [loss_of(client.forward(batch(), "cross_entropy").result(60)) for client in (saved, plain)]
+    assert losses[0] == losses[1]
+
+
+def test_sampler_logprobs_equal_the_trainers(make_training) -> None:
+    """One copy of the weights: the sampler's log-probabilities are the trainer's to 1e-4 in float32."""
+    client = make_training()
+    train(client, batch(), 8)
+    sampler = client.save_weights_and_get_sampling_client()
+    prompt = [7, 8, 9, 10]
+    params = types.SamplingParams(max_tokens=12, temperature=0.9, seed=3, stop=[])
+    response = sampler.sample(types.ModelInput.from_ints(prompt), num_samples=3, sampling_params=params).result(60)
+    base = make_training(seed=2)
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == 12 and sequence.stop_reason == "length"
+        data = [datum(prompt + list(sequence.tokens))]
+        trainer = logprobs_of(client.forward(data, "cross_entropy").result(60))[len(prompt) - 1 :]
+        np.testing.assert_allclose(trainer, sequence.logprobs, atol=1e-4)
+        untrained = logprobs_of(base.forward(data, "cross_entropy").result(60))[len(prompt) - 1 :]
+        assert np.abs(untrained - np.asarray(sequence.logprobs)).max() > 1e-2
+
+
+def logprobs_of(output: types.ForwardBackwardOutput, index: int = 0) -> np.ndarray:
+    return output.loss_fn_outputs[index]["logprobs"].to_numpy()
+
+
+def test_a_seed_gives_the_same_tokens_again(make_training) -> None:
+    sampler = make_training().save_weights_and_get_sampling_client()
+    params = types.SamplingParams(max_tokens=8, seed=11, stop=[])
+    prompt = types.ModelInput.from_ints([5, 6, 7])
+    tokens = [
+        [list(sequence.tokens) for sequence in sampler.sample(prompt, 2, params).result(60).sequences] for _ in range(2)
+    ]
+    assert tokens[0] == tokens[1]
+    assert tokens[0][0] != tokens[0][1]
+
+
+def test_compute_logprobs_equals_forward(service: tinker.ServiceClient, make_training) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    tokens = [5, 6, 7, 8, 9, 10]
+    scored = sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result(60)
+    forward = logprobs_of(make_training().forward([datum(tokens)], "cross_entropy").result(60))
+    assert scored[0] is None
+    np.testing.assert_allclose(np.asarray(scored[1:], dtype=np.float64), forward, atol=1e-4)
+
+
+def test_prompt_and_topk_logprobs(service: tinker.ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    response = sampler.sample(
+        types.ModelInput.from_ints([5, 6, 7, 8]),
+        num_samples=1,
+        sampling_params=types.SamplingParams(max_tokens=2, seed=1, stop=[]),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=3,
+    ).result(60)
+    assert response.prompt_logprobs is not None and len(response.prompt_logprobs) == 4
+    assert response.topk_prompt_logprobs is not None
+    assert [None if row is None else len(row) for row in response.topk_prompt_logprobs] == [None, 3, 3, 3]
+
+
+def test_named_sampler_weights_are_those_of_the_time_they_were_saved(
+    service: tinker.ServiceClient, make_training
+) -> None:
+    client = make_training()
+    train(client, batch(), 3)
+    path = client.save_weights_for_sampler("snapshot").result(60).path
+    sampler = service.create_sampling_client(model_path=path)
+    prompt = types.ModelInput.from_ints([5, 6, 7, 8])
+    before = sampler.compute_logprobs(prompt).result(60)
+    train(client, batch(), 5)
+    assert sampler.compute_logprobs(prompt).result(60) == before
+    assert client.save_weights_and_get_sampling_client().compute_logprobs(prompt).result(60) != before
+
+
+def test_forward_backward_custom_equals_the_built_in_loss(make_training) -> None:
+    def negative_log_likelihood(data, logprobs_list):
+        loss = -sum(logprobs.sum() for logprobs in logprobs_list)
+        return loss, {"mine": float(loss.detach())}
+
+    custom, built_in = make_training(), make_training()
+    output = custom.forward_backward_custom(batch(), negative_log_likelihood).result(60)
+    expected = built_in.forward_backward(batch(), "cross_entropy").result(60)
+    assert loss_of(output) == pytest.approx(loss_of(expected), rel=1e-5)
+    for client in (custom, built_in):
+        client.optim_step(ADAM).result(60)
+    losses = [loss_of(client.forward(batch(), "cross_entropy").result(60)) for client in (custom, built_in)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo", "cispo", "dro", "gspo"])
+def test_policy_losses_train_on_sampled_tokens(make_training, loss: str) -> None:
+    client = make_training()
+    tokens = [5, 6, 7, 8, 9, 10]
+    old = logprobs_of(client.forward([datum(tokens)], "cross_entropy").result(60))
+    data = [datum(tokens, target_tokens=tokens[1:], logprobs=old, advantages=[1.0] * 5)]
+    output = client.forward_backward(data, loss)
+    client.optim_step(ADAM).result(60)
+    assert np.isfinite(loss_of(output.result(60)))
+    assert logprobs_of(client.forward([datum(tokens)], "cross_entropy").result(60)).sum() > old.sum()
+
+
+def test_two_dimensional_targets_dense_and_sparse_agree(make_training) -> None:
+    tokens = [5, 6, 7, 8, 9]
+    targets = torch.zeros(4, 8, dtype=torch.int64)
+    weights = torch.zeros(4, 8)
+    targets[:, 0], weights[:, 0] = torch.tensor(tokens[1:]), 0.5
+    sparse = types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]),
+        loss_fn_inputs={"target_tokens": targets, "weights": weights},  # sparsified by the SDK
+    )
+    dense = datum(tokens, target_tokens=targets.numpy(), weights=weights.numpy())
+    client = make_training()
+    losses = [loss_of(client.forward([one], "cross_entropy").result(60)) for one in (sparse, dense, datum(tokens))]
+    assert losses[0] == losses[1]
+    assert losses[0] == pytest.approx(losses[2] / 2, rel=1e-5)
+
+
+def test_bad_data_fails_its_future_and_nothing_else(make_training) -> None:
+    client = make_training()
+    bad = client.forward_backward([datum([5, 6, VOCAB + 7])], "cross_entropy")
+    with pytest.raises(tinker.RequestFailedError, match=str(VOCAB + 7)):
+        bad.result(60)
+    with pytest.raises(tinker.RequestFailedError, match="forward_backward"):
+        client.optim_step(ADAM).result(60)
+    assert train(client, batch(), 2)[1] > 0
+
+
+def test_rest_listing_ttl_publish_and_delete(service: tinker.ServiceClient, make_training) -> None:
+    client = make_training()
+    train(client, batch(), 1)
+    path = client.save_state("listed", ttl_seconds=7200).result(60).path
+    rest = service.create_rest_client()
+    run_id = path.removeprefix("tinker://").split("/")[0]
+    assert run_id in [run.training_run_id for run in rest.list_training_runs(limit=100).result(60).training_runs]
+    assert rest.get_training_run(run_id).result(60).lora_rank == 8
+
+    def listed() -> dict[str, types.Checkpoint]:
+        return {one.checkpoint_id: one for one in rest.list_checkpoints(run_id).result(60).checkpoints}
+
+    checkpoint = listed()["weights/listed"]
+    assert checkpoint.tinker_path == path and checkpoint.size_bytes and not checkpoint.public
+    assert checkpoint.expires_at is not None
+    assert 7000 < (checkpoint.expires_at - datetime.now(UTC)).total_seconds() <= 7200
+    rest.set_checkpoint_ttl_from_tinker_path(path, None).result(60)
+    assert listed()["weights/listed"].expires_at is None
+    rest.publish_checkpoint_from_tinker_path(path).result(60)
+    assert listed()["weights/listed"].public
+    rest.unpublish_checkpoint_from_tinker_path(path).result(60)
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
+    assert listed() == {}
+
+
+def test_another_tenant_sees_and_loads_nothing(server: LiveServer, make_training) -> None:
+    client = make_training()
+    train(client, batch(), 1)
+    path = client.save_state("private").result(60).path
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-stranger") as stranger:
+        assert stranger.create_rest_client().list_user_checkpoints().result(60).checkpoints == []
+        with pytest.raises((tinker.APIError, tinker.RequestFailedError, ValueError)):
+            stranger.create_training_client_from_state(path)
+
+
+def test_external_weights_download_as_a_peft_adapter(service: tinker.ServiceClient, make_training, tmp_path) -> None:
+    client = make_training()
+    train(client, batch(), 1)
+    path = client.save_weights_external("export").result(60).path
+    rest = service.create_rest_client()
+    run_id, _, name = path.removeprefix("tinker://").split("/")
+    urls = rest.get_external_weights_urls(run_id, f"external_weights/{name}").result(60).urls
+    for file, url in urls.items():
+        with urlopen(url, timeout=30) as response:
+            (tmp_path / file).write_bytes(response.read())
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= set(urls)
+
+
+def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_training) -> None:
+    client = make_training()
+    train(client, batch(), 1)
+    client.save_state("from-the-cli").result(60)
+    environment = os.environ | {"TINKER_BASE_URL": server.url, "TINKER_API_KEY": "tml-acceptance"}
+    command = Path(sys.executable).with_name("tinker")
+    done = subprocess.run(
+        [command, "--format", "json", "checkpoint", "list"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "weights/from-the-cli" in done.stdout
+
+
+def test_a_waiting_future_polls_quietly_until_its_gap_is_filled(make_training) -> None:
+    """Nothing answers early: a result that is not there yet is waited for, not failed."""
+    client = make_training()
+    future = client.forward_backward(batch(64), "cross_entropy")
+    started = time.monotonic()
+    try:
+        future.result(0.0)
+    except (FutureTimeout, TimeoutError):
+        assert time.monotonic() - started < 5
+    assert loss_of(future.result(60)) > 0

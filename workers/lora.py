@@ -1,0 +1,429 @@
+"""Many LoRA adapters on one frozen base: which linears they target, their weights and gradients, and the linear layer
+that applies to each token of a packed row the adapter of its segment.
+
+An adapter is one flat float32 vector with a named view per matrix, so that whatever concerns it as a whole (clipping,
+AdamW, a snapshot, saving) is one operation. Gradients go to its `scratch` while an operation runs, and from there to
+its `accumulator`. The output head's pair is applied by `head`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ..schemas.errors import OperationError
+from ..schemas.models import LoraConfig
+from .model import BaseModel
+
+ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+
+# Views start at multiples of 64 bytes; the gaps hold zeros, whose gradient and update are zero.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer that an adapter adapts. name: its path in the causal LM, such as model.layers.0.mlp.up_proj."""
+
+    name: str
+    in_features: int
+    out_features: int
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+
+@dataclass
+class Window:
+    """What has been accumulated since the last step.
+
+    num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name.
+    refused: why an operation of the window contributed nothing, None when all did.
+    """
+
+    num_operations: int = 0
+    num_tokens: int = 0
+    weight_sum: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None
+
+    def add(self, num_tokens: int, weight_sum: float, losses: Mapping[str, float]) -> None:
+        self.num_operations += 1
+        self.num_tokens += num_tokens
+        self.weight_sum += weight_sum
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+
+class LoraPair:
+    """The two matrices of one target: y += scale * (x A^T) B^T.
+
+    a [rank, in], b [out, rank]: float32 views of the adapter's weights.
+    """
+
+    def __init__(self, adapter: "Adapter", target: Target, a: Tensor, b: Tensor) -> None:
+        self.a = a
+        self.b = b
+        self.scale = adapter.lora.alpha / adapter.lora.rank
+        self._adapter = adapter
+        self._name = target.name
+
+    @property
+    def a_grad(self) -> Tensor:
+        """float32 [rank, in]: the view of the adapter's scratch."""
+        return self._adapter.gradients(self._name)[0]
+
+    @property
+    def b_grad(self) -> Tensor:
+        """float32 [out, rank]: the view of the adapter's scratch."""
+        return self._adapter.gradients(self._name)[1]
+
+    def down(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> x A^T [tokens, rank]."""
+        return x @ self.a.to(x.dtype).t()
+
+    def add_up(self, y: Tensor, low: Tensor) -> None:
+        """y [tokens, out] += scale * low B^T."""
+        y.addmm_(low, self.b.to(y.dtype).t(), alpha=self.scale)
+
+    def backward(self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor | None) -> None:
+        """Adds to the gradients of A and B, and to that of x where there is one.
+
+        grad [tokens, out] is the gradient of y, x and low are as in `down`, grad_x [tokens, in].
+        """
+        grad_low = (grad @ self.b.to(grad.dtype)).mul_(self.scale)
+        _add_product(self.a_grad, grad_low.t(), x, 1.0)
+        _add_product(self.b_grad, grad.t(), low, self.scale)
+        if grad_x is not None:
+            grad_x.addmm_(grad_low, self.a.to(grad.dtype))
+
+
+class Adapter:
+    """One adapter. weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P]."""
+
+    def __init__(self, lora: LoraConfig, targets: Sequence[Target], device: torch.device, unembed_name: str) -> None:
+        self.lora = lora
+        self.targets = tuple(targets)
+        self._places, size = _layout(self.targets, lora.rank)
+        self.weights = torch.zeros(size, device=device)
+        self.window = Window()
+        self.num_steps = 0
+        self._unembed_name = unembed_name
+        self._vectors: dict[str, Tensor] = {}
+        self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
+        self.pairs = {t.name: LoraPair(self, t, *self._views(self.weights, t)) for t in self.targets}
+
+    @property
+    def unembed(self) -> LoraPair | None:
+        return self.pairs.get(self._unembed_name)
+
+    @property
+    def num_parameters(self) -> int:
+        return sum(self.lora.rank * (t.in_features + t.out_features) for t in self.targets)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all vectors that are allocated."""
+        return self.weights.nbytes + sum(vector.nbytes for vector in self._vectors.values())
+
+    @property
+    def scratch(self) -> Tensor:
+        return self._vector("scratch")
+
+    @property
+    def accumulator(self) -> Tensor:
+        return self._vector("accumulator")
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self._vector("exp_avg")
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self._vector("exp_avg_sq")
+
+    def _vector(self, name: str) -> Tensor:
+        vector = self._vectors.get(name)
+        if vector is None:
+            vector = self._vectors[name] = torch.zeros_like(self.weights)
+        return vector
+
+    def gradients(self, name: str) -> tuple[Tensor, Tensor]:
+        """The views of scratch that take the gradients of A and B of the target `name`."""
+        if not self._gradients:
+            self._gradients = {t.name: self._views(self.scratch, t) for t in self.targets}
+        return self._gradients[name]
+
+    def begin_operation(self) -> None:
+        self.scratch.zero_()
+
+    def scratch_is_finite(self) -> bool:
+        low, high = torch.aminmax(self.scratch)
+        return bool(torch.isfinite(low) & torch.isfinite(high))
+
+    def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
+        """The operation succeeded: its gradients join the window."""
+        self.accumulator.add_(self.scratch)
+        self.window.add(num_tokens, weight_sum, losses or {})
+
+    def clear_window(self) -> None:
+        """Discards the accumulated gradients."""
+        if self.window.num_operations:
+            self.accumulator.zero_()
+        self.window = Window()
+
+    def clear_optimizer(self) -> None:
+        """As before the first step."""
+        self._vectors.pop("exp_avg", None)
+        self._vectors.pop("exp_avg_sq", None)
+        self.num_steps = 0
+
+    def release(self) -> None:
+        """Frees scratch, and the accumulator when the window is empty; both come back on their next use."""
+        self._gradients = {}
+        self._vectors.pop("scratch", None)
+        if not self.window.num_operations:
+            self._vectors.pop("accumulator", None)
+
+    def initialize(self) -> None:
+        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers."""
+        self.weights.zero_()
+        generator = torch.Generator().manual_seed(self.lora.seed or 0)
+        for pair in self.pairs.values():
+            drawn = torch.empty(pair.a.shape)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            pair.a.copy_(drawn)
+
+    def named_views(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector [P] as the matrices it holds, by their names in PEFT's files."""
+        named = {}
+        for target in self.targets:
+            a, b = self._views(vector, target)
+            named[f"base_model.model.{target.name}.lora_A.weight"] = a
+            named[f"base_model.model.{target.name}.lora_B.weight"] = b
+        return named
+
+    def _views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        rank = self.lora.rank
+        a_start, b_start = self._places[target.name]
+        a = vector[a_start : a_start + rank * target.in_features].view(rank, target.in_features)
+        b = vector[b_start : b_start + rank * target.out_features].view(target.out_features, rank)
+        return a, b
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens start:stop of the packed row run with this adapter; None = the bare base."""
+
+    start: int
+    stop: int
+    adapter: Adapter | None
+
+
+class Adapters:
+    """All adapters of one base on this rank, by id. Makes every target of the base's trunk a LoraLinear."""
+
+    def __init__(self, base: BaseModel, max_rank: int) -> None:
+        self._base = base
+        self._max_rank = max_rank
+        self._adapters: dict[str, Adapter] = {}
+        self._active = _Active(torch.zeros((), device=base.device, requires_grad=True))
+        self._trunk_targets = tuple(_wrap_targets(base, self._active))
+        self._unembed_target = _unembed_target(base)
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._adapters))
+
+    def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
+        """A freshly initialized adapter. Raises OperationError on a rank too high or nothing to train."""
+        assert adapter_id not in self._adapters, f"adapter {adapter_id} exists"
+        adapter = self._new(lora)
+        adapter.initialize()
+        self._adapters[adapter_id] = adapter
+        return adapter
+
+    def get(self, adapter_id: str) -> Adapter:
+        """Raises KeyError."""
+        try:
+            return self._adapters[adapter_id]
+        except KeyError:
+            raise KeyError(f"no adapter {adapter_id!r} on this rank") from None
+
+    def copy(self, source_id: str, target_id: str) -> Adapter:
+        """The weights alone. An existing target is overwritten in place: who holds it sees the new weights."""
+        source = self.get(source_id)
+        target = self._adapters.get(target_id)
+        if target is None or target.lora != source.lora:
+            target = self._adapters[target_id] = self._new(source.lora)
+        target.weights.copy_(source.weights)
+        return target
+
+    def put(self, adapter_id: str, lora: LoraConfig) -> Adapter:
+        """An adapter with zero weights, for a caller that fills them at once; replaces one of the same id."""
+        adapter = self._adapters[adapter_id] = self._new(lora)
+        return adapter
+
+    def drop(self, adapter_id: str) -> None:
+        """Unknown ids are ignored."""
+        self._adapters.pop(adapter_id, None)
+
+    @contextmanager
+    def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Inside, forward and backward of the trunk use these adapters; a token of no segment runs the bare base."""
+        before = self._active.segments
+        self._active.segments = tuple(segments)
+        try:
+            yield
+        finally:
+            self._active.segments = before
+
+    def _new(self, lora: LoraConfig) -> Adapter:
+        if lora.rank > self._max_rank:
+            raise OperationError(
+                f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
+                f" --max-lora-rank {lora.rank}"
+            )
+        return Adapter(lora, self._targets(lora), self._base.device, self._unembed_target.name)
+
+    def _targets(self, lora: LoraConfig) -> list[Target]:
+        wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())
+        targets = [target for target in self._trunk_targets if target.kind in wanted]
+        if lora.train_unembed:
+            targets.append(self._unembed_target)
+        if not targets:
+            raise OperationError(
+                f"train_attn={lora.train_attn}, train_mlp={lora.train_mlp}, train_unembed={lora.train_unembed} selects"
+                f" no linear layer of this model: it has {sorted({t.kind for t in self._trunk_targets})}"
+                " and the output head"
+            )
+        return targets
+
+
+class LoraLinear(nn.Module):
+    """A frozen linear layer plus, on each active segment, its adapter's low-rank term."""
+
+    def __init__(self, base: nn.Linear, name: str, active: "_Active") -> None:
+        super().__init__()
+        self.weight = base.weight
+        self.bias = base.bias
+        self._name = name
+        self._active = active
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x [1, tokens, in] -> [1, tokens, out]."""
+        parts = self._active.parts(self._name)
+        anchor = self._active.anchor if parts and torch.is_grad_enabled() else None
+        y = _LoraProduct.apply(x.flatten(0, -2), anchor, self.weight, self.bias, parts)
+        assert isinstance(y, Tensor)
+        return y.unflatten(0, x.shape[:-1])
+
+
+class _Active:
+    """What is applied now.
+
+    anchor: a leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self.anchor = anchor
+        self.segments: tuple[Segment, ...] = ()
+
+    def parts(self, name: str) -> "list[_Part]":
+        return [
+            _Part(slice(segment.start, segment.stop), segment.adapter.pairs[name])
+            for segment in self.segments
+            if segment.adapter is not None and name in segment.adapter.pairs
+        ]
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Rows of a packed row with the pair that one layer applies to them."""
+
+    rows: slice
+    pair: LoraPair
+
+
+class _LoraProduct(torch.autograd.Function):
+    """x W^T + bias + the parts' low-rank terms; backward adds to the adapters' scratch, W has no gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, parts: list[_Part]
+    ) -> Tensor:
+        y = linear(x, weight, bias)
+        lows = []
+        for part in parts:
+            low = part.pair.down(x[part.rows])
+            part.pair.add_up(y[part.rows], low)
+            lows.append(low)
+        ctx.save_for_backward(x, weight)
+        ctx.parts, ctx.lows = parts, lows
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (grad,) = grads
+        x, weight = ctx.saved_tensors
+        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
+        for part, low in zip(ctx.parts, ctx.lows, strict=True):
+            into = grad_x[part.rows] if grad_x is not None else None
+            part.pair.backward(grad[part.rows], x[part.rows], low, into)
+        return grad_x, None, None, None, None
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """total += scale * left @ right, summed in float32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right, alpha=scale)
+    elif left.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=scale)
+    else:
+        total.addmm_(left.float(), right.float(), alpha=scale)
+
+
+def _layout(targets: Sequence[Target], rank: int) -> tuple[dict[str, tuple[int, int]], int]:
+    """Where A and B of each target start in the flat vector, and its size."""
+    places, size = {}, 0
+    for target in targets:
+        b_start = size + _aligned(rank * target.in_features)
+        places[target.name] = (size, b_start)
+        size = b_start + _aligned(rank * target.out_features)
+    return places, size
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def _wrap_targets(base: BaseModel, active: _Active) -> Iterator[Target]:
+    """Replaces the targets of the trunk by LoraLinear, in the model's order."""
+    inside = {id(module) for module in base.trunk.modules()}
+    for name, module in list(base.model.named_modules()):
+        parent_name, _, kind = name.rpartition(".")
+        if not isinstance(module, nn.Linear) or id(module) not in inside or not _adaptable(parent_name, kind):
+            continue
+        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
+        yield Target(name, module.in_features, module.out_features)
+
+
+def _adaptable(parent_name: str, kind: str) -> bool:
+    """A routed expert sees some of the tokens in an order of its own, so segments say nothing there."""
+    return kind in ATTENTION_LINEARS | MLP_LINEARS and "experts" not in parent_name.split(".")
+
+
+def _unembed_target(base: BaseModel) -> Target:
+    head = base.model.get_output_embeddings()
+    name = next(name for name, module in base.model.named_modules() if module is head)
+    vocab_size, hidden_size = base.unembedding.shape
+    return Target(name, hidden_size, vocab_size)

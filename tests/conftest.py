@@ -1,6 +1,7 @@
 """Shared fixtures: tiny models, made once a session."""
 
 import os
+from collections.abc import Generator
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import trainhouse
 
+from .live import RUNNING
 from .tiny import KINDS, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -25,3 +27,12 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind -> directory of a saved random model."""
     root = tmp_path_factory.mktemp("models")
     return {kind: tiny_model(kind, root / kind) for kind in KINDS}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Beside a failure, what the live servers of that moment have logged."""
+    report = yield
+    if report.failed:
+        report.sections += [(f"log of {server.url}", server.log_tail()) for server in RUNNING]
+    return report

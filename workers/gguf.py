@@ -46,7 +46,7 @@ class GgufFile:
         architecture, vocabulary = self["general.architecture"], self["tokenizer.ggml.pre"]
         if (architecture, vocabulary) != ("llama", "smollm"):
             raise ValueError(
-                f"{path} holds {architecture!r} with tokenizer {vocabulary!r}: only llama, smollm is known"
+                f"{path} is {architecture!r} with tokenizer {vocabulary!r}: only llama with smollm is known"
             )
 
     def __getitem__(self, key: str):

@@ -1,0 +1,86 @@
+"""A server process for tests: started on a free loopback port, stopped by its own process id, its log kept."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+READY_SECONDS = 120
+STOP_SECONDS = 20
+RUNNING: list["LiveServer"] = []  # conftest shows their logs beside a failed test
+
+
+@dataclass(eq=False)
+class LiveServer:
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Path
+    state_dir: Path
+
+    def log_tail(self, num_lines: int = 60) -> str:
+        return "\n".join(self.log.read_text(errors="replace").splitlines()[-num_lines:])
+
+
+@contextmanager
+def live_server(
+    models: Mapping[str, Path], state_dir: Path, pool: str = "local", **options: object
+) -> Iterator[LiveServer]:
+    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3. The same `state_dir` = a restart."""
+    state_dir.mkdir(parents=True, exist_ok=True)
+    log, ready = state_dir / "server.log", state_dir / "ready"
+    ready.unlink(missing_ok=True)
+    process = start(command(models, state_dir, pool, ready, options), log)
+    try:
+        server = LiveServer(wait_until_ready(process, ready, log), process, log, state_dir)
+        RUNNING.append(server)
+        yield server
+    finally:
+        RUNNING[:] = [server for server in RUNNING if server.process is not process]
+        stop(process)
+
+
+def command(
+    models: Mapping[str, Path], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
+) -> list[str]:
+    flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
+    flags += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
+    return [sys.executable, "-m", "trainhouse.server", "serve", *fixed, *flags]
+
+
+def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+    environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
+    with log.open("ab") as output:
+        # A session of its own, so that a server that will not stop can be ended together with its workers.
+        return subprocess.Popen(
+            arguments, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+
+
+def wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
+    deadline = time.monotonic() + READY_SECONDS
+    while time.monotonic() < deadline:
+        if ready.is_file() and (url := re.search(r"http://[^\s\"]+", ready.read_text())):
+            return url[0].rstrip("/")
+        if process.poll() is not None:
+            break
+        time.sleep(0.05)
+    raise RuntimeError(
+        f"the server is not ready (exit status {process.poll()}):\n{log.read_text(errors='replace')[-8000:]}"
+    )
+
+
+def stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait(STOP_SECONDS)
+        raise

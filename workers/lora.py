@@ -7,9 +7,10 @@ its `accumulator`. The output head's pair is applied by `head`.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +23,9 @@ from .model import BaseModel
 
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+
+# A linear layer as a function of x, weight and bias.
+Product = Callable[..., Tensor]
 
 # Views start at multiples of 64 bytes; the gaps hold zeros, whose gradient and update are zero.
 _ALIGNMENT = 16
@@ -68,9 +72,8 @@ class LoraPair:
     a [rank, in], b [out, rank]: float32 views of the adapter's weights.
     """
 
-    def __init__(self, adapter: "Adapter", target: Target, a: Tensor, b: Tensor) -> None:
-        self.a = a
-        self.b = b
+    def __init__(self, adapter: "Adapter", target: Target) -> None:
+        self.a, self.b = adapter.views(adapter.weights, target)
         self.scale = adapter.lora.alpha / adapter.lora.rank
         self._adapter = adapter
         self._name = target.name
@@ -86,39 +89,46 @@ class LoraPair:
         return self._adapter.gradients(self._name)[1]
 
     def down(self, x: Tensor) -> Tensor:
-        """x [tokens, in] -> x A^T [tokens, rank]."""
-        return x @ self.a.to(x.dtype).t()
+        """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
+        a, _ = self._adapter.factors(self._name)
+        return x @ a.t()
 
-    def add_up(self, y: Tensor, low: Tensor) -> None:
-        """y [tokens, out] += scale * low B^T."""
-        y.addmm_(low, self.b.to(y.dtype).t(), alpha=self.scale)
+    def add_up(self, y: Tensor, reduced: Tensor) -> None:
+        """y [tokens, out] += scale * reduced B^T."""
+        _, b = self._adapter.factors(self._name)
+        y.addmm_(reduced, b.t(), alpha=self.scale)
 
-    def backward(self, grad: Tensor, x: Tensor, low: Tensor, grad_x: Tensor | None) -> None:
+    def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
         """Adds to the gradients of A and B, and to that of x where there is one.
 
-        grad [tokens, out] is the gradient of y, x and low are as in `down`, grad_x [tokens, in].
+        grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
         """
-        grad_low = (grad @ self.b.to(grad.dtype)).mul_(self.scale)
-        _add_product(self.a_grad, grad_low.t(), x, 1.0)
-        _add_product(self.b_grad, grad.t(), low, self.scale)
+        a, b = self._adapter.factors(self._name)
+        grad_reduced = (grad @ b).mul_(self.scale)
+        _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
+        _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)
         if grad_x is not None:
-            grad_x.addmm_(grad_low, self.a.to(grad.dtype))
+            grad_x.addmm_(grad_reduced, a)
 
 
 class Adapter:
-    """One adapter. weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P]."""
+    """One adapter. weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
-    def __init__(self, lora: LoraConfig, targets: Sequence[Target], device: torch.device, unembed_name: str) -> None:
+    pairs: by target name. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen.
+    """
+
+    def __init__(self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str) -> None:
         self.lora = lora
         self.targets = tuple(targets)
         self._places, size = _layout(self.targets, lora.rank)
-        self.weights = torch.zeros(size, device=device)
+        self.weights = torch.zeros(size, device=base.device)
+        self._cast = _Cast(self, base.dtype)
         self.window = Window()
         self.num_steps = 0
         self._unembed_name = unembed_name
         self._vectors: dict[str, Tensor] = {}
         self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
-        self.pairs = {t.name: LoraPair(self, t, *self._views(self.weights, t)) for t in self.targets}
+        self.pairs = {target.name: LoraPair(self, target) for target in self.targets}
 
     @property
     def unembed(self) -> LoraPair | None:
@@ -158,8 +168,12 @@ class Adapter:
     def gradients(self, name: str) -> tuple[Tensor, Tensor]:
         """The views of scratch that take the gradients of A and B of the target `name`."""
         if not self._gradients:
-            self._gradients = {t.name: self._views(self.scratch, t) for t in self.targets}
+            self._gradients = {target.name: self.views(self.scratch, target) for target in self.targets}
         return self._gradients[name]
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B of the target `name` in the base's dtype, for products."""
+        return self._cast.factors(name)
 
     def begin_operation(self) -> None:
         self.scratch.zero_()
@@ -205,17 +219,35 @@ class Adapter:
         """A vector [P] as the matrices it holds, by their names in PEFT's files."""
         named = {}
         for target in self.targets:
-            a, b = self._views(vector, target)
+            a, b = self.views(vector, target)
             named[f"base_model.model.{target.name}.lora_A.weight"] = a
             named[f"base_model.model.{target.name}.lora_B.weight"] = b
         return named
 
-    def _views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+    def views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
+        """A [rank, in] and B [out, rank] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
         rank = self.lora.rank
         a_start, b_start = self._places[target.name]
         a = vector[a_start : a_start + rank * target.in_features].view(rank, target.in_features)
-        b = vector[b_start : b_start + rank * target.out_features].view(target.out_features, rank)
-        return a, b
+        b = vector[b_start : b_start + rank * target.out_features].view(rank, target.out_features)
+        return a, b.t()
+
+
+class _Cast:
+    """An adapter's matrices in the dtype of its base: the weights themselves in float32, else a copy kept current."""
+
+    def __init__(self, adapter: Adapter, dtype: torch.dtype) -> None:
+        self._weights = adapter.weights
+        self._vector = adapter.weights if dtype == torch.float32 else adapter.weights.to(dtype)
+        self._version = adapter.weights._version
+        self._factors = {target.name: adapter.views(self._vector, target) for target in adapter.targets}
+
+    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+        if self._version != self._weights._version:
+            self._version = self._weights._version
+            if self._vector is not self._weights:
+                self._vector.copy_(self._weights)
+        return self._factors[name]
 
 
 @dataclass(frozen=True)
@@ -234,7 +266,7 @@ class Adapters:
         self._base = base
         self._max_rank = max_rank
         self._adapters: dict[str, Adapter] = {}
-        self._active = _Active(torch.zeros((), device=base.device, requires_grad=True))
+        self._active = _Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
         self._unembed_target = _unembed_target(base)
 
@@ -293,7 +325,7 @@ class Adapters:
                 f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
                 f" --max-lora-rank {lora.rank}"
             )
-        return Adapter(lora, self._targets(lora), self._base.device, self._unembed_target.name)
+        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())
@@ -323,20 +355,21 @@ class LoraLinear(nn.Module):
         """x [1, tokens, in] -> [1, tokens, out]."""
         parts = self._active.parts(self._name)
         anchor = self._active.anchor if parts and torch.is_grad_enabled() else None
-        y = _LoraProduct.apply(x.flatten(0, -2), anchor, self.weight, self.bias, parts)
+        y = _LoraProduct.apply(x.flatten(0, -2), anchor, self.weight, self.bias, parts, self._active.product)
         assert isinstance(y, Tensor)
         return y.unflatten(0, x.shape[:-1])
 
 
 class _Active:
-    """What is applied now.
+    """What every LoraLinear of a base shares: the segments applied now, and how products with frozen weights are made.
 
     anchor: a leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
     """
 
-    def __init__(self, anchor: Tensor) -> None:
-        self.anchor = anchor
+    def __init__(self, base: BaseModel) -> None:
         self.segments: tuple[Segment, ...] = ()
+        self.anchor = torch.zeros((), device=base.device, requires_grad=True)
+        self.product = _fast_linear if _mkl_is_slow(base) else linear
 
     def parts(self, name: str) -> "list[_Part]":
         return [
@@ -359,27 +392,44 @@ class _LoraProduct(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, weight: Tensor, bias: Tensor | None, parts: list[_Part]
+        ctx: Any,
+        x: Tensor,
+        anchor: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+        parts: list[_Part],
+        product: Product,
     ) -> Tensor:
-        y = linear(x, weight, bias)
-        lows = []
-        for part in parts:
-            low = part.pair.down(x[part.rows])
-            part.pair.add_up(y[part.rows], low)
-            lows.append(low)
+        y = product(x, weight, bias)
+        ctx.reduced = [part.pair.down(x[part.rows]) for part in parts]
+        for part, reduced in zip(parts, ctx.reduced, strict=True):
+            part.pair.add_up(y[part.rows], reduced)
         ctx.save_for_backward(x, weight)
-        ctx.parts, ctx.lows = parts, lows
+        ctx.parts, ctx.product = parts, product
         return y
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         (grad,) = grads
         x, weight = ctx.saved_tensors
-        grad_x = grad @ weight if ctx.needs_input_grad[0] else None
-        for part, low in zip(ctx.parts, ctx.lows, strict=True):
-            into = grad_x[part.rows] if grad_x is not None else None
-            part.pair.backward(grad[part.rows], x[part.rows], low, into)
-        return grad_x, None, None, None, None
+        grad_x = ctx.product(grad, weight.t()) if ctx.needs_input_grad[0] else None
+        for part, reduced in zip(ctx.parts, ctx.reduced, strict=True):
+            into = None if grad_x is None else grad_x[part.rows]
+            part.pair.backward(grad[part.rows], x[part.rows], reduced, into)
+        return grad_x, None, None, None, None, None
+
+
+def _fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """torch's linear by oneDNN, for float32 on the CPU."""
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+
+
+def _mkl_is_slow(base: BaseModel) -> bool:
+    """MKL, behind torch's own linear, uses only half of the vector width of x86 processors that are not Intel's."""
+    if base.device.type != "cpu" or base.dtype != torch.float32 or not torch.backends.mkl.is_available():
+        return False
+    processors = Path("/proc/cpuinfo")
+    return processors.exists() and "GenuineIntel" not in processors.read_text() and torch.backends.mkldnn.is_available()
 
 
 def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:

@@ -1,7 +1,8 @@
 """Sampling: what can be asked of a sampler and what it answers."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -32,6 +33,13 @@ class TokenChunk(Wire):
 
 class ModelInput(Wire):
     chunks: list[TokenChunk]
+
+    @classmethod
+    def from_ints(cls, tokens: Sequence[int]) -> Self:
+        return cls(chunks=[TokenChunk(type="encoded_text", tokens=tuple(tokens))])
+
+    def to_ints(self) -> list[int]:
+        return [token for chunk in self.chunks for token in chunk.tokens]
 
 
 class SampleRequest(Wire):
@@ -83,12 +91,16 @@ class TopkLogprobs:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SampledSequence:
-    """tokens int32 [n], the matched stop token included; logprobs float32 [n] under the model at temperature 1."""
+    """tokens int32 [n], the matched stop token included; logprobs float32 [n] under the model at temperature 1.
+
+    sequence_id: what provenance spans call it; the submit's answer names it, so only the client fills it in.
+    """
 
     stop_reason: Literal["stop", "length"]
     tokens: np.ndarray
     logprobs: np.ndarray
     topk_logprobs: TopkLogprobs | None = None
+    sequence_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

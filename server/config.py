@@ -1,0 +1,314 @@
+"""ServerConfig: every knob of a server process, with its default, unit, help and check, and where values come from.
+
+A flag wins over an environment variable TRAINHOUSE_*, that over the TOML file, that over the default.
+"""
+
+import difflib
+import math
+import re
+import tomllib
+import types
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields
+from ipaddress import ip_address
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from ..workers.config import ServedModel, WorkerConfig
+from ..workers.dispatch import DispatchConfig
+
+ENVIRONMENT_PREFIX = "TRAINHOUSE_"
+
+
+class ConfigError(ValueError):
+    """A knob has a value that it cannot have; the message names the knob, the value and the remedy."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """What a knob's value must satisfy, and the words for it."""
+
+    holds: Callable[[object], bool]
+    words: str
+
+
+@dataclass(frozen=True)
+class Knob:
+    """What is said about a field. common: `--help` shows it. only_with: the mode in which alone it has effect."""
+
+    help: str
+    common: bool = False
+    check: Check | None = None
+    only_with: tuple[str, object] | None = None
+    flag: str | None = None
+
+
+def between(low: float, high: float) -> Check:
+    return Check(lambda value: isinstance(value, int | float) and low <= value <= high, f"from {low:g} to {high:g}")
+
+
+def above(low: float) -> Check:
+    return Check(lambda value: isinstance(value, int | float) and low < value < math.inf, f"above {low:g}")
+
+
+Value = TypeVar("Value")
+
+
+def knob(
+    default: Value,
+    help: str,
+    *,
+    common: bool = False,
+    check: Check | None = None,
+    only_with: tuple[str, object] | None = None,
+    flag: str | None = None,
+) -> Value:
+    """A field of ServerConfig with its default."""
+    return field(default=default, metadata={"knob": Knob(help, common, check, only_with, flag)})
+
+
+DEVICE = Check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]+)?", str(value)) is not None, "auto, cpu, cuda, cuda:N")
+POSITIVE = Check(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
+NOT_NEGATIVE = Check(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
+WITH_RAY = ("pool", "ray")
+
+
+@dataclass(frozen=True)
+class ServerConfig:
+    """The unit is in the name; sizes in bytes may be written 256MiB. See `trainhouse serve --help-all`."""
+
+    base_models: tuple[ServedModel, ...] = knob(
+        (),
+        "served name, and where it is loaded from (default: the name); repeatable",
+        common=True,
+        check=Check(lambda value: bool(value), "at least one NAME[=PATH_OR_HUB_ID]"),
+        flag="--base-model",
+    )
+    host: str = knob("127.0.0.1", "address to listen on; beyond loopback it takes keys", common=True)
+    port: int = knob(8000, "port; 0 = a free one, printed", common=True, check=between(0, 65535))
+    state_dir: Path = knob(Path(".trainhouse"), "database, journal, checkpoints; one server at a time", common=True)
+    pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
+    dtype: Literal["auto", "float32", "bfloat16"] = knob(
+        "auto", "of the base weights; auto: bfloat16 on CUDA, else float32", common=True
+    )
+    device: str = knob("auto", "auto, cpu, cuda or cuda:N", common=True, check=DEVICE)
+    threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
+    max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
+    max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
+    micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
+    head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
+    kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
+    slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
+    ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
+    ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
+    ray_gpus_per_rank: float = knob(0.0, "GPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
+    max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
+    max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
+    long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
+    result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
+    session_expiry_seconds: float = knob(300.0, "end of a session without heartbeats (every 10 s)", check=above(0))
+    seq_gap_seconds: float = knob(330.0, "until a missing seq_id counts as refused; SDKs retry 300", check=above(0))
+    journal_segment_bytes: int = knob(64 << 20, "size at which the journal starts a new file", check=POSITIVE)
+    sdk_max_chunk_datums: int = knob(1024, "datums that SDKs send in one forward_backward", check=POSITIVE)
+    sdk_max_chunk_bytes: int = knob(5_000_000, "bytes that SDKs send in one forward_backward", check=POSITIVE)
+    sdk_compression: Literal["none", "zstd"] = knob("none", "of the forward_backward bodies that SDKs send")
+    keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
+    shutdown_seconds: int = knob(3, "what open requests get at shutdown", check=NOT_NEGATIVE)
+    log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severity that is logged")
+    ready_file: Path | None = knob(None, "written with the URL once the server answers, removed at its end")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError."""
+        for knob_field in fields(self):
+            _check_value(knob_field, getattr(self, knob_field.name))
+        if self.max_decompressed_bytes < self.max_body_bytes:
+            raise ConfigError(
+                f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "
+                "raise the one or lower the other"
+            )
+        for model in self.base_models:
+            _check_source(model)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether only this machine can reach the server. A name other than localhost counts as reachable."""
+        if self.host == "localhost":
+            return True
+        try:
+            return ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+    def worker_config(self, model: ServedModel) -> WorkerConfig:
+        return WorkerConfig(model=model, **_shared(self, WorkerConfig))
+
+    def dispatch_config(self) -> DispatchConfig:
+        models = tuple(self.worker_config(model) for model in self.base_models)
+        return DispatchConfig(models=models, **_shared(self, DispatchConfig))
+
+
+def knob_of(knob_field: Field) -> Knob:
+    return knob_field.metadata["knob"]
+
+
+def flag_of(knob_field: Field) -> str:
+    return knob_of(knob_field).flag or "--" + knob_field.name.replace("_", "-")
+
+
+def load_config(
+    flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
+) -> ServerConfig:
+    """The configuration of a process. `flags`: by field name, as typed. Raises ConfigError."""
+    values = {**_from_file(file), **_from_environment(environment), **_from_flags(flags)}
+    config = ServerConfig(**values)
+    _check_effect(config, values)
+    return config
+
+
+def _from_file(file: Path | None) -> dict[str, typing.Any]:
+    if file is None:
+        return {}
+    try:
+        table = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise ConfigError(f"config file {file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ConfigError(f"config file {file} is not valid TOML: {error}") from None
+    for key in table:
+        if key not in _FIELDS:
+            raise ConfigError(f"config file {file} has an unknown key {key!r}{_nearest(key)}")
+    return {key: _from_toml(_FIELDS[key], value, f"{key} in {file}") for key, value in table.items()}
+
+
+def _from_environment(environment: Mapping[str, str]) -> dict[str, typing.Any]:
+    """Variables with other names are left alone (Kubernetes and our client set some), unless they look misspelt."""
+    names = {
+        key: key.removeprefix(ENVIRONMENT_PREFIX).lower() for key in environment if key.startswith(ENVIRONMENT_PREFIX)
+    }
+    for key, name in names.items():
+        if name not in _FIELDS and difflib.get_close_matches(name, _FIELDS, cutoff=0.9):
+            raise ConfigError(f"unknown environment variable {key}{_nearest(name)}")
+    return {
+        name: _from_text(_FIELDS[name], _split_list(_FIELDS[name], environment[key]), key)
+        for key, name in names.items()
+        if name in _FIELDS
+    }
+
+
+def _split_list(knob_field: Field, text: str) -> str | list[str]:
+    return [part.strip() for part in text.split(",")] if knob_field.name == "base_models" else text
+
+
+def _from_flags(flags: Mapping[str, str | Sequence[str]]) -> dict[str, typing.Any]:
+    return {name: _from_text(_FIELDS[name], value, flag_of(_FIELDS[name])) for name, value in flags.items()}
+
+
+def _nearest(name: str) -> str:
+    near = difflib.get_close_matches(name, _FIELDS, n=1)
+    return f": did you mean {near[0]}?" if near else ": see `trainhouse serve --help-all` for all there are"
+
+
+def _from_toml(knob_field: Field, value: object, place: str) -> object:
+    """A string is read as on the command line; numbers must be of the field's type."""
+    if isinstance(value, str) or (isinstance(value, list) and all(isinstance(entry, str) for entry in value)):
+        return _from_text(knob_field, value, place)
+    wanted = _type_of(knob_field)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"{place} is {value!r}: expected {_type_words(knob_field)}")
+    if wanted is int and isinstance(value, int):
+        return value
+    if wanted is float:
+        return float(value)
+    raise ConfigError(f"{place} is {value!r}: expected {_type_words(knob_field)}")
+
+
+def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> object:
+    if knob_field.name == "base_models":
+        return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
+    if not isinstance(text, str):
+        raise ConfigError(f"{place} is {list(text)}: expected {_type_words(knob_field)}")
+    wanted = _type_of(knob_field)
+    try:
+        if wanted is int:
+            return parse_bytes(text) if knob_field.name.endswith("_bytes") else int(text)
+        return wanted(text) if wanted in (float, Path) else text
+    except ValueError:
+        raise ConfigError(f"{place} is {text!r}: expected {_type_words(knob_field)}") from None
+
+
+def parse_served_model(text: str) -> ServedModel:
+    """NAME or NAME=PATH_OR_HUB_ID. Raises ConfigError."""
+    name, _, source = (part.strip() for part in text.partition("="))
+    if not name or ("=" in text and not source):
+        raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
+    return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+def parse_bytes(text: str) -> int:
+    """1048576, 1MiB or 1.5GiB. Raises ValueError."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2] not in _UNITS:
+        raise ValueError(text)
+    return int(found[1]) if not found[2] else int(float(found[1]) * _UNITS[found[2]])
+
+
+def _type_of(knob_field: Field) -> type:
+    """The type of a value that is there: int of `int | None`, str of a Literal."""
+    wanted = _TYPES[knob_field.name]
+    if isinstance(wanted, types.UnionType):
+        wanted = next(option for option in typing.get_args(wanted) if option is not types.NoneType)
+    return str if typing.get_origin(wanted) is Literal else wanted
+
+
+def choices_of(knob_field: Field) -> tuple[str, ...]:
+    wanted = _TYPES[knob_field.name]
+    return typing.get_args(wanted) if typing.get_origin(wanted) is Literal else ()
+
+
+def _type_words(knob_field: Field) -> str:
+    if knob_field.name == "base_models":
+        return "a list of NAME[=PATH_OR_HUB_ID]"
+    if knob_field.name.endswith("_bytes"):
+        return "a number of bytes, such as 268435456 or 256MiB"
+    return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
+
+
+def _check_value(knob_field: Field, value: object) -> None:
+    knob, choices = knob_of(knob_field), choices_of(knob_field)
+    if value is None and knob_field.default is None:
+        return
+    if choices and value not in choices:
+        raise ConfigError(f"{knob_field.name} is {value!r}: expected {' or '.join(choices)}")
+    if knob.check is not None and not knob.check.holds(value):
+        shown = "not given" if value == () else repr(value)
+        raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
+
+
+def _check_source(model: ServedModel) -> None:
+    """What can only be a path must exist; hub ids are left to the worker."""
+    if model.source.startswith(("/", "./", "../")) and not Path(model.source).exists():
+        raise ConfigError(f"base model {model.name}: there is no {model.source}")
+
+
+def _check_effect(config: ServerConfig, given: Mapping[str, object]) -> None:
+    for name in given:
+        only_with = knob_of(_FIELDS[name]).only_with
+        if only_with is not None and getattr(config, only_with[0]) != only_with[1]:
+            mode, wanted = only_with
+            raise ConfigError(
+                f"{name} has no effect with {mode} {getattr(config, mode)}: leave it out or set {mode} to {wanted}"
+            )
+
+
+def _shared(config: ServerConfig, target: type) -> dict[str, typing.Any]:
+    """The knobs that `target` has under the same name."""
+    return {name: getattr(config, name) for name in _FIELDS if name in {entry.name for entry in fields(target)}}
+
+
+_FIELDS: Mapping[str, Field] = {entry.name: entry for entry in fields(ServerConfig)}
+_TYPES: Mapping[str, typing.Any] = typing.get_type_hints(ServerConfig)
+assert all(entry.default is not MISSING for entry in _FIELDS.values())

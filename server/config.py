@@ -87,7 +87,7 @@ class ServerConfig:
     )
     host: str = knob("127.0.0.1", "address to listen on; beyond loopback it takes keys", common=True)
     port: int = knob(8000, "port; 0 = a free one, printed", common=True, check=between(0, 65535))
-    state_dir: Path = knob(Path(".trainhouse"), "database, journal, checkpoints; one server at a time", common=True)
+    state_dir: Path = knob(Path(".trainhouse"), "database, journal, checkpoints; one server at a time", common=True)  # noqa: RUF009
     pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "of the base weights; auto: bfloat16 on CUDA, else float32", common=True
@@ -116,7 +116,7 @@ class ServerConfig:
     keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
     shutdown_seconds: int = knob(3, "what open requests get at shutdown", check=NOT_NEGATIVE)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severity that is logged")
-    ready_file: Path | None = knob(None, "written with the URL once the server answers, removed at its end")
+    ready_file: Path | None = knob(None, "written with the URL once the server answers, removed at its end")  # noqa: RUF009
 
     def __post_init__(self) -> None:
         """Raises ConfigError."""

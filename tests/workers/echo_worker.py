@@ -1,0 +1,66 @@
+"""A worker that needs no torch: what the pools are tested with. Child processes import it by name."""
+
+import os
+import signal
+import time
+from dataclasses import dataclass
+
+import numpy as np
+from trainhouse.schemas.errors import OperationError
+
+ECHO = "trainhouse.tests.workers.echo_worker:EchoWorker"
+
+
+@dataclass(frozen=True)
+class EchoConfig:
+    rank: int = 0
+    start_error: str | None = None
+
+
+class EchoWorker:
+    def __init__(self, config: EchoConfig) -> None:
+        if config.start_error:
+            raise ValueError(config.start_error)
+        self._rank = config.rank
+
+    def rank(self) -> int:
+        return self._rank
+
+    def echo(self, value: object) -> object:
+        return value
+
+    def double(self, values: np.ndarray) -> np.ndarray:
+        """In place: fails on an array that is not writable."""
+        values *= 2
+        return values
+
+    def environment(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+    def main_file(self) -> str | None:
+        import __main__
+
+        return getattr(__main__, "__file__", None)
+
+    def refuse(self, message: str) -> None:
+        raise OperationError(message, "user")
+
+    def reject(self, message: str) -> None:
+        raise ValueError(message)
+
+    def fail(self, message: str) -> None:
+        raise KeyError(message)
+
+    def answer_what_cannot_travel(self) -> object:
+        return lambda: None
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
+    def die(self, exit_code: int) -> None:
+        os._exit(exit_code)
+
+    def interrupt_self(self) -> str:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        return "still here"

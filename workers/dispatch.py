@@ -1,0 +1,178 @@
+"""What each verb means over the groups, one group per base model. Knows no HTTP, no seq_id, no futures of users.
+
+Imports neither torch nor ray.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from ..schemas.errors import OperationError
+from ..schemas.sampling import SampleResponse
+from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
+from .config import WorkerConfig
+from .footprint import check_fit, runs_on_cpu
+from .group import Group, Verb
+from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
+from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """One group per model, each of one rank.
+
+    pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
+    ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
+    slice_milliseconds: about how long sampling holds the ranks at a time.
+    worker: the class built on every rank, as "module:Class".
+    """
+
+    models: tuple[WorkerConfig, ...]
+    pool: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    ray_cpus_per_rank: float = 1.0
+    ray_gpus_per_rank: float = 1.0
+    slice_milliseconds: float = 50.0
+    worker: str = f"{__package__}.worker:Worker"
+
+
+class WorkerDispatch:
+    """The verbs, by run, adapter or base model. All raise OperationError; a dead worker is category "server"."""
+
+    models: Mapping[str, ModelInfo]
+
+    def __init__(self, config: DispatchConfig) -> None:
+        names = [model.model.name for model in config.models]
+        if repeated := {name for name in names if names.count(name) > 1}:
+            raise ValueError(f"base model {sorted(repeated)[0]} is given twice: give each served name once")
+        self.models = {}
+        self._config = config
+        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
+        self._groups = {
+            model.model.name: Group(model, self._new_pool, config.slice_milliseconds)
+            for model in _with_threads(config.models)
+        }
+        self._group_of: dict[str, Group] = {}  # by id of run, sampler adapter and sampling job
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
+        check_fit(self._config.models)
+        try:
+            if self._cluster is not None:
+                await self._cluster.connect(self._config.ray_cpus_per_rank * len(self._groups))
+            for group in self._groups.values():
+                await group.start(on_progress)
+        except BaseException:
+            await self.close()
+            raise
+        self.models = {name: group.info for name, group in self._groups.items()}
+
+    async def close(self) -> None:
+        """Ends the workers; what still waits for them fails."""
+        await asyncio.gather(*(group.close() for group in self._groups.values()))
+        if self._cluster is not None:
+            await self._cluster.disconnect()
+
+    def status(self, base_model: str) -> str | None:
+        """What work on this base model waits for, in words; None when nothing waits."""
+        return self._group(base_model).status()
+
+    async def create_run(self, base_model: str, spec: RunSpec) -> RunInfo:
+        group = self._group(base_model)
+        info = await group.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
+        self._group_of[spec.run_id] = group
+        return info
+
+    async def drop_run(self, run_id: str) -> None:
+        """Unknown and lost runs: no-op."""
+        group = self._group_of.pop(run_id, None)
+        if group is not None and not group.forget_lost(run_id):
+            await group.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
+
+    async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        return await self._group_of_run(request.model_id).submit(request.model_id, request)
+
+    async def optim_step(self, step: Step) -> dict[str, float]:
+        return await self._group_of_run(step.run_id).submit(step.run_id, step)
+
+    async def clear_gradients(self, run_id: str) -> None:
+        await self._submit_verb(run_id, "clear_gradients")
+
+    async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
+        await self._submit_verb(run_id, "save_run", str(directory), optimizer)
+
+    async def load_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
+        await self._submit_verb(run_id, "load_run", str(directory), optimizer)
+
+    async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
+        """The run's weights as they are now, for sampling. Held until `drop_adapter`, or until the worker dies."""
+        group = self._group_of_run(run_id)
+        await group.submit(run_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
+        self._group_of[adapter_id] = group
+
+    async def load_adapter(self, base_model: str, adapter_id: str, directory: Path) -> None:
+        group = self._group(base_model)
+        await group.submit(adapter_id, Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id))
+        self._group_of[adapter_id] = group
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        """Unknown and lost adapters: no-op."""
+        group = self._group_of.pop(adapter_id, None)
+        if group is not None and not group.forget_lost(adapter_id):
+            await group.submit(adapter_id, Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+
+    async def sample(self, base_model: str, job: SampleJob) -> SampleResponse:
+        """A caller that is cancelled cancels the job."""
+        group = self._group_of[job.job_id] = self._group(base_model)
+        try:
+            return await group.sample(job)
+        finally:
+            del self._group_of[job.job_id]
+
+    def cancel(self, job_id: str) -> None:
+        """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""
+        if group := self._group_of.get(job_id):
+            group.cancel(job_id)
+
+    async def memory(self) -> dict[str, dict[str, int]]:
+        """Served name -> bytes by purpose, of the groups that are up."""
+        groups = {name: group for name, group in self._groups.items() if not group.restarting}
+        answers = await asyncio.gather(*(group.submit("memory", Verb("memory")) for group in groups.values()))
+        return dict(zip(groups, answers, strict=True))
+
+    async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
+        await self._group_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
+
+    def _group(self, base_model: str) -> Group:
+        if base_model not in self._groups:
+            raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._groups)}")
+        return self._groups[base_model]
+
+    def _group_of_run(self, run_id: str) -> Group:
+        if run_id not in self._group_of:
+            raise OperationError(
+                f"run {run_id} is not live: it was dropped, or the server was restarted since; "
+                "create a run from its last checkpoint",
+                "server",
+            )
+        return self._group_of[run_id]
+
+    def _new_pool(self, model: WorkerConfig) -> Pool:
+        spec = PoolSpec(
+            worker=self._config.worker,
+            configs=(model,),
+            threads=model.threads,
+            cpus_per_rank=self._config.ray_cpus_per_rank,
+            gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
+        )
+        return RayPool(spec) if self._cluster else LocalPool(spec)
+
+
+def _with_threads(models: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:
+    """Threads per rank = cores / ranks, over all groups: they compute at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // max(1, len(models)))
+    return tuple(replace(model, threads=model.threads or share) for model in models)

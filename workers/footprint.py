@@ -1,0 +1,82 @@
+"""Whether the base models fit into this machine's memory, answered before anything is loaded. Imports no torch."""
+
+import json
+import struct
+from collections.abc import Iterator
+from math import prod
+from pathlib import Path
+
+from huggingface_hub import try_to_load_from_cache
+
+from .config import WorkerConfig
+
+_BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+
+
+def check_fit(models: tuple[WorkerConfig, ...]) -> None:
+    """Raises ValueError with the numbers when the models on the CPU need more memory than is available.
+
+    Models on CUDA are left to their worker, and so are models that are not on this machine's disk yet.
+    """
+    needs = {model.model.name: loaded_bytes(model) or 0 for model in models if runs_on_cpu(model)}
+    needed, available = sum(needs.values()), available_bytes()
+    if available is None or needed <= available:
+        return
+    each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
+    raise ValueError(
+        f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
+        "serve fewer or smaller models, or load them with --dtype bfloat16"
+    )
+
+
+def loaded_bytes(model: WorkerConfig) -> int | None:
+    """Bytes of the weights in the dtype they will be loaded in; None when there are none on this disk to count."""
+    directory = _directory(model.model.source)
+    files = sorted(directory.glob("*.safetensors")) if directory else []
+    if not files:
+        return None
+    dtype = model.dtype if model.dtype != "auto" else "float32" if runs_on_cpu(model) else "bfloat16"
+    return sum(_num_elements(file) for file in files) * _BYTES_PER_NUMBER[dtype]
+
+
+def available_bytes() -> int | None:
+    """What this process may still take: the machine's memory, or the container's if that is less. None: unknown."""
+    return min(_available(), default=None)
+
+
+def runs_on_cpu(model: WorkerConfig) -> bool:
+    """Best guess without torch: a worker on "auto" takes CUDA where there is one."""
+    if model.device == "auto":
+        return not Path("/dev/nvidia0").exists()
+    return model.device.startswith("cpu")
+
+
+def gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _directory(source: str) -> Path | None:
+    if Path(source).is_dir():
+        return Path(source)
+    if source.count("/") > 1 or source.startswith(("/", ".")):
+        return None
+    cached = try_to_load_from_cache(source, "config.json")
+    return Path(cached).parent if isinstance(cached, str) else None
+
+
+def _num_elements(file: Path) -> int:
+    """From the header alone: its length (8 bytes, little-endian), then JSON, name -> dtype, shape, offsets."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _available() -> Iterator[int]:
+    machine = Path("/proc/meminfo")
+    if machine.exists():
+        fields = dict(line.split(":", 1) for line in machine.read_text().splitlines())
+        yield int(fields["MemAvailable"].split()[0]) * 1024
+    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        yield int(limit.read_text()) - int(used.read_text())

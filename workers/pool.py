@@ -1,0 +1,476 @@
+"""The processes: starts the ranks of a group, calls methods on them, notices their death. Knows no verb.
+
+Two pools with the same behaviour: LocalPool (forkserver children of this process, over socket pairs) and RayPool (an
+actor per rank in a placement group). Messages are pickled by us in both, so arrays arrive alike, owned and writable.
+"""
+
+import abc
+import asyncio
+import contextlib
+import importlib
+import logging
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..schemas.errors import OperationError
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+    from ray.util.placement_group import PlacementGroup
+
+logger = logging.getLogger(__name__)
+
+_LENGTH = struct.Struct("<Q")
+_GRACE_SECONDS = 5.0
+
+
+@dataclass(frozen=True)
+class PoolSpec:
+    """The ranks to start: `worker` ("module:Class") is built as `Class(config)` on each of `configs`, one per rank.
+
+    threads: CPU threads of a rank's arithmetic, told to OpenMP by environment; a worker that finds its libraries
+        loaded already (the forkserver preloads them) sets the same number itself.
+    cpus_per_rank, gpus_per_rank: what a Ray node must have free for a rank; a LocalPool ignores them.
+    """
+
+    worker: str
+    configs: tuple[object, ...]
+    threads: int = 1
+    cpus_per_rank: float = 1.0
+    gpus_per_rank: float = 0.0
+
+
+@dataclass(frozen=True)
+class PerRank:
+    """An argument of `Pool.call` that differs from rank to rank; every other argument goes to all ranks."""
+
+    values: tuple[object, ...]
+
+
+class WorkerDied(Exception):
+    """A rank's process is gone, and with it everything that the group held in memory."""
+
+
+class WorkerError(Exception):
+    """A verb failed in a way that its worker did not foresee. `remote_traceback` is for the log, not for the user."""
+
+    def __init__(self, message: str, remote_traceback: str) -> None:
+        super().__init__(message, remote_traceback)
+        self.message = message
+        self.remote_traceback = remote_traceback
+
+    def __str__(self) -> str:
+        return self.message
+
+
+class Pool(abc.ABC):
+    """The ranks of one group. Belongs to the event loop that starts it.
+
+    death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
+    pids: the ranks' process ids, on their own machines.
+    """
+
+    death: "asyncio.Future[WorkerDied]"
+    pids: list[int]
+
+    def __init__(self, spec: PoolSpec) -> None:
+        self.spec = spec
+        self.pids = []
+        self._exchanges: set[asyncio.Task[_Answer]] = set()
+
+    async def start(self) -> None:
+        """Builds the worker on every rank. Raises what its constructor raised (ValueError: a bad model), WorkerDied."""
+        self.death = asyncio.get_running_loop().create_future()
+        try:
+            await self._start_ranks()
+            self.pids = await self._gather([b""] * len(self.spec.configs), "start")
+        except BaseException:
+            await self.close()
+            raise
+
+    async def call(self, method: str, *arguments: object) -> list[Any]:
+        """The results of `worker.method(*arguments)`, by rank.
+
+        Raises OperationError and ValueError as the worker raised them, WorkerError for any other exception, and
+        WorkerDied at once when a rank dies. A caller that is cancelled leaves the call running; its result is dropped.
+        """
+        messages = [pickle.dumps((method, row), protocol=5) for row in self._by_rank(arguments)]
+        return await self._gather(messages, method)
+
+    async def close(self) -> None:
+        """Ends the ranks. Calls under way raise WorkerDied."""
+        self._died("it was stopped")
+        for exchange in self._exchanges:
+            exchange.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
+        await self._stop_ranks()
+
+    @abc.abstractmethod
+    async def _start_ranks(self) -> None: ...
+
+    @abc.abstractmethod
+    async def _exchange(self, rank: int, message: bytes) -> "_Answer":
+        """Sends one message (empty: build the worker) and returns the answer; raises OSError when the rank is gone."""
+
+    @abc.abstractmethod
+    async def _stop_ranks(self) -> None: ...
+
+    def _by_rank(self, arguments: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
+        for rank in range(len(self.spec.configs)):
+            yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
+
+    async def _gather(self, messages: list[bytes], method: str) -> list[Any]:
+        if self.death.done():
+            raise self.death.result()
+        exchanges = [self._begin(rank, message) for rank, message in enumerate(messages)]
+        answered = asyncio.gather(*exchanges, return_exceptions=True)
+        # A rank that waits for a dead one in a collective would never answer.
+        await asyncio.wait({answered, self.death}, return_when=asyncio.FIRST_COMPLETED)
+        if self.death.done():
+            raise self.death.result()
+        answers = [exchange.result() for exchange in exchanges]
+        for rank, answer in enumerate(answers):
+            if answer.error is not None:
+                raise self._logged(answer.error, rank, method)
+        return [answer.value for answer in answers]
+
+    def _begin(self, rank: int, message: bytes) -> "asyncio.Task[_Answer]":
+        exchange = asyncio.create_task(self._exchange_or_death(rank, message))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+        return exchange
+
+    async def _exchange_or_death(self, rank: int, message: bytes) -> "_Answer":
+        try:
+            return await self._exchange(rank, message)
+        except OSError:
+            return _Answer(error=await asyncio.shield(self.death))
+
+    def _logged(self, error: Exception, rank: int, method: str) -> Exception:
+        if isinstance(error, WorkerError):
+            logger.error("rank %d of %s: %s failed\n%s", rank, self.spec.worker, method, error.remote_traceback)
+        return error
+
+    def _died(self, reason: str) -> None:
+        if not self.death.done():
+            self.death.set_result(WorkerDied(f"the worker died: {reason}"))
+
+
+@dataclass(frozen=True)
+class _Answer:
+    value: object = None
+    error: Exception | None = None
+
+
+class _Shell:
+    """What stands around a worker in its own process: builds it, calls it, and turns its errors into values."""
+
+    def __init__(self, spec: PoolSpec, rank: int) -> None:
+        self._spec = spec
+        self._rank = rank
+        self._worker: object = None
+
+    def answer(self, message: bytes | bytearray) -> bytes:
+        """An empty message builds the worker and is answered by the process id."""
+        try:
+            return pickle.dumps(_Answer(self._call(message) if message else self._build()), protocol=5)
+        except OperationError as error:
+            return pickle.dumps(_Answer(error=error), protocol=5)
+        except ValueError as error:
+            return pickle.dumps(_Answer(error=_plain(error)), protocol=5)
+        except Exception as error:
+            summary = f"{type(error).__name__}: {error}"
+            return pickle.dumps(_Answer(error=WorkerError(summary, traceback.format_exc())), protocol=5)
+
+    def _build(self) -> int:
+        module, _, name = self._spec.worker.partition(":")
+        os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
+        self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
+        return os.getpid()
+
+    def _call(self, message: bytes | bytearray) -> object:
+        method, arguments = pickle.loads(message)
+        return getattr(self._worker, method)(*arguments)
+
+
+def _plain(error: ValueError) -> ValueError:
+    """Subclasses have constructors of their own and may not survive pickling."""
+    plain = ValueError(str(error))
+    plain.add_note(traceback.format_exc())
+    return plain
+
+
+class LocalPool(Pool):
+    """One forkserver child per rank. A child ends when this process does, however it ends."""
+
+    def __init__(self, spec: PoolSpec) -> None:
+        super().__init__(spec)
+        self._children: list[_Child] = []
+
+    async def _start_ranks(self) -> None:
+        for rank in range(len(self.spec.configs)):
+            child = await asyncio.to_thread(_Child, self.spec, rank)
+            self._children.append(child)
+            asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
+
+    async def _exchange(self, rank: int, message: bytes) -> _Answer:
+        return await self._children[rank].exchange(message)
+
+    async def _stop_ranks(self) -> None:
+        for child in self._children:
+            child.hang_up()
+        await asyncio.gather(*(child.wait_or_kill() for child in self._children))
+        self._children = []
+
+    def _child_ended(self, child: "_Child") -> None:
+        asyncio.get_running_loop().remove_reader(child.process.sentinel)
+        child.ended.set()
+        self._died(_exit_reason(child.process.exitcode))
+
+
+class _Child:
+    """This side of a local rank. The lifeline carries nothing: its closing tells the child that we are gone."""
+
+    def __init__(self, spec: PoolSpec, rank: int) -> None:
+        self._pipe, pipe = socket.socketpair()
+        self._lifeline, lifeline = socket.socketpair()
+        self._pipe.setblocking(False)
+        self._turn = asyncio.Lock()
+        self.ended = asyncio.Event()
+        with pipe, lifeline:
+            self.process = _start_process(spec, rank, pipe, lifeline)
+
+    async def exchange(self, message: bytes) -> _Answer:
+        loop = asyncio.get_running_loop()
+        async with self._turn:
+            await loop.sock_sendall(self._pipe, _LENGTH.pack(len(message)))
+            await loop.sock_sendall(self._pipe, message)
+            (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
+            return pickle.loads(await self._receive(length))
+
+    async def _receive(self, length: int) -> bytearray:
+        loop = asyncio.get_running_loop()
+        data = bytearray(length)
+        missing = memoryview(data)
+        while missing:
+            num_read = await loop.sock_recv_into(self._pipe, missing)
+            if num_read == 0:
+                raise ConnectionResetError("the rank closed its pipe")
+            missing = missing[num_read:]
+        return data
+
+    def hang_up(self) -> None:
+        self._pipe.close()
+        self._lifeline.close()
+        self.process.terminate()
+
+    async def wait_or_kill(self) -> None:
+        try:
+            await asyncio.wait_for(self.ended.wait(), _GRACE_SECONDS)
+        except TimeoutError:
+            self.process.kill()
+            await self.ended.wait()
+        self.process.close()
+
+
+def _start_process(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> Any:
+    context = multiprocessing.get_context("forkserver")
+    # The first start pays for these imports, the next one forks a process that has them.
+    context.set_forkserver_preload([__name__, spec.worker.partition(":")[0]])
+    # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
+    process = context.Process(target=_serve, args=(spec, rank, pipe, lifeline), daemon=True)
+    with _empty_main():
+        process.start()
+    return process
+
+
+@contextlib.contextmanager
+def _empty_main() -> Iterator[None]:
+    """Without it multiprocessing would run this program's main script a second time, in the child."""
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _serve(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> None:
+    """The child's main function. Ctrl-C belongs to the server."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
+    shell = _Shell(spec, rank)
+    while True:
+        answer = shell.answer(_receive(pipe))
+        pipe.sendall(_LENGTH.pack(len(answer)))
+        pipe.sendall(answer)
+
+
+def _exit_on_hang_up(lifeline: socket.socket) -> None:
+    lifeline.recv(1)
+    # Not sys.exit: the main thread may be deep in a verb, and tearing down torch at exit can abort.
+    os._exit(0)
+
+
+def _receive(pipe: socket.socket) -> bytearray:
+    (length,) = _LENGTH.unpack(_receive_exactly(pipe, _LENGTH.size))
+    return _receive_exactly(pipe, length)
+
+
+def _receive_exactly(pipe: socket.socket, length: int) -> bytearray:
+    data = bytearray(length)
+    missing = memoryview(data)
+    while missing:
+        num_read = pipe.recv_into(missing)
+        if num_read == 0:
+            os._exit(0)
+        missing = missing[num_read:]
+    return data
+
+
+def _exit_reason(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        hint = " (out of memory?)" if exit_code == -signal.SIGKILL else ""
+        return f"killed by {signal.Signals(-exit_code).name}{hint}"
+    return f"it ended with exit code {exit_code}"
+
+
+class RayCluster:
+    """The connection to Ray that all RayPools of this process share.
+
+    address: an existing cluster ("auto", "host:6379", "ray://..."); None starts a small one on this machine.
+    """
+
+    def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20) -> None:
+        self._address = address
+        self._object_store_bytes = object_store_bytes
+        self._ours = False
+
+    async def connect(self, num_cpus: float) -> None:
+        """num_cpus: what a cluster of our own must offer."""
+        import ray
+
+        if not ray.is_initialized():
+            await asyncio.to_thread(self._connect, num_cpus)
+            self._ours = True
+
+    async def disconnect(self) -> None:
+        import ray
+
+        if self._ours:
+            await asyncio.to_thread(ray.shutdown)
+            self._ours = False
+
+    def _connect(self, num_cpus: float) -> None:
+        import ray
+
+        if self._address is not None:
+            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
+            return
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        ray.init(
+            address="local",
+            num_cpus=math.ceil(num_cpus),
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            object_store_memory=self._object_store_bytes,
+            _node_ip_address="127.0.0.1",
+        )
+
+
+class RayPool(Pool):
+    """One actor per rank, in a placement group of its own, on a cluster that is connected already."""
+
+    def __init__(self, spec: PoolSpec, placement_timeout_seconds: float = 60.0) -> None:
+        super().__init__(spec)
+        self._placement_timeout_seconds = placement_timeout_seconds
+        self._placement: PlacementGroup | None = None
+        self._actors: list[ActorHandle] = []
+        self._watches: list[asyncio.Task[None]] = []
+
+    async def _start_ranks(self) -> None:
+        self._placement = await self._reserve()
+        for rank in range(len(self.spec.configs)):
+            actor = self._start_actor(rank, self._placement)
+            self._actors.append(actor)
+            self._watches.append(asyncio.create_task(self._watch(actor)))
+
+    async def _exchange(self, rank: int, message: bytes) -> _Answer:
+        from ray.exceptions import RayActorError
+
+        try:
+            return pickle.loads(await self._actors[rank].answer.remote(message))
+        except RayActorError as error:
+            raise ConnectionResetError(str(error)) from error
+
+    async def _stop_ranks(self) -> None:
+        import ray
+        from ray.util.placement_group import remove_placement_group
+
+        for watch in self._watches:
+            watch.cancel()
+        for actor in self._actors:
+            ray.kill(actor)
+        if self._placement is not None:
+            remove_placement_group(self._placement)
+        self._actors, self._watches, self._placement = [], [], None
+
+    async def _reserve(self) -> "PlacementGroup":
+        import ray
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        bundle = {"CPU": self.spec.cpus_per_rank, "GPU": self.spec.gpus_per_rank}
+        bundle = {name: amount for name, amount in bundle.items() if amount}
+        placement = placement_group([bundle] * len(self.spec.configs), strategy="PACK")
+        try:
+            await asyncio.wait_for(_wait_for_ray(placement.ready()), self._placement_timeout_seconds)
+        except TimeoutError:
+            remove_placement_group(placement)
+            raise ValueError(
+                f"the Ray cluster has no room for {len(self.spec.configs)} ranks of {bundle} each "
+                f"(waited {self._placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
+                "add nodes or ask for less"
+            ) from None
+        return placement
+
+    def _start_actor(self, rank: int, placement: "PlacementGroup") -> "ActorHandle":
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        # A second thread, in which `wait_forever` stays for as long as the process lives.
+        options = ray.remote(concurrency_groups={"watch": 1})(_RayShell).options(
+            num_cpus=self.spec.cpus_per_rank,
+            num_gpus=self.spec.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+        )
+        return options.remote(self.spec, rank)
+
+    async def _watch(self, actor: "ActorHandle") -> None:
+        from ray.exceptions import RayActorError
+
+        try:
+            await actor.wait_forever.options(concurrency_group="watch").remote()
+        except RayActorError as error:
+            self._died(str(error))
+
+
+class _RayShell(_Shell):
+    def wait_forever(self) -> None:
+        threading.Event().wait()
+
+
+async def _wait_for_ray(reference: Any) -> object:
+    return await reference

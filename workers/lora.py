@@ -277,11 +277,11 @@ class Adapters:
         return iter(tuple(self._adapters))
 
     def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
-        """A freshly initialized adapter. Raises OperationError on a rank too high or nothing to train."""
+        """A freshly initialized adapter. Raises as `build`."""
         assert adapter_id not in self._adapters, f"adapter {adapter_id} exists"
-        adapter = self._new(lora)
+        adapter = self.build(lora)
         adapter.initialize()
-        self._adapters[adapter_id] = adapter
+        self.put(adapter_id, adapter)
         return adapter
 
     def get(self, adapter_id: str) -> Adapter:
@@ -296,18 +296,27 @@ class Adapters:
         source = self.get(source_id)
         target = self._adapters.get(target_id)
         if target is None or target.lora != source.lora:
-            target = self._adapters[target_id] = self._new(source.lora)
+            target = self.build(source.lora)
+            self.put(target_id, target)
         target.weights.copy_(source.weights)
         return target
 
-    def put(self, adapter_id: str, lora: LoraConfig) -> Adapter:
-        """An adapter with zero weights, for a caller that fills them at once; replaces one of the same id."""
-        adapter = self._adapters[adapter_id] = self._new(lora)
-        return adapter
+    def put(self, adapter_id: str, adapter: Adapter) -> None:
+        """Replaces one of the same id."""
+        self._adapters[adapter_id] = adapter
 
     def drop(self, adapter_id: str) -> None:
         """Unknown ids are ignored."""
         self._adapters.pop(adapter_id, None)
+
+    def build(self, lora: LoraConfig) -> Adapter:
+        """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        if lora.rank > self._max_rank:
+            raise OperationError(
+                f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
+                f" --max-lora-rank {lora.rank}"
+            )
+        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
 
     @contextmanager
     def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
@@ -318,14 +327,6 @@ class Adapters:
             yield
         finally:
             self._active.segments = before
-
-    def _new(self, lora: LoraConfig) -> Adapter:
-        if lora.rank > self._max_rank:
-            raise OperationError(
-                f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
-                f" --max-lora-rank {lora.rank}"
-            )
-        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())

@@ -1,0 +1,177 @@
+"""An adapter in a directory and back: PEFT's files, which `peft` loads as they are, and ours beside them.
+
+adapter_model.safetensors, adapter_config.json   PEFT's layout
+trainhouse.json                                  format version, LoRA configuration, targets, base, steps taken
+optimizer.safetensors                            AdamW's moments, where the optimizer was asked for
+The weights are those of the last step: gradients accumulated since are neither saved nor disturbed by saving.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..schemas.errors import OperationError
+from ..schemas.models import LoraConfig
+from .lora import Adapter, Adapters
+
+FORMAT = 1
+_WEIGHTS = "adapter_model.safetensors"
+_PEFT_CONFIG = "adapter_config.json"
+_DESCRIPTION = "trainhouse.json"
+_OPTIMIZER = "optimizer.safetensors"
+
+
+def save_adapter(adapter: Adapter, directory: Path, *, optimizer: bool, base_name: str) -> None:
+    """Writes into an existing empty directory. optimizer: also what a resumed training needs."""
+    _save_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
+    if optimizer:
+        moments = {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
+        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, moments))
+    _save_json(directory / _PEFT_CONFIG, _peft_config(adapter, base_name))
+    _save_json(directory / _DESCRIPTION, _describe(adapter, base_name))
+
+
+def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
+    """Replaces weights and optimizer state (fresh without `optimizer`) and discards accumulated gradients.
+
+    Raises OperationError, the adapter untouched, when the checkpoint does not fit it or is not whole.
+    """
+    description = _read_description(directory)
+    _refuse_other_shape(adapter, description, directory)
+    weights = _read_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
+    moments = _read_moments(adapter, directory) if optimizer else {}
+    _copy_into(adapter.named_views(adapter.weights), weights)
+    adapter.clear_window()
+    adapter.clear_optimizer()
+    if optimizer:
+        _copy_into(_named_moments(adapter, {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}), moments)
+        adapter.num_steps = description["num_steps"]
+
+
+def load_new_adapter(adapters: Adapters, adapter_id: str, directory: Path) -> Adapter:
+    """A checkpoint's weights as an adapter of their own; replaces one of the same id. Raises as load_adapter."""
+    adapter = adapters.build(read_lora_config(directory))
+    load_adapter(adapter, directory, optimizer=False)
+    adapters.put(adapter_id, adapter)
+    return adapter
+
+
+def read_lora_config(directory: Path) -> LoraConfig:
+    """Raises OperationError when the directory holds no checkpoint of ours."""
+    return LoraConfig.model_validate(_read_description(directory)["lora"])
+
+
+def _describe(adapter: Adapter, base_name: str) -> dict[str, Any]:
+    return {
+        "format": FORMAT,
+        "base_model": base_name,
+        "lora": adapter.lora.model_dump(),
+        "targets": [target.name for target in adapter.targets],
+        "num_steps": adapter.num_steps,
+    }
+
+
+def _peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base_name,
+        "inference_mode": True,
+        "r": adapter.lora.rank,
+        "lora_alpha": adapter.lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "use_rslora": False,
+        "target_modules": sorted({target.kind for target in adapter.targets}),
+    }
+
+
+def _read_description(directory: Path) -> dict[str, Any]:
+    path = directory / _DESCRIPTION
+    try:
+        description = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise OperationError(f"{directory} is no checkpoint: it has no {_DESCRIPTION}") from None
+    except ValueError as error:
+        raise OperationError(f"{path} is damaged: {error}") from None
+    if description.get("format") != FORMAT:
+        raise OperationError(f"{path} has format {description.get('format')}; this server reads format {FORMAT}")
+    return description
+
+
+def _refuse_other_shape(adapter: Adapter, description: dict[str, Any], directory: Path) -> None:
+    saved = LoraConfig.model_validate(description["lora"])
+    for name in ("rank", "alpha"):
+        ours, theirs = getattr(adapter.lora, name), getattr(saved, name)
+        if ours != theirs:
+            raise OperationError(
+                f"{directory} was saved with {name} {theirs}, the model has {name} {ours}:"
+                f" create a model with {name} {theirs} and load into that"
+            )
+    ours, theirs = {target.name for target in adapter.targets}, set(description["targets"])
+    if ours != theirs:
+        raise OperationError(
+            f"{directory} adapts other layers than the model: only the checkpoint has {_few(theirs - ours)}, only the"
+            f" model has {_few(ours - theirs)}; use the train_attn, train_mlp and train_unembed it was saved with"
+        )
+
+
+def _named_moments(adapter: Adapter, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {
+        f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in adapter.named_views(vector).items()
+    }
+
+
+def _read_moments(adapter: Adapter, directory: Path) -> dict[str, Tensor]:
+    if not (directory / _OPTIMIZER).exists():
+        raise OperationError(
+            f"{directory} was saved without optimizer state: load it without the optimizer (load_state), or train from"
+            " a checkpoint written by save_state"
+        )
+    shapes = _named_moments(adapter, {"exp_avg": adapter.weights, "exp_avg_sq": adapter.weights})
+    return _read_tensors(directory / _OPTIMIZER, shapes)
+
+
+def _read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The file's tensors, which must be the wanted ones by name and shape."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a method of its own)
+    except FileNotFoundError:
+        raise OperationError(f"{path.parent} is incomplete: it has no {path.name}") from None
+    except SafetensorError as error:
+        raise OperationError(f"{path} is damaged: {error}") from None
+    if found.keys() != wanted.keys():
+        raise OperationError(
+            f"{path} does not match the model: it lacks {_few(wanted.keys() - found.keys())} and has"
+            f" {_few(found.keys() - wanted.keys())} beyond it"
+        )
+    for name, tensor in found.items():
+        if tensor.shape != wanted[name].shape:
+            raise OperationError(
+                f"{path}: {name} has shape {list(tensor.shape)}, the model needs {list(wanted[name].shape)}:"
+                " the checkpoint is of another base model"
+            )
+    return found
+
+
+def _copy_into(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+    for name, view in views.items():
+        view.copy_(tensors[name])
+
+
+def _save_tensors(path: Path, views: dict[str, Tensor]) -> None:
+    save_file({name: view.cpu().contiguous() for name, view in views.items()}, path, metadata={"format": "pt"})
+
+
+def _save_json(path: Path, content: dict[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _few(names: set[str]) -> str:
+    shown = sorted(names)[:3]
+    return ", ".join(shown) + (f" and {len(names) - 3} more" if len(names) > 3 else "") if shown else "nothing"

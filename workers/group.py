@@ -287,7 +287,7 @@ class Queue:
         work.answer.add_done_callback(lambda answer: self._remove(work) if answer.cancelled() else None)
 
     def take(self) -> list[_Work]:
-        """The next call's work: the item of the key whose turn it is; with a step, those of all keys that are at one."""
+        """The next call's work: the item of the key whose turn it is; if that is a step, the steps of all keys."""
         work = self._pop(next(iter(self._by_key)))
         if not isinstance(work.item, Step):
             return [work]

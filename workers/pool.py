@@ -360,6 +360,11 @@ class RayCluster:
 
     async def connect(self, num_cpus: float) -> None:
         """num_cpus: what a cluster of our own must offer."""
+        if self._address is None:
+            # Read when ray is imported. An open Ray port runs anyone's code, so a cluster of our own stays on loopback
+            # (Ray's switch for it is named after the systems on which it is the default).
+            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         import ray
 
         if not ray.is_initialized():
@@ -379,7 +384,6 @@ class RayCluster:
         if self._address is not None:
             ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init(
             address="local",
             num_cpus=math.ceil(num_cpus),
@@ -387,7 +391,6 @@ class RayCluster:
             log_to_driver=False,
             logging_level=logging.ERROR,
             object_store_memory=self._object_store_bytes,
-            _node_ip_address="127.0.0.1",
         )
 
 
@@ -463,8 +466,8 @@ class RayPool(Pool):
 
         try:
             await actor.wait_forever.options(concurrency_group="watch").remote()
-        except RayActorError as error:
-            self._died(str(error))
+        except RayActorError:
+            self._died("its Ray actor ended unexpectedly (out of memory?); the server's log has Ray's account")
 
 
 class _RayShell(_Shell):

@@ -1,0 +1,37 @@
+"""What must survive a restart: records, and the databases that hold them."""
+
+from collections.abc import Mapping
+
+from .base import Page, Store
+from .records import (
+    ApiKeyRecord,
+    CheckpointKind,
+    CheckpointRecord,
+    ResultRecord,
+    RunRecord,
+    SamplerRecord,
+    SessionEnd,
+    SessionRecord,
+    TenantRecord,
+    string_metadata,
+)
+from .sqlite import SqliteStore
+
+STORES: Mapping[str, type[SqliteStore]] = {"sqlite": SqliteStore}
+
+__all__ = [
+    "STORES",
+    "ApiKeyRecord",
+    "CheckpointKind",
+    "CheckpointRecord",
+    "Page",
+    "ResultRecord",
+    "RunRecord",
+    "SamplerRecord",
+    "SessionEnd",
+    "SessionRecord",
+    "SqliteStore",
+    "Store",
+    "TenantRecord",
+    "string_metadata",
+]

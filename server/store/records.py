@@ -1,0 +1,131 @@
+"""What must survive a restart, as frozen records. Times are seconds since the epoch (UTC); None = has not happened."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import JsonValue
+
+from ...schemas.models import LoraConfig
+
+CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+SessionEnd = Literal["success", "errored", "interrupted", "expired"]
+
+
+@dataclass(frozen=True)
+class TenantRecord:
+    """Whoever owns sessions, runs and checkpoints. Names are unique."""
+
+    tenant_id: str
+    name: str
+    created_at: float
+
+
+@dataclass(frozen=True)
+class ApiKeyRecord:
+    """key_hash: sha256 of the key in hex; the key itself is never stored. key_id is given by the store."""
+
+    key_id: int
+    tenant_id: str
+    key_hash: str
+    created_at: float
+    revoked_at: float | None = None
+
+
+@dataclass(frozen=True)
+class SessionRecord:
+    """last_heartbeat_at is for reading: the expiry clock is kept by Sessions, in memory."""
+
+    session_id: str
+    tenant_id: str
+    created_at: float
+    last_heartbeat_at: float
+    finished_at: float | None = None
+    end: SessionEnd | None = None
+    end_detail: str | None = None
+    tags: tuple[str, ...] = ()
+    user_metadata: dict[str, str] | None = None
+    sdk_version: str | None = None
+    project_id: str | None = None
+    display_name: str | None = None
+    idempotency_key: str | None = None
+
+
+@dataclass(frozen=True)
+class RunRecord:
+    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. lora.seed is drawn."""
+
+    run_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    lora: LoraConfig
+    created_at: float
+    last_request_at: float
+    user_metadata: dict[str, str] | None = None
+
+
+@dataclass(frozen=True)
+class CheckpointRecord:
+    """A published checkpoint; its files lie in `directory` with a manifest.json. Key: (run_id, kind, name)."""
+
+    run_id: str
+    tenant_id: str
+    kind: CheckpointKind
+    name: str
+    directory: str
+    size_bytes: int
+    created_at: float
+    expires_at: float | None
+    public: bool
+    user_metadata: dict[str, str] | None
+    base_model: str
+    lora: LoraConfig
+    has_optimizer: bool
+
+    @property
+    def checkpoint_id(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    @property
+    def tinker_path(self) -> str:
+        return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class SamplerRecord:
+    """A sampling session. model_path: the checkpoint it was made from. run_id: the run whose weights it has.
+
+    kind: "base" (no adapter), "checkpoint" (model_path), "snapshot" and "inflight" (ephemeral, of run_id).
+    directory: where an ephemeral adapter is durable.
+    """
+
+    sampler_id: str
+    session_id: str
+    tenant_id: str
+    base_model: str
+    created_at: float
+    kind: Literal["base", "checkpoint", "snapshot", "inflight"] = "base"
+    model_path: str | None = None
+    run_id: str | None = None
+    directory: str | None = None
+
+
+@dataclass(frozen=True)
+class ResultRecord:
+    """Where the durable result of a request lies. place: file and offset in words of the writer's choosing."""
+
+    request_id: str
+    tenant_id: str
+    place: str
+    size_bytes: int
+    encoding: str
+    created_at: float
+
+
+def string_metadata(metadata: Mapping[str, JsonValue] | None) -> dict[str, str] | None:
+    """Requests may carry any JSON as values, answers must have strings: other values become their JSON text."""
+    if metadata is None:
+        return None
+    return {key: value if isinstance(value, str) else json.dumps(value) for key, value in metadata.items()}

@@ -1,0 +1,100 @@
+"""Journal: every accepted operation as received, and every refusal, on disk before the submit is answered.
+
+A segment goes when everything in it is done. What an earlier process left is read with `unfinished` and then removed
+by `forget_earlier`: live state is not rebuilt from it yet, but its operations can be answered.
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+
+from .segments import Place, Record, Segments, read_segment
+
+logger = logging.getLogger(__name__)
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class Header:
+    """What is known of an operation beside its body.
+
+    kind: the request's type. run_id: of a run or a sampler. drawn: seeds that the request left open.
+    refused: why the operation was not accepted; its seq_id counts as done.
+    """
+
+    kind: str
+    tenant_id: str
+    run_id: str
+    seq_id: int
+    request_id: str
+    content_type: str = "application/json"
+    content_encoding: str | None = None
+    drawn: Mapping[str, int] = field(default_factory=dict)
+    refused: str | None = None
+    version: int = FORMAT_VERSION
+
+
+@dataclass(frozen=True)
+class Entry:
+    header: Header
+    body: bytes
+
+
+class Journal:
+    def __init__(self, directory: Path, segment_bytes: int) -> None:
+        self._segments = Segments(directory, segment_bytes)
+        self._num_open: Counter[int] = Counter()
+
+    async def append(self, header: Header, body: bytes = b"") -> Place:
+        """Returns once the entry survives the death of this process. Raises OSError."""
+        place = await self._segments.append(asdict(header), body)
+        self._num_open[place.segment] += 1
+        self._delete_done()
+        return place
+
+    def release(self, place: Place) -> None:
+        """The entry is not needed any more: its operation is done and its result durable."""
+        self._num_open[place.segment] -= 1
+        self._delete_done()
+
+    def unfinished(self) -> Iterator[Header]:
+        """What an earlier process accepted; blocking. Some of it may be done: its results say so."""
+        for segment in self._segments.earlier:
+            for entry in read_journal(self._segments.path(segment)):
+                if entry.header.refused is None:
+                    yield entry.header
+
+    def forget_earlier(self) -> None:
+        for segment in self._segments.earlier:
+            logger.info("removing %s, left by an earlier process", self._segments.path(segment))
+            self._segments.delete(segment)
+        self._segments.earlier = []
+
+    async def close(self) -> None:
+        await self._segments.close()
+
+    def _delete_done(self) -> None:
+        done = [segment for segment, num_open in self._num_open.items() if num_open == 0]
+        for segment in done:
+            if segment < self._segments.current:
+                del self._num_open[segment]
+                self._segments.delete(segment)
+
+
+def read_journal(path: Path) -> Iterator[Entry]:
+    """The whole entries of a segment, in the order in which they were written; a torn tail ends it."""
+    for record in read_segment(path):
+        if (entry := _entry(record)) is None:
+            logger.warning("%s has an entry of another version at byte %d: skipped", path, record.offset)
+        else:
+            yield entry
+
+
+def _entry(record: Record) -> Entry | None:
+    if record.header.get("version") != FORMAT_VERSION:
+        return None
+    known = {entry.name for entry in fields(Header)}
+    return Entry(Header(**{key: value for key, value in record.header.items() if key in known}), record.body)  # pyright: ignore[reportArgumentType]

@@ -1,0 +1,213 @@
+"""Segments: a directory of append-only files of checked records, and the reader that finds where one was torn.
+
+A record is on its way to the disk once `append` returns: it survives the death of this process, not of the machine.
+Shared by the journal, the results and the recordings, each of which decides when a segment may go.
+"""
+
+import asyncio
+import json
+import logging
+import os
+import struct
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"trainhouse segment 1\n"
+_FRAME = struct.Struct("<III")
+"""Before each record: bytes of its header, bytes of its body, crc32 of both."""
+
+_SUFFIX = ".segment"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is: the number of its segment, and its first byte there."""
+
+    segment: int
+    offset: int
+
+    def __str__(self) -> str:
+        return f"{self.segment}:{self.offset}"
+
+    @classmethod
+    def parse(cls, text: str) -> "Place":
+        segment, _, offset = text.partition(":")
+        return cls(int(segment), int(offset))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """header: a small JSON object. body: bytes as given."""
+
+    header: Mapping[str, object]
+    body: bytes
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Append:
+    header: bytes
+    body: bytes
+    written: "asyncio.Future[Place]"
+
+
+class Segments:
+    """One writer per directory. What earlier processes left there is in `earlier` and never appended to."""
+
+    def __init__(self, directory: Path, segment_bytes: int) -> None:
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        directory.mkdir(parents=True, exist_ok=True)
+        self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
+        self.current = self.earlier[-1] + 1 if self.earlier else 0
+        self._file: BinaryIO | None = None
+        self._pending: list[_Append] = []
+        self._flush: asyncio.Task[None] | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
+
+    async def append(self, header: Mapping[str, object], body: bytes = b"") -> Place:
+        """Returns once the operating system has the record. Records that wait together are written together.
+
+        Raises OSError (disk full, directory gone); later appends start a new segment.
+        """
+        written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        self._pending.append(_Append(json.dumps(header, separators=(",", ":")).encode(), body, written))
+        if self._flush is None:
+            self._flush = asyncio.create_task(self._write_pending())
+        return await asyncio.shield(written)
+
+    async def read(self, place: Place) -> Record:
+        """Raises ValueError where there is no whole record, OSError where there is no segment."""
+        return await asyncio.get_running_loop().run_in_executor(None, self._read, place)
+
+    def path(self, segment: int) -> Path:
+        return self._directory / f"{segment:08d}{_SUFFIX}"
+
+    def delete(self, segment: int) -> None:
+        assert segment != self.current, "the segment being written cannot be deleted"
+        self.path(segment).unlink(missing_ok=True)
+
+    def delete_older_than(self, seconds: float) -> None:
+        """By the time of their last record; the one being written stays."""
+        oldest = time.time() - seconds
+        for path in self._directory.glob(f"*{_SUFFIX}"):
+            if int(path.stem) != self.current and path.stat().st_mtime < oldest:
+                path.unlink()
+
+    async def close(self) -> None:
+        """Waits for what is being written."""
+        while self._flush is not None:
+            await self._flush
+        self._thread.shutdown()
+        self._close_file()
+
+    async def _write_pending(self) -> None:
+        loop = asyncio.get_running_loop()
+        while self._pending:
+            batch, self._pending = self._pending, []
+            try:
+                places = await loop.run_in_executor(self._thread, self._write, batch)
+            except OSError as error:
+                _fail(batch, error)
+                continue
+            for append, place in zip(batch, places, strict=True):
+                append.written.set_result(place)
+        self._flush = None
+
+    def _write(self, batch: list[_Append]) -> list[Place]:
+        """In the writer's thread."""
+        try:
+            places = [self._write_one(append) for append in batch]
+            assert self._file is not None
+            self._file.flush()
+        except OSError:
+            # The file may end in half a record: nothing may follow it.
+            self._next_segment()
+            raise
+        return places
+
+    def _write_one(self, append: _Append) -> Place:
+        file = self._writable()
+        place = Place(self.current, file.tell())
+        checksum = zlib.crc32(append.body, zlib.crc32(append.header))
+        file.write(_FRAME.pack(len(append.header), len(append.body), checksum))
+        file.write(append.header)
+        file.write(append.body)
+        return place
+
+    def _writable(self) -> BinaryIO:
+        if self._file is not None and self._file.tell() >= self._segment_bytes:
+            self._file.flush()
+            self._next_segment()
+        if self._file is None:
+            self._file = self.path(self.current).open("xb", buffering=1 << 18)
+            self._file.write(_MAGIC)
+        return self._file
+
+    def _next_segment(self) -> None:
+        self._close_file()
+        self.current += 1
+
+    def _close_file(self) -> None:
+        if self._file is None:
+            return
+        try:
+            self._file.close()
+        except OSError as error:
+            logger.error("closing %s failed: %s", self._file.name, error)
+        self._file = None
+
+    def _read(self, place: Place) -> Record:
+        with self.path(place.segment).open("rb") as file:
+            file.seek(place.offset)
+            record = _read_record(file)
+        if record is None:
+            raise ValueError(f"no whole record at {place} in {self._directory}")
+        return record
+
+
+def read_segment(path: Path) -> Iterator[Record]:
+    """The whole records from the start; a torn or damaged one ends it, with a line in the log that says where."""
+    with path.open("rb") as file:
+        if file.read(len(_MAGIC)) != _MAGIC:
+            logger.warning("%s is not a segment of this version: skipped", path)
+            return
+        while (record := _read_record(file)) is not None:
+            yield record
+        torn_bytes = path.stat().st_size - file.tell()
+    if torn_bytes:
+        logger.warning("%s is torn: its last %d bytes are not a whole record", path, torn_bytes)
+
+
+def _read_record(file: BinaryIO) -> Record | None:
+    """None, and the file at the record's start, where no whole record follows."""
+    offset = file.tell()
+    record = _whole_record(file, offset)
+    if record is None:
+        file.seek(offset)
+    return record
+
+
+def _whole_record(file: BinaryIO, offset: int) -> Record | None:
+    frame = file.read(_FRAME.size)
+    if len(frame) < _FRAME.size:
+        return None
+    header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
+    if header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
+        return None
+    header, body = file.read(header_bytes), file.read(body_bytes)
+    if zlib.crc32(body, zlib.crc32(header)) != checksum:
+        return None
+    return Record(json.loads(header), body, offset)
+
+
+def _fail(batch: list[_Append], error: OSError) -> None:
+    for append in batch:
+        append.written.set_exception(error)

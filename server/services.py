@@ -1,0 +1,40 @@
+"""Services: the parts of a server that routes hand over to, at `app.state.services`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..workers.dispatch import WorkerDispatch
+from .auth import Auth
+from .checkpoints import Checkpoints
+from .config import ServerConfig
+from .futures import Futures
+from .journal import Journal
+from .recordings import Recordings
+from .runs import Runs
+from .samplers import Samplers
+from .sessions import Sessions
+from .store.base import Store
+
+
+@dataclass(frozen=True)
+class Services:
+    config: ServerConfig
+    dispatch: WorkerDispatch
+    store: Store
+    auth: Auth
+    sessions: Sessions
+    checkpoints: Checkpoints
+    runs: Runs
+    samplers: Samplers
+    futures: Futures
+    journal: Journal
+    recordings: Recordings
+
+
+def current_services(request: Request) -> Services:
+    return request.app.state.services
+
+
+ServicesDependency = Annotated[Services, Depends(current_services)]

@@ -4,7 +4,7 @@ A forward runs one packed row [1, tokens]; `Packing` says which tokens belong to
 attention row, so what is wrong in one (a NaN) cannot reach another.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,11 @@ class Group:
 
 
 class KeyValueCache:
-    """Keys and values of `num_slots` sequences: per layer two tensors [num_slots, kv_heads, capacity, head_dim]."""
+    """Keys and values of `num_slots` sequences: per layer two tensors [num_slots, kv_heads, capacity, head_dim].
+
+    A slot in use is zero beyond its sequence's length: prefill clears what an earlier sequence left, which may be
+    non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
+    """
 
     def __init__(self, num_layers: int, num_slots: int, capacity: int) -> None:
         self.num_slots = num_slots
@@ -41,21 +45,71 @@ class KeyValueCache:
             values = self.values[layer] = like.new_zeros(shape)
         return keys, values
 
+    def copy_slot(self, source: int, targets: list[int]) -> None:
+        for tensor in self._tensors():
+            for target in targets:
+                tensor[target].copy_(tensor[source])
+
+    def resize(self, num_slots: int, capacity: int) -> None:
+        """Keeps what fits of the old content, so the slots in use must be the first and short enough. Moves one
+        tensor at a time, which bounds the memory held twice to that of half a layer."""
+        slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
+        for tensors in (self.keys, self.values):
+            for layer, old in enumerate(tensors):
+                if old is None:
+                    continue
+                new = old.new_zeros((num_slots, old.shape[1], capacity, old.shape[3]))
+                new[:slots, :, :length] = old[:slots, :, :length]
+                tensors[layer] = new
+        self.num_slots, self.capacity = num_slots, capacity
+
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for tensor in self._tensors())
+
+    def _tensors(self) -> list[Tensor]:
+        return [tensor for tensor in (*self.keys, *self.values) if tensor is not None]
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """One new token for each of n sequences, against slots 0 .. n - 1 of the cache.
+
+    slots: int64 [n], the slot of each row, a permutation. row_of_slot: its inverse, None when slot i is row i.
+    lengths: int64 [n], the cached tokens of each row; the new one is stored behind them and attends to itself too.
+    span: the longest sequence, the new token included.
+    """
+
+    slots: Tensor
+    row_of_slot: Tensor | None
+    lengths: Tensor
+    span: int
+    masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def out_of_sight(self, window: int | None) -> Tensor:
+        """bool [n, 1, 1, span] by slot: which keys are out of sight. Made once a step for each kind of layer."""
+        if window not in self.masks:
+            lengths = self.lengths if self.row_of_slot is None else self.lengths[self.row_of_slot]
+            position = torch.arange(self.span, device=lengths.device)
+            mask = position > lengths[:, None]
+            if window:
+                mask |= position <= lengths[:, None] - window
+            self.masks[window] = mask[:, None, None, :]
+        return self.masks[window]
+
 
 @dataclass(frozen=True)
 class Packing:
     """How the tokens of one packed row attend.
 
     groups: the row's sequences in order, consecutive equal lengths as one group (the prefill and training form).
-    cache, slots: where the keys and values of the sequences are stored (prefill) or stand (decoding); slots is one
-        per sequence. With cached_lengths (int64 [sequences]) each sequence is one new token that attends to that many
-        cached ones and itself: a decode step.
+    cache, slots: where prefill stores the keys and values of the sequences; slots is int64, one per sequence.
+    step: the decode form: every token of the row is the next one of another cached sequence.
     """
 
     groups: tuple[Group, ...]
     cache: KeyValueCache | None = None
     slots: Tensor | None = None
-    cached_lengths: Tensor | None = None
+    step: DecodeStep | None = None
 
 
 def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
@@ -88,8 +142,8 @@ def packed_attention(
 
     Signature of transformers' AttentionInterface; `packing` arrives through the model's keyword arguments.
     """
-    if packing.cached_lengths is not None:
-        return _decode(module, query, key, value, packing, scaling, sliding_window), None
+    if packing.step is not None:
+        return _decode(module, query, key, value, packing, packing.step, scaling, sliding_window), None
     if packing.cache is not None:
         _store_prefill(module, key, value, packing)
     outputs = [_causal(query, key, value, group, scaling, sliding_window) for group in packing.groups]
@@ -127,31 +181,39 @@ def _store_prefill(module: nn.Module, key: Tensor, value: Tensor, packing: Packi
         for cached, new in ((keys, key), (values, value)):
             rows = new[0, :, group.start : stop].unflatten(1, (group.count, group.length)).transpose(0, 1)
             cached[slots, :, : group.length] = rows
+            cached[slots, :, group.length :] = 0
         sequence += group.count
 
 
 def _decode(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, packing: Packing, scaling: float, window: int | None
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    packing: Packing,
+    step: DecodeStep,
+    scaling: float,
+    window: int | None,
 ) -> Tensor:
-    """One new token per sequence against its slot of the cache; returns [1, sequences, heads, head_dim]."""
-    assert packing.cache is not None and packing.slots is not None and packing.cached_lengths is not None
+    """One new token per sequence against its slot of the cache; returns [1, sequences, heads, head_dim].
+
+    Computed in the order of the slots: permuting the few queries is cheap, gathering the cache is not.
+    """
+    assert packing.cache is not None
     keys, values = packing.cache.of_layer(_layer_index(module), key)
-    slots, lengths = packing.slots, packing.cached_lengths
-    keys[slots, :, lengths] = key[0].transpose(0, 1)
-    values[slots, :, lengths] = value[0].transpose(0, 1)
-    span = int(lengths.max()) + 1
-    position = torch.arange(span, device=query.device)
-    mask = position <= lengths[:, None]
-    if window:
-        mask &= position > lengths[:, None] - window
-    # Slots are reused: what an earlier sequence left beyond the mask may be non-finite, and 0 * NaN is NaN.
-    k = keys[slots, :, :span].masked_fill(~mask[:, None, :, None], 0)
-    v = values[slots, :, :span].masked_fill(~mask[:, None, :, None], 0)
-    q = query[0].transpose(0, 1).unsqueeze(2)
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask[:, None, None, :], scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return out.squeeze(2).unsqueeze(0)
+    keys[step.slots, :, step.lengths] = key[0].transpose(0, 1)
+    values[step.slots, :, step.lengths] = value[0].transpose(0, 1)
+    q = query[0].transpose(0, 1) * scaling
+    if step.row_of_slot is not None:
+        q = q[step.row_of_slot]
+    count, num_heads, kv_heads = q.shape[0], q.shape[1], keys.shape[1]
+    k, v = keys[:count, :, : step.span], values[:count, :, : step.span]
+    scores = torch.matmul(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k.transpose(2, 3))
+    scores = scores.masked_fill_(step.out_of_sight(window), float("-inf"))
+    out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v).flatten(1, 2)
+    if step.row_of_slot is not None:
+        out = out[step.slots]
+    return out.unsqueeze(0)
 
 
 def _layer_index(module: nn.Module) -> int:

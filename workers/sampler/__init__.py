@@ -1,0 +1,5 @@
+"""Sampling engines by name."""
+
+from .native import NativeSampler
+
+SAMPLERS = {"native": NativeSampler}

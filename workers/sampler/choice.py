@@ -1,0 +1,83 @@
+"""Choosing the next token: temperature, top-k, top-p, and the inverse of the distribution function at given noise."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...schemas.sampling import SamplingParams
+
+# Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
+_NUCLEUS_HEAD = 256
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How each of n rows chooses: their parameters as tensors, made once for a batch that decodes together.
+
+    temperature: float32 [n, 1], 1 where greedy. greedy: bool [n], None when no row is.
+    top_k_rows, top_p_rows: int64, the rows that filter, with top_k int64 [rows, 1] and top_p float32 [rows, 1].
+    """
+
+    temperature: Tensor
+    greedy: Tensor | None
+    all_greedy: bool
+    top_k_rows: Tensor
+    top_k: Tensor
+    top_p_rows: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Choice":
+        greedy = [p.temperature == 0 for p in params]
+        with_k = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size and not greedy[row]]
+        with_p = [row for row, p in enumerate(params) if p.top_p < 1 and not greedy[row]]
+        return cls(
+            temperature=torch.tensor([[p.temperature or 1.0] for p in params], device=device),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            all_greedy=all(greedy),
+            top_k_rows=torch.tensor(with_k, dtype=torch.int64, device=device),
+            top_k=torch.tensor([[params[row].top_k] for row in with_k], dtype=torch.int64, device=device),
+            top_p_rows=torch.tensor(with_p, dtype=torch.int64, device=device),
+            top_p=torch.tensor([[params[row].top_p] for row in with_p], device=device),
+        )
+
+
+def choose(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
+    """logits float32 [n, vocab], uniform float32 [n] in [0, 1); returns token ids int64 [n]."""
+    if choice.all_greedy:
+        return logits.argmax(-1)
+    probabilities = torch.softmax(logits / choice.temperature, dim=-1)
+    if len(choice.top_k_rows):
+        probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
+    if len(choice.top_p_rows):
+        probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
+    tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
+    return tokens if choice.greedy is None else torch.where(choice.greedy, logits.argmax(-1), tokens)
+
+
+def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:
+    """Zeroes all but the top_k [n, 1] likeliest of each row; equals of the last one kept are kept too."""
+    likeliest = probabilities.topk(int(top_k.max())).values
+    return probabilities.masked_fill(probabilities < likeliest.gather(1, top_k - 1), 0)
+
+
+def keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Zeroes all but the smallest set of likeliest tokens that holds top_p [n, 1] of the row's mass (equals kept)."""
+    mass = probabilities.sum(-1, keepdim=True) * top_p
+    descending = probabilities.topk(min(_NUCLEUS_HEAD, probabilities.shape[1])).values
+    if not bool((descending.sum(-1, keepdim=True) >= mass).all()):
+        descending = probabilities.sort(dim=-1, descending=True).values
+    before = descending.cumsum(-1) - descending
+    last_kept = (before < mass).sum(-1, keepdim=True).clamp_(min=1) - 1
+    return probabilities.masked_fill(probabilities < descending.gather(1, last_kept), 0)
+
+
+def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """weights float32 [n, vocab], not necessarily of sum 1; uniform float32 [n, draws]; token ids int64 [n, draws]."""
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may carry the target up to the total itself, behind which there is no token.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)

@@ -1,0 +1,152 @@
+"""A sampling request under way: what it asks, its samples so far, and when each of them ends."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ..verbs import SampleJob
+from .noise import SAMPLE_STREAM, noise_key
+from .prompt_scores import PromptScores
+from .stopping import Detokenizer, StopStrings
+
+
+@dataclass(frozen=True)
+class Limits:
+    vocab_size: int
+    context_length: int
+
+
+class Row:
+    """One sample of a job. tokens, logprobs and top (one row each) are what has been sampled so far."""
+
+    def __init__(self, job: "Job", sample: int, stops: StopStrings | None) -> None:
+        self.job = job
+        self.sample = sample
+        self.noise_key = noise_key(job.seed, SAMPLE_STREAM, sample)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.top: list[TopkLogprobs] = []
+        self.stop_reason: Literal["stop", "length"] | None = None
+        self._stops = stops
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who came first, for admission and preemption."""
+        return self.job.number, self.sample
+
+    @property
+    def length(self) -> int:
+        return len(self.job.prompt) + len(self.tokens)
+
+    @property
+    def needs_cache(self) -> bool:
+        """Whether a token follows the next one."""
+        return self.job.max_new_tokens - len(self.tokens) > 1
+
+    def sequence(self) -> np.ndarray:
+        """Prompt and samples so far, int64."""
+        return np.concatenate([self.job.prompt, np.array(self.tokens, dtype=np.int64)])
+
+    def append(self, token: int, logprob: float) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if token in self.job.stop_token_ids or (self._stops is not None and self._stops.found_after(token)):
+            self.stop_reason = "stop"
+        elif len(self.tokens) == self.job.max_new_tokens:
+            self.stop_reason = "length"
+
+    def result(self) -> SampledSequence:
+        assert self.stop_reason is not None
+        return SampledSequence(
+            stop_reason=self.stop_reason,
+            tokens=np.array(self.tokens, dtype=np.int32),
+            logprobs=np.array(self.logprobs, dtype=np.float32),
+            topk_logprobs=self._top(),
+        )
+
+    def _top(self) -> TopkLogprobs | None:
+        """The first topk_sample_logprobs of each token: a batch takes as many as any of its rows wants."""
+        k = self.job.request.topk_sample_logprobs
+        if not k:
+            return None
+        return TopkLogprobs(
+            np.stack([top.token_ids[:k] for top in self.top]), np.stack([top.logprobs[:k] for top in self.top])
+        )
+
+
+class Job:
+    """number: the order of arrival. num_open: samples that have not ended. Raises OperationError on a bad request.
+
+    max_new_tokens ends every sample at the end of the context; a prompt that fills it gets the one token that follows.
+    """
+
+    def __init__(self, request: SampleJob, number: int, limits: Limits, tokenizer: Detokenizer | None) -> None:
+        _check(request, limits)
+        assert request.params.seed is not None, "the seed is drawn at submit"
+        self.request = request
+        self.number = number
+        self.seed = request.params.seed
+        self.prompt = request.prompt.astype(np.int64)
+        room = max(1, limits.context_length - len(self.prompt))
+        self.max_new_tokens = min(request.params.max_tokens or room, room)
+        self.stop_token_ids = frozenset(request.stop_token_ids)
+        self.scores: PromptScores | None = None
+        self.rows = [Row(self, sample, self._stops(tokenizer)) for sample in range(request.num_samples)]
+        self.num_open = len(self.rows)
+
+    @property
+    def adapter_id(self) -> str | None:
+        return self.request.adapter_id
+
+    def result(self) -> SampleResponse:
+        scores = self.scores or PromptScores()
+        return SampleResponse(
+            sequences=tuple(row.result() for row in self.rows),
+            prompt_logprobs=scores.logprobs,
+            topk_prompt_logprobs=scores.top,
+            target_prompt_logprobs=scores.targets,
+            prompt_alt_tokens=scores.alternative_tokens,
+            prompt_alt_logprobs=scores.alternative_logprobs,
+        )
+
+    def _stops(self, tokenizer: Detokenizer | None) -> StopStrings | None:
+        if tokenizer is None or not self.request.stop_strings:
+            return None
+        return StopStrings(tokenizer, self.request.stop_strings, self.prompt.tolist())
+
+
+def _check(request: SampleJob, limits: Limits) -> None:
+    prompt = request.prompt
+    if not len(prompt):
+        raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
+    if len(prompt) > limits.context_length:
+        raise OperationError(
+            f"the prompt has {len(prompt)} tokens, more than the model's context of {limits.context_length}: shorten it"
+        )
+    _check_tokens("prompt", prompt, 0, limits)
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
+        raise OperationError(
+            f"prompt_logprobs_last_n {last_n} goes with prompt_logprobs and lies between 1 and len(prompt) - 1 ="
+            f" {len(prompt) - 1}"
+        )
+    targets = request.target_prompt_tokens
+    if targets is not None:
+        if targets.ndim != 2 or len(targets) != len(prompt) - 1:
+            raise OperationError(
+                f"target_prompt_logprobs has shape {list(targets.shape)}, expected [len(prompt) - 1 ="
+                f" {len(prompt) - 1}, K]"
+            )
+        _check_tokens("target_prompt_logprobs", targets, -1, limits)
+
+
+def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: Limits) -> None:
+    wrong = tokens[(tokens < lowest) | (tokens >= limits.vocab_size)]
+    if len(wrong):
+        raise OperationError(
+            f"{name} holds token id {int(wrong[0])}, outside the model's vocabulary of {limits.vocab_size}: use the"
+            " tokenizer of this base model"
+        )

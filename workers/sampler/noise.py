@@ -1,0 +1,34 @@
+"""Counter-based noise: a uniform number is a function of (seed, stream, position), never of what was drawn before.
+
+So batching, preemption and replay do not change a sample. The generator is SplitMix64 (Steele, Lea, Flood 2014, "Fast
+splittable pseudorandom number generators"), whose n-th output is a hash of its key plus n times an odd constant.
+"""
+
+import numpy as np
+
+# Streams of a seed: the tokens of its samples, and the alternatives drawn at positions of its prompt.
+SAMPLE_STREAM, ALTERNATIVE_STREAM = 0, 1
+
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+_MASK = (1 << 64) - 1
+
+
+def noise_key(seed: int, *stream: int) -> int:
+    """The key of one stream of a seed, for instance of one sample; any integers, 64 bits of each count."""
+    key = _mix(np.array([seed & _MASK], dtype=np.uint64))
+    for part in stream:
+        key = _mix(key ^ (np.uint64(part & _MASK) * _GOLDEN))
+    return int(key[0])
+
+
+def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """keys uint64 and positions (non-negative integers) broadcast; float64 in [0, 1) of their common shape."""
+    counter = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
+    return (_mix(keys + counter) >> np.uint64(11)) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = (x ^ (x >> np.uint64(30))) * _MIX_1
+    x = (x ^ (x >> np.uint64(27))) * _MIX_2
+    return x ^ (x >> np.uint64(31))

@@ -1,0 +1,120 @@
+"""What a request asks about its prompt: log-probabilities of its tokens, and of the likeliest, given and drawn ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.sampling import TopkLogprobs
+from ..verbs import SampleJob
+from .choice import invert_cdf
+from .noise import ALTERNATIVE_STREAM, noise_key, uniforms
+
+EMPTY_LOGPROB = -99999.0
+
+
+@dataclass
+class PromptScores:
+    """As in SampleResponse; None where not asked."""
+
+    logprobs: np.ndarray | None = None
+    top: TopkLogprobs | None = None
+    targets: np.ndarray | None = None
+    alternative_tokens: np.ndarray | None = None
+    alternative_logprobs: np.ndarray | None = None
+
+
+def wants_scores(job: SampleJob) -> bool:
+    targets = job.target_prompt_tokens is not None
+    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or targets or job.prompt_alt_tokens_k > 0
+
+
+def score_prompt(job: SampleJob, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> PromptScores:
+    """hidden [len(prompt), hidden_size]; logits_of maps at most `chunk` rows of it to float32 logits."""
+    length = len(job.prompt)
+    scores = _empty_scores(job)
+    first = length - 1 - (job.prompt_logprobs_last_n or length - 1)
+    scores_every_row = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+    for start in range(0 if scores_every_row else first, length - 1, chunk):
+        # Row i of the hidden states predicts the token at position i + 1.
+        rows = np.arange(start, min(start + chunk, length - 1))
+        logits = logits_of(hidden[rows[0] : rows[-1] + 1])
+        normalizer = logits.logsumexp(-1, keepdim=True)
+        skipped = max(0, first - start)
+        _score_tokens(job, scores, rows[skipped:], logits[skipped:], normalizer[skipped:])
+        _score_targets(job, scores, rows, logits, normalizer)
+        _draw_alternatives(job, scores, rows, logits, normalizer)
+    return scores
+
+
+def top_logprobs(logits: Tensor, normalizer: Tensor, k: int) -> TopkLogprobs:
+    """logits [n, vocab], normalizer [n, 1]; cells beyond the vocabulary are empty."""
+    top = empty_top(len(logits), k)
+    best = logits.topk(min(k, logits.shape[1]))
+    top.token_ids[:, : best.indices.shape[1]] = best.indices.cpu().numpy()
+    top.logprobs[:, : best.indices.shape[1]] = (best.values - normalizer).cpu().numpy()
+    return top
+
+
+def empty_top(length: int, k: int) -> TopkLogprobs:
+    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_LOGPROB, np.float32))
+
+
+def _empty_scores(job: SampleJob) -> PromptScores:
+    length, k, targets = len(job.prompt), job.prompt_alt_tokens_k, job.target_prompt_tokens
+    return PromptScores(
+        logprobs=np.full(length, np.nan, np.float32) if job.prompt_logprobs else None,
+        top=empty_top(length, job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None,
+        targets=None if targets is None else np.zeros(targets.shape, np.float32),
+        alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
+        alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
+    )
+
+
+def _score_tokens(job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor) -> None:
+    if scores.logprobs is not None:
+        scores.logprobs[rows + 1] = _logprobs_of(job.prompt[rows + 1, None], logits, normalizer)[:, 0]
+    if scores.top is not None:
+        top = top_logprobs(logits, normalizer, job.topk_prompt_logprobs)
+        scores.top.token_ids[rows + 1], scores.top.logprobs[rows + 1] = top.token_ids, top.logprobs
+
+
+def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor) -> None:
+    if scores.targets is None or job.target_prompt_tokens is None:
+        return
+    targets = job.target_prompt_tokens[rows]
+    logprobs = _logprobs_of(np.maximum(targets, 0), logits, normalizer)
+    scores.targets[rows] = np.where(targets >= 0, logprobs, 0.0)
+
+
+def _draw_alternatives(
+    job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor
+) -> None:
+    """At the request's temperature, unfiltered by top_k and top_p; at temperature 0 all draws are the likeliest."""
+    if scores.alternative_tokens is None or scores.alternative_logprobs is None:
+        return
+    temperature, num_draws = job.params.temperature, job.prompt_alt_tokens_k
+    if temperature == 0:
+        drawn = logits.argmax(-1, keepdim=True).expand(-1, num_draws)
+    else:
+        noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(logits)
+        drawn = invert_cdf(torch.softmax(logits / temperature, dim=-1), noise)
+    tokens = drawn.cpu().numpy()
+    scores.alternative_tokens[rows] = tokens
+    scores.alternative_logprobs[rows] = _logprobs_of(tokens, logits, normalizer)
+
+
+def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
+    """[positions, draws]"""
+    assert job.params.seed is not None
+    draws = range(job.prompt_alt_tokens_k)
+    keys = [noise_key(job.params.seed, ALTERNATIVE_STREAM, draw) for draw in draws]
+    return uniforms(np.array(keys, dtype=np.uint64), positions[:, None])
+
+
+def _logprobs_of(tokens: np.ndarray, logits: Tensor, normalizer: Tensor) -> np.ndarray:
+    """tokens [n, k] -> float32 [n, k]"""
+    index = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
+    return (logits.gather(1, index) - normalizer).cpu().numpy()

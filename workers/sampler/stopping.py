@@ -1,0 +1,47 @@
+"""Stop strings: found in the text of a sample as it grows, over the borders of tokens."""
+
+from typing import Protocol
+
+# Text is decoded with a few tokens before it: some tokenizers drop the space in front of the first token they see.
+_LEADING_TOKENS = 5
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class Detokenizer(Protocol):
+    def decode(self, token_ids: list[int], **options: bool) -> str: ...
+
+
+class StopStrings:
+    """Follows one sample. The prompt is context for decoding only: a match lies in the sampled text alone."""
+
+    def __init__(self, tokenizer: Detokenizer, stops: tuple[str, ...], prompt_tail: list[int]) -> None:
+        self._tokenizer = tokenizer
+        self._stops = stops
+        self._keep = max(len(stop) for stop in stops) - 1
+        self._tokens = prompt_tail[-_LEADING_TOKENS:]
+        self._num_read = len(self._tokens)
+        self._read_text = self._decode(self._tokens)
+        self._tail = ""
+
+    def found_after(self, token: int) -> bool:
+        """Whether a stop string is complete with `token`, the next of the sample."""
+        self._tokens.append(token)
+        text = self._decode(self._tokens)
+        fresh = text[len(self._read_text) :]
+        searched = self._tail + fresh.rstrip(_INCOMPLETE)
+        if any(stop in searched for stop in self._stops):
+            return True
+        # No character takes more than four tokens: what is still incomplete then is not going to be text.
+        if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > 4:
+            self._advance(searched)
+        return False
+
+    def _advance(self, searched: str) -> None:
+        """What is read serves as the context of what follows, and only its end can still begin a match."""
+        self._tail = searched[max(0, len(searched) - self._keep) :]
+        self._tokens = self._tokens[-max(_LEADING_TOKENS, len(self._tokens) - self._num_read) :]
+        self._num_read = len(self._tokens)
+        self._read_text = self._decode(self._tokens)
+
+    def _decode(self, tokens: list[int]) -> str:
+        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -1,5 +1,19 @@
 """trainhouse: an open HTTP training-as-a-service server that speaks the Tinker protocol, and its thin client."""
 
-from .schemas.version import VERSION as __version__
+from importlib import import_module
+from typing import TYPE_CHECKING
 
-__all__ = ["__version__"]
+from .schemas.version import VERSION
+
+if TYPE_CHECKING:
+    from .client import *  # noqa: F403
+
+__version__ = VERSION
+
+
+def __getattr__(name: str) -> object:
+    """The client's public names, loaded when first asked for: the server and its workers need none of them."""
+    value = None if name.startswith("_") else getattr(import_module(".client", __name__), name, None)
+    if not isinstance(value, type):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return value

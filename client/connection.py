@@ -1,0 +1,214 @@
+"""One server, one background event loop: HTTP with retries, and the polling of results.
+
+A submit is sent again with the same body, so with the same seq_id: the server applies it once.
+"""
+
+import asyncio
+import json
+import logging
+import random
+import threading
+import time
+from collections.abc import Callable, Coroutine, Mapping
+from pathlib import Path
+from typing import TypeVar
+
+import httpx
+
+from ..schemas.futures import RequestFailed, RetrieveFutureRequest, SubmitResponse
+from ..schemas.training import Wire
+from ..schemas.version import VERSION
+from .errors import APIConnectionError, APIStatusError, RequestFailedError, TrainhouseError, status_error
+from .futures import APIFuture
+
+T = TypeVar("T")
+W = TypeVar("W", bound=Wire)
+
+JSON = {"Content-Type": "application/json"}
+PROTOBUF = {"Content-Type": "application/x-protobuf"}
+ACCEPT_PROTOBUF = {"Accept": "application/x-protobuf"}
+API = "/api/v1/"
+LONG_POLLS = 256  # connections that wait for results; further results wait their turn
+FAST_ANSWER_SECONDS = 0.5
+
+log = logging.getLogger("trainhouse")
+
+
+class Connection:
+    """Coroutines of this class run in its own loop, entered from any thread through `run`."""
+
+    def __init__(self, base_url: str, api_key: str, retry_seconds: float) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._retry_seconds = retry_seconds
+        self._http = httpx.AsyncClient(
+            base_url=self.base_url,
+            headers={"X-API-Key": api_key, "User-Agent": f"trainhouse/{VERSION}"},
+            timeout=httpx.Timeout(60, connect=10),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
+            follow_redirects=True,
+        )
+        self._polls = asyncio.Semaphore(LONG_POLLS)
+        self._closed = False
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="trainhouse-client", daemon=True)
+        self._thread.start()
+
+    def run(self, work: Coroutine[object, object, T]) -> APIFuture[T]:
+        if self._closed:
+            work.close()
+            raise TrainhouseError("this client is closed: make a new ServiceClient")
+        return APIFuture(asyncio.run_coroutine_threadsafe(self._until_closed(work), self._loop))
+
+    async def _until_closed(self, work: Coroutine[object, object, T]) -> T:
+        try:
+            return await work
+        except asyncio.CancelledError:
+            raise TrainhouseError("the client was closed before this answer arrived") from None
+
+    def close(self) -> None:
+        """Ends what is under way; its futures raise TrainhouseError."""
+        if self._closed:
+            return
+        self._closed = True
+        asyncio.run_coroutine_threadsafe(self._shut(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _shut(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await self._http.aclose()
+
+    async def get(self, path: str, answer: type[W], **query: str | int) -> W:
+        response = await self.request("GET", path, query=query)
+        return answer.model_validate_json(response.content)
+
+    async def post(self, path: str, body: Wire, answer: type[W], headers: Mapping[str, str] | None = None) -> W:
+        response = await self.request("POST", path, to_json(body), JSON | dict(headers or {}))
+        return answer.model_validate_json(response.content)
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        content: bytes = b"",
+        headers: Mapping[str, str] | None = None,
+        query: Mapping[str, str | int] | None = None,
+        also_good: frozenset[int] = frozenset(),
+    ) -> httpx.Response:
+        """The answer once it is 2xx or in `also_good`; raises APIStatusError or APIConnectionError."""
+        backoff = Backoff(self._retry_seconds)
+        while True:
+            try:
+                response = await self._http.request(method, API + path, content=content, headers=headers, params=query)
+            except httpx.TransportError as error:
+                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+                failure = APIConnectionError(f"no answer from {self.base_url}: {reason}. Is the server running there?")
+                await backoff.pause(failure)
+                continue
+            if response.is_success or response.status_code in also_good:
+                return response
+            if method == "DELETE" and response.status_code == 404 and backoff.since:
+                return response  # an earlier try did it, and its answer was lost
+            failure = status_error(response.status_code, reason_in(response))
+            if response.status_code < 500 and response.status_code not in (408, 429):
+                raise failure
+            await backoff.pause(failure, retry_after_seconds(response))
+
+    async def submit(self, path: str, content: bytes, headers: Mapping[str, str] = JSON) -> SubmitResponse:
+        response = await self.request("POST", path, content, headers)
+        return SubmitResponse.model_validate_json(response.content)
+
+    async def submit_and_wait(self, path: str, body: Wire, answer: type[W]) -> W:
+        submitted = await self.submit(path, to_json(body))
+        return await self.result(submitted, answer.model_validate_json)
+
+    async def result(
+        self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: Mapping[str, str] | None = None
+    ) -> T:
+        """Polls until the operation is done; raises RequestFailedError if it failed."""
+        body = to_json(RetrieveFutureRequest(request_id=submitted.request_id))
+        told = None
+        while True:
+            async with self._polls:
+                began = time.monotonic()
+                response = await self.request(
+                    "POST", "retrieve_future", body, JSON | dict(headers or {}), also_good=frozenset({408})
+                )
+            if not is_json(response):
+                return decode(response.content)
+            answer = json.loads(response.content or b"{}")
+            if "error" in answer:
+                failed = RequestFailed.model_validate(answer)
+                raise RequestFailedError(failed.error, failed.category)
+            if response.status_code != 408 and answer.get("type") != "try_again":
+                return decode(response.content)
+            if (reason := answer.get("queue_state_reason")) and reason != told:
+                log.warning("%s waits: %s", submitted.request_id, reason)
+                told = reason
+            if time.monotonic() - began < FAST_ANSWER_SECONDS:
+                await asyncio.sleep(FAST_ANSWER_SECONDS)
+
+    async def once(self, path: str, body: Wire, timeout_seconds: float) -> None:
+        """A request not worth a retry. Raises httpx.TransportError or APIStatusError."""
+        response = await self._http.post(API + path, content=to_json(body), headers=JSON, timeout=timeout_seconds)
+        if not response.is_success:
+            raise status_error(response.status_code, reason_in(response))
+
+    async def download(self, url: str, path: Path) -> None:
+        """Writes a file of this server, or of wherever it keeps its files; `url` may be relative to the server."""
+        async with self._http.stream("GET", url) as response:
+            if not response.is_success:
+                await response.aread()
+                raise status_error(response.status_code, reason_in(response))
+            with path.open("wb") as file:
+                async for piece in response.aiter_bytes():
+                    file.write(piece)
+
+
+class Backoff:
+    """Doubling pauses with jitter, from 0.25 to 10 seconds, until `limit_seconds` after the first failure."""
+
+    def __init__(self, limit_seconds: float) -> None:
+        self._limit_seconds = limit_seconds
+        self._pause_seconds = 0.25
+        self.since: float | None = None
+
+    async def pause(self, failure: APIConnectionError | APIStatusError, at_least_seconds: float = 0.0) -> None:
+        now = time.monotonic()
+        self.since = now if self.since is None else self.since
+        pause = max(at_least_seconds, self._pause_seconds * random.uniform(0.75, 1.25))
+        if now + pause > self.since + self._limit_seconds:
+            raise failure
+        self._pause_seconds = min(2 * self._pause_seconds, 10.0)
+        await asyncio.sleep(pause)
+
+
+def to_json(body: Wire) -> bytes:
+    return body.model_dump_json(exclude_none=True).encode()
+
+
+def retry_after_seconds(response: httpx.Response) -> float:
+    try:
+        return min(float(response.headers.get("Retry-After", 0)), 60.0)
+    except ValueError:  # an HTTP date
+        return 0.0
+
+
+def is_json(response: httpx.Response) -> bool:
+    return response.status_code == 408 or "json" in response.headers.get("Content-Type", "")
+
+
+def reason_in(response: httpx.Response) -> str:
+    """The server's own words, wherever in the error body they stand."""
+    try:
+        body = json.loads(response.content)
+    except ValueError:
+        return response.text or response.reason_phrase
+    for key in ("detail", "error", "message"):
+        if isinstance(body, dict) and body.get(key):
+            return body[key] if isinstance(body[key], str) else json.dumps(body[key])
+    return response.text

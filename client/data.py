@@ -1,0 +1,82 @@
+"""What the user hands over, as the schema's arrays; the chunks it is sent in, and their answers as one."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from ..schemas import training
+from ..schemas.sampling import ModelInput
+from ..schemas.training import ForwardBackwardOutput, ProvenanceSpan
+
+Tokens = ModelInput | Sequence[int] | np.ndarray
+
+
+class Datum(training.Datum):
+    """One training sequence: Datum(model_input=tokens, loss_fn_inputs={"target_tokens": ..., "weights": ...}).
+
+    Position i of the targets is predicted from `model_input[: i + 1]`: shift them yourself. Inputs may be lists, numpy
+    arrays or CPU torch tensors.
+    """
+
+    def __init__(
+        self,
+        model_input: Tokens,
+        loss_fn_inputs: Mapping[str, ArrayLike],
+        model_input_spans: Sequence[ProvenanceSpan] = (),
+        loss_fn_input_spans: Sequence[ProvenanceSpan] = (),
+    ) -> None:
+        super().__init__(
+            tokens=np.asarray(as_tokens(model_input), dtype=np.int32),
+            loss_fn_inputs={
+                name: np.asarray(value, np.int64 if name == "target_tokens" else np.float32)
+                for name, value in loss_fn_inputs.items()
+            },
+            model_input_spans=tuple(model_input_spans),
+            loss_fn_input_spans=tuple(loss_fn_input_spans),
+        )
+
+
+def as_tokens(prompt: Tokens) -> list[int]:
+    return prompt.to_ints() if isinstance(prompt, ModelInput) else [int(token) for token in prompt]
+
+
+def chunks(data: Sequence[training.Datum], max_datums: int, max_bytes: int) -> Iterator[tuple[training.Datum, ...]]:
+    """Consecutive pieces within both limits; a datum larger than max_bytes goes alone."""
+    piece: list[training.Datum] = []
+    size = 0
+    for datum in data:
+        more = num_bytes(datum)
+        if piece and (len(piece) == max_datums or size + more > max_bytes):
+            yield tuple(piece)
+            piece, size = [], 0
+        piece.append(datum)
+        size += more
+    yield tuple(piece)
+
+
+def num_bytes(datum: training.Datum) -> int:
+    return datum.tokens.nbytes + sum(array.nbytes for array in datum.loss_fn_inputs.values())
+
+
+def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
+    """Of the chunks of one call, as though it had been one. Metrics that no known reduction merges are left out."""
+    if len(outputs) == 1:
+        return outputs[0]
+    sizes = np.asarray([len(output.loss_fn_outputs) for output in outputs], dtype=np.float64)
+    metrics = {}
+    for name in outputs[0].metrics:
+        reduce = _REDUCTIONS.get(name.rpartition(":")[2])
+        if reduce and all(name in output.metrics for output in outputs):
+            metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
+    rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
+    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type)
+
+
+# reduction -> (values by chunk, number of datums by chunk) -> value
+_REDUCTIONS: dict[str, Callable[[np.ndarray, np.ndarray], float]] = {
+    "sum": lambda values, sizes: float(values.sum()),
+    "min": lambda values, sizes: float(values.min()),
+    "max": lambda values, sizes: float(values.max()),
+    "mean": lambda values, sizes: float(np.average(values, weights=sizes)),
+}

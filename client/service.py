@@ -1,0 +1,199 @@
+"""ServiceClient: the way in. It opens a session when one is first needed, and keeps it alive."""
+
+import asyncio
+import itertools
+import os
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Literal, Self
+
+import httpx
+
+from ..schemas import models
+from ..schemas.checkpoints import LoadWeightsRequest
+from ..schemas.models import LoraConfig
+from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
+from ..schemas.training import Wire
+from ..schemas.version import VERSION
+from .connection import Connection, log
+from .errors import APIStatusError, GoneError
+from .futures import APIFuture
+from .rest import RestClient
+from .sampling import SamplingClient
+from .training import ClientConfig, TrainingClient
+
+Status = Literal["success", "errored", "interrupted"]
+HEARTBEAT_SECONDS = 10
+SDK_VERSION = f"trainhouse-{VERSION}"
+
+
+class Session:
+    """A session of the server: its id, the numbers of its models and samplers, its heartbeat."""
+
+    def __init__(self, session_id: str, limits: ClientConfig, connection: Connection) -> None:
+        self.session_id = session_id
+        self.limits = limits
+        self.model_numbers = itertools.count()
+        self.sampler_numbers = itertools.count()
+        self._heartbeat = asyncio.create_task(self._beat(connection))
+
+    async def _beat(self, connection: Connection) -> None:
+        while True:
+            await asyncio.sleep(HEARTBEAT_SECONDS)
+            try:
+                request = models.HeartbeatRequest(session_id=self.session_id)
+                await connection.once("session_heartbeat", request, timeout_seconds=10)
+            except GoneError as error:
+                log.warning("session %s: %s", self.session_id, error)
+                return
+            except (httpx.TransportError, APIStatusError) as error:
+                log.info("heartbeat of session %s: %s", self.session_id, error)
+
+
+class ServiceClient:
+    """A server, for one API key. Use it as a context manager, or call `close()`.
+
+    base_url: else TRAINHOUSE_BASE_URL, else http://127.0.0.1:8000. api_key: else TRAINHOUSE_API_KEY, else "tml-local",
+    which a server on a loopback address without configured keys accepts.
+    retry_seconds: for how long an unreachable or failing server is tried again before a call raises.
+    """
+
+    def __init__(
+        self,
+        base_url: str | None = None,
+        api_key: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+        retry_seconds: float = 300,
+    ) -> None:
+        base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL", "http://127.0.0.1:8000")
+        api_key = api_key or os.environ.get("TRAINHOUSE_API_KEY", "tml-local")
+        self._user_metadata = dict(user_metadata or {})
+        self._connection = Connection(base_url, api_key, retry_seconds)
+        self._opening = asyncio.Lock()
+        self._session: Session | None = None
+
+    def get_server_capabilities(self) -> models.ServerCapabilities:
+        return self.get_server_capabilities_async().result()
+
+    def get_server_capabilities_async(self) -> APIFuture[models.ServerCapabilities]:
+        return self._connection.run(self._connection.get("get_server_capabilities", models.ServerCapabilities))
+
+    def create_rest_client(self) -> RestClient:
+        return RestClient(self._connection)
+
+    def create_lora_training_client(
+        self,
+        base_model: str,
+        rank: int = 32,
+        seed: int | None = None,
+        train_mlp: bool = True,
+        train_attn: bool = True,
+        train_unembed: bool = True,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> TrainingClient:
+        targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
+        lora = LoraConfig(rank=rank, seed=seed, **targets)
+        return self.create_lora_training_client_async(base_model, lora, user_metadata).result()
+
+    def create_lora_training_client_async(
+        self, base_model: str, lora_config: LoraConfig | None = None, user_metadata: Mapping[str, str] | None = None
+    ) -> APIFuture[TrainingClient]:
+        fields = {"base_model": base_model, "lora_config": lora_config or LoraConfig(), "user_metadata": user_metadata}
+        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+
+    def create_training_client_from_state(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new model with the weights of a checkpoint and a fresh optimizer."""
+        return self.create_training_client_from_state_async(path, user_metadata).result()
+
+    def create_training_client_from_state_with_optimizer(
+        self, path: str, user_metadata: Mapping[str, str] | None = None
+    ) -> TrainingClient:
+        """A new model that continues exactly where `save_state` stood."""
+        return self.create_training_client_from_state_async(path, user_metadata, optimizer=True).result()
+
+    def create_training_client_from_state_async(
+        self, path: str, user_metadata: Mapping[str, str] | None = None, optimizer: bool = False
+    ) -> APIFuture[TrainingClient]:
+        fields = {"path": path, "optimizer": optimizer, "user_metadata": user_metadata}
+        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+
+    async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
+        session = await self._opened()
+        number = next(session.model_numbers)
+        address = {"session_id": session.session_id, "model_seq_id": number}
+        await self._connection.submit_and_wait(path, request.model_validate({**address, **fields}), Wire)
+        model = models.GetInfoRequest(model_id=f"{session.session_id}:train:{number}")  # the protocol fixes this name
+        info = await self._connection.post("get_info", model, models.GetInfoResponse)
+        return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
+
+    def create_sampling_client(self, base_model: str | None = None, model_path: str | None = None) -> SamplingClient:
+        """Of a base model by name, or of saved weights by their tinker:// path."""
+        return self.create_sampling_client_async(base_model, model_path).result()
+
+    def create_sampling_client_async(
+        self, base_model: str | None = None, model_path: str | None = None
+    ) -> APIFuture[SamplingClient]:
+        if (base_model is None) == (model_path is None):
+            raise ValueError(f"give either base_model or model_path, not {base_model=} and {model_path=}")
+        return self._connection.run(self._create_sampler(base_model, model_path))
+
+    async def _create_sampler(self, base_model: str | None, model_path: str | None) -> SamplingClient:
+        session = await self._opened()
+        request = CreateSamplingSessionRequest(
+            session_id=session.session_id,
+            sampling_session_seq_id=next(session.sampler_numbers),
+            base_model=base_model,
+            model_path=model_path,
+        )
+        created = await self._connection.post("create_sampling_session", request, CreateSamplingSessionResponse)
+        sampler_id = created.sampling_session_id
+        info = await self._connection.get(f"samplers/{sampler_id}", SamplerInfo)
+        return SamplingClient(self._connection, sampler_id, info.base_model)
+
+    async def _opened(self) -> Session:
+        async with self._opening:
+            if self._session is None:
+                request = models.CreateSessionRequest(sdk_version=SDK_VERSION, user_metadata=self._user_metadata)
+                limits = await self._connection.post("client/config", request, ClientConfig)
+                # The key makes a repeated request the same session.
+                key = {"X-Idempotency-Key": str(uuid.uuid4())}
+                created = await self._connection.post("create_session", request, models.CreateSessionResponse, key)
+                self._session = Session(created.session_id, limits, self._connection)
+            return self._session
+
+    def close(self, status: Status = "success", detail: str | None = None) -> None:
+        """Tells the server that the session is over and ends the background thread. Models stay checkpointed."""
+        if self._session:
+            self._connection.run(self._finish(self._session.session_id, status, detail)).result()
+            self._session = None
+        self._connection.close()
+
+    async def _finish(self, session_id: str, status: Status, detail: str | None) -> None:
+        request = models.FinishSessionRequest(reason=models.FinishReason(type=status), detail=detail)
+        try:
+            await self._connection.once(f"sessions/{session_id}/finish", request, timeout_seconds=5)
+        except (httpx.TransportError, APIStatusError) as error:
+            # It expires by itself.
+            log.info("finishing session %s: %s", session_id, error)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.close("errored" if issubclass(kind, Exception) else "interrupted", kind.__name__)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await asyncio.to_thread(self.__exit__, kind, error, trace)

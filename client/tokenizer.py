@@ -1,0 +1,43 @@
+"""The tokenizer of a served model, from the server itself."""
+
+import asyncio
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ..schemas.training import Wire
+from .connection import Connection
+from .errors import TrainhouseError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast as PreTrainedTokenizer
+else:
+    PreTrainedTokenizer = object
+
+
+class TokenizerFiles(Wire):
+    """File name -> where to get it; relative addresses are the server's own."""
+
+    files: dict[str, str]
+
+
+async def load_tokenizer(connection: Connection, model_name: str) -> PreTrainedTokenizer:
+    """As transformers loads it; without transformers, a bare `tokenizers.Tokenizer`, which has no chat template."""
+    if not find_spec("transformers") and not find_spec("tokenizers"):
+        raise TrainhouseError("get_tokenizer needs the tokenizers or transformers package: pip install transformers")
+    listing = await connection.get(f"models/{model_name}/tokenizer", TokenizerFiles)
+    with tempfile.TemporaryDirectory() as directory:
+        for name, url in listing.files.items():
+            await connection.download(url, Path(directory, Path(name).name))
+        return await asyncio.to_thread(load_directory, directory)
+
+
+def load_directory(directory: str) -> PreTrainedTokenizer:
+    if find_spec("transformers"):
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(directory)
+    from tokenizers import Tokenizer
+
+    return Tokenizer.from_file(str(Path(directory, "tokenizer.json")))  # pyright: ignore[reportReturnType]

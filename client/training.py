@@ -1,0 +1,233 @@
+"""TrainingClient: one model being trained. Its verbs take effect in the order in which they are called.
+
+Each answers at once with a future; call the next without waiting, and the server is never idle between them.
+"""
+
+import asyncio
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+
+from ..schemas import checkpoints
+from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
+from ..schemas.futures import SubmitResponse
+from ..schemas.models import GetInfoRequest, GetInfoResponse
+from ..schemas.training import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+    Wire,
+)
+from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
+from .data import chunks, merged
+from .errors import APIStatusError
+from .futures import APIFuture
+from .sampling import SamplingClient
+from .tokenizer import PreTrainedTokenizer, load_tokenizer
+
+W = TypeVar("W", bound=Wire)
+LossConfig = Mapping[str, float | str]
+Fields = Mapping[str, object]
+
+# (data, log-probabilities of each datum's targets) -> (loss, its gradient by each of those log-probabilities)
+CustomLoss = Callable[[Sequence[Datum], Sequence[np.ndarray]], tuple[float, Sequence[np.ndarray]]]
+
+
+class ClientConfig(Wire):
+    """The server's wishes as to the size of one forward_backward request."""
+
+    fwdbwd_max_chunk_len: int = 1024
+    fwdbwd_max_chunk_bytes_count: int = 5_000_000
+
+
+class TrainingClient:
+    """Made by ServiceClient.create_lora_training_client and its siblings."""
+
+    def __init__(
+        self,
+        connection: Connection,
+        info: GetInfoResponse,
+        sampler_numbers: Iterator[int],
+        limits: ClientConfig,
+    ) -> None:
+        self.model_id = info.model_id
+        self._info = info
+        self._connection = connection
+        self._sampler_numbers = sampler_numbers
+        self._limits = limits
+        self._numbering = threading.Lock()
+        self._next_seq_id = 1
+        self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
+
+    def forward_backward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None, loss_weight: float = 1.0
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`."""
+        return self._pass(data, loss_fn, loss_fn_config, loss_weight=loss_weight)
+
+    def forward(
+        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        """The same outputs, no gradient."""
+        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+
+    def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
+        """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
+
+        Exact to first order: the backward pass is a cross-entropy whose weights are minus the gradient.
+        """
+        forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
+        logprobs = [output["logprobs"] for output in forward.loss_fn_outputs]
+        loss, gradients = loss_fn(data, logprobs)
+        weighted = [with_weights(datum, -np.asarray(slope)) for datum, slope in zip(data, gradients, strict=True)]
+        return self._pass(weighted, "cross_entropy", None, custom_loss=float(loss))
+
+    def _pass(
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        config: LossConfig | None,
+        forward_only: bool = False,
+        loss_weight: float = 1.0,
+        custom_loss: float | None = None,
+    ) -> APIFuture[ForwardBackwardOutput]:
+        if not data:
+            raise ValueError("data is empty: a pass needs at least one datum")
+        pieces = list(chunks(data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count))
+
+        def encode(piece: tuple[Datum, ...], seq_id: int) -> bytes:
+            return encode_forward_backward_request(
+                ForwardBackwardRequest(
+                    self.model_id, seq_id, piece, loss_fn, dict(config or {}), forward_only, loss_weight
+                )
+            )
+
+        with self._numbering:
+            first = self._next_seq_id
+            bodies = [encode(piece, first + index) for index, piece in enumerate(pieces)]
+            self._next_seq_id += len(bodies)
+            return self._connection.run(self._run_pass(bodies, custom_loss))
+
+    async def _run_pass(self, bodies: Sequence[bytes], custom_loss: float | None) -> ForwardBackwardOutput:
+        async with self._turn:
+            submitted = [await self._submit_chunk(body) for body in bodies]
+        results = await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted), return_exceptions=True)
+        outputs = []
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+            outputs.append(result)
+        output = merged(outputs)
+        if custom_loss is None:
+            return output
+        surrogate = {"loss:sum": custom_loss, "surrogate_loss:sum": output.metrics["loss:sum"]}
+        return dataclasses.replace(output, metrics={**output.metrics, **surrogate})
+
+    async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
+        """A refusal is returned: the chunks after it must still be sent, or the server would wait for their numbers."""
+        try:
+            return await self._connection.submit("forward_backward", body, PROTOBUF)
+        except APIStatusError as error:
+            return error
+
+    async def _result_of_chunk(self, submitted: SubmitResponse | APIStatusError) -> ForwardBackwardOutput:
+        if isinstance(submitted, APIStatusError):
+            raise submitted
+        return await self._connection.result(submitted, decode_forward_backward_output, ACCEPT_PROTOBUF)
+
+    def optim_step(
+        self, adam_params: AdamParams | None = None, gradient_scale: float | Literal["mean"] | None = None
+    ) -> APIFuture[OptimStepResponse]:
+        """One AdamW step on the gradients since the last one, then cleared.
+
+        gradient_scale: None = the summed gradients as they are, "mean" = divided by the summed weights, or a factor.
+        """
+        fields = {"adam_params": adam_params or AdamParams(), "gradient_scale": gradient_scale}
+        return self._operation("optim_step", OptimStepRequest, fields, OptimStepResponse)
+
+    def save_state(
+        self, name: str, ttl_seconds: int | None = None, overwrite: bool = False
+    ) -> APIFuture[checkpoints.SaveWeightsResponse]:
+        """Weights and optimizer as of the last step, listed under `name`; `.path` of the answer loads it."""
+        fields = {"path": name, "ttl_seconds": ttl_seconds, "overwrite": overwrite}
+        return self._operation("save_weights", checkpoints.SaveWeightsRequest, fields, checkpoints.SaveWeightsResponse)
+
+    def load_state(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        """Weights only; the optimizer starts fresh and pending gradients are discarded."""
+        return self._load(path, optimizer=False)
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        return self._load(path, optimizer=True)
+
+    def _load(self, path: str, optimizer: bool) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        fields = {"path": path, "optimizer": optimizer}
+        return self._operation("load_weights", checkpoints.LoadWeightsRequest, fields, checkpoints.LoadWeightsResponse)
+
+    def save_weights_for_sampler(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
+        """Weights alone, listed under `name`, for `create_sampling_client(model_path=...)`."""
+        return self._save_for_sampler({"path": name, "ttl_seconds": ttl_seconds})
+
+    def _save_for_sampler(self, fields: Fields) -> APIFuture[checkpoints.SaveWeightsForSamplerResponse]:
+        request, answer = checkpoints.SaveWeightsForSamplerRequest, checkpoints.SaveWeightsForSamplerResponse
+        return self._operation("save_weights_for_sampler", request, fields, answer)
+
+    def save_weights_external(
+        self, name: str, ttl_seconds: int | None = None
+    ) -> APIFuture[checkpoints.SaveWeightsExternalResponse]:
+        """The adapter in PEFT's format, for RestClient.download_checkpoint."""
+        request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
+        return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
+
+    def save_weights_and_get_sampling_client(self) -> SamplingClient:
+        """A sampler of the weights as they are now: nothing is transferred and nothing is listed."""
+        return self.save_weights_and_get_sampling_client_async().result()
+
+    def save_weights_and_get_sampling_client_async(self) -> APIFuture[SamplingClient]:
+        saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers)})
+
+        async def sampler() -> SamplingClient:
+            sampler_id = (await saved).sampling_session_id
+            assert sampler_id, "a sampler save without a name answers with a sampling session"
+            return SamplingClient(self._connection, sampler_id, self._info.model_name)
+
+        return self._connection.run(sampler())
+
+    def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
+        with self._numbering:
+            body = to_json(request.model_validate({"model_id": self.model_id, "seq_id": self._next_seq_id, **fields}))
+            self._next_seq_id += 1
+            return self._connection.run(self._run_operation(path, body, answer))
+
+    async def _run_operation(self, path: str, body: bytes, answer: type[W]) -> W:
+        async with self._turn:
+            submitted = await self._connection.submit(path, body)
+        return await self._connection.result(submitted, answer.model_validate_json)
+
+    def get_info(self) -> GetInfoResponse:
+        return self.get_info_async().result()
+
+    def get_info_async(self) -> APIFuture[GetInfoResponse]:
+        return self._connection.run(
+            self._connection.post("get_info", GetInfoRequest(model_id=self.model_id), GetInfoResponse)
+        )
+
+    def get_tokenizer(self) -> PreTrainedTokenizer:
+        return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
+
+
+def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:
+    """For cross_entropy: the targets, and these weights (else the datum's, else zeros, of the targets' shape)."""
+    targets = datum.loss_fn_inputs["target_tokens"]
+    if weights is None:
+        weights = datum.loss_fn_inputs.get("weights", np.zeros(targets.shape))
+    if weights.shape != targets.shape:
+        raise ValueError(f"a gradient of shape {weights.shape} for target_tokens of shape {targets.shape}")
+    return Datum(datum.tokens, {"target_tokens": targets, "weights": weights.astype(np.float32)})

@@ -320,7 +320,10 @@ class Adapters:
 
     @contextmanager
     def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Inside, forward and backward of the trunk use these adapters; a token of no segment runs the bare base."""
+        """Inside, forward and backward of the trunk use these adapters.
+
+        Segments are in order and end at the row's last token; none at all = the bare base.
+        """
         before = self._active.segments
         self._active.segments = tuple(segments)
         try:
@@ -353,10 +356,14 @@ class LoraLinear(nn.Module):
         self._active = active
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [1, tokens, in] -> [1, tokens, out]."""
+        """x [1, tokens, in] or [tokens, in] -> the same with out features."""
+        rows = x.flatten(0, -2)
         parts = self._active.parts(self._name)
+        assert not parts or len(rows) == self._active.segments[-1].stop, (
+            f"{self._name}: {len(rows)} tokens, but the segments end at {self._active.segments[-1].stop}"
+        )
         anchor = self._active.anchor if parts and torch.is_grad_enabled() else None
-        y = _LoraProduct.apply(x.flatten(0, -2), anchor, self.weight, self.bias, parts, self._active.product)
+        y = _LoraProduct.apply(rows, anchor, self.weight, self.bias, parts, self._active.product)
         assert isinstance(y, Tensor)
         return y.unflatten(0, x.shape[:-1])
 
@@ -370,7 +377,7 @@ class _Active:
     def __init__(self, base: BaseModel) -> None:
         self.segments: tuple[Segment, ...] = ()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
-        self.product = _fast_linear if _mkl_is_slow(base) else linear
+        self.product = frozen_product(base)
 
     def parts(self, name: str) -> "list[_Part]":
         return [
@@ -420,7 +427,12 @@ class _LoraProduct(torch.autograd.Function):
         return grad_x, None, None, None, None, None
 
 
-def _fast_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def frozen_product(base: BaseModel) -> Product:
+    """How x W^T + bias is made with the base's own weights."""
+    return mkldnn_linear if _mkl_is_slow(base) else linear
+
+
+def mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """torch's linear by oneDNN, for float32 on the CPU."""
     return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
 
@@ -462,15 +474,10 @@ def _wrap_targets(base: BaseModel, active: _Active) -> Iterator[Target]:
     inside = {id(module) for module in base.trunk.modules()}
     for name, module in list(base.model.named_modules()):
         parent_name, _, kind = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or id(module) not in inside or not _adaptable(parent_name, kind):
+        if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
         setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
         yield Target(name, module.in_features, module.out_features)
-
-
-def _adaptable(parent_name: str, kind: str) -> bool:
-    """A routed expert sees some of the tokens in an order of its own, so segments say nothing there."""
-    return kind in ATTENTION_LINEARS | MLP_LINEARS and "experts" not in parent_name.split(".")
 
 
 def _unembed_target(base: BaseModel) -> Target:

@@ -1,0 +1,104 @@
+"""Tiny base models with adapters, and the same adapter in peft: what the tests of lora, optim and checkpoint share."""
+
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from torch import Tensor
+from torch.nn.functional import linear
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.workers.attention import Packing, pack_lengths
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.lora import Adapter, Adapters, Segment
+from trainhouse.workers.model import BaseModel
+from transformers import AutoModelForCausalLM
+
+LENGTHS = [7, 5, 5]
+
+
+class Adapted:
+    """A base model with its adapters, and forward passes of packed sequences as the worker makes them."""
+
+    def __init__(self, directory: Path, dtype: str = "float32", max_rank: int = 64) -> None:
+        self.directory = directory
+        self.base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", dtype=dtype))
+        self.adapters = Adapters(self.base, max_rank)
+
+    def create(self, adapter_id: str, **lora: object) -> Adapter:
+        """With random weights, B included."""
+        adapter = self.adapters.create(adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
+        generator = torch.Generator().manual_seed(len(adapter_id) + adapter.lora.rank)
+        for pair in adapter.pairs.values():
+            pair.a.copy_(torch.randn(pair.a.shape, generator=generator) * 0.1)
+            pair.b.copy_(torch.randn(pair.b.shape, generator=generator) * 0.1)
+        return adapter
+
+    def hidden(self, sequences: Sequence[Tensor], segments: Sequence[Segment]) -> Tensor:
+        lengths = [len(sequence) for sequence in sequences]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        with self.adapters.applied(segments):
+            return self.base.hidden_states(torch.cat(list(sequences)), positions, Packing(pack_lengths(lengths)))
+
+    def logits(self, sequences: Sequence[Tensor], adapter: Adapter | None) -> Tensor:
+        """All sequences with one adapter; with an output head pair, its gradient is added to scratch by backward."""
+        num_tokens = sum(len(sequence) for sequence in sequences)
+        hidden = self.hidden(sequences, [Segment(0, num_tokens, adapter)])
+        logits = linear(hidden, self.base.unembedding)
+        pair = adapter.unembed if adapter else None
+        if pair is None:
+            return logits
+        a, b = pair.a.clone().requires_grad_(), pair.b.clone().requires_grad_()
+        a.register_hook(lambda grad: pair.a_grad.add_(grad))
+        b.register_hook(lambda grad: pair.b_grad.add_(grad))
+        return logits + pair.scale * (hidden @ a.t()) @ b.t()
+
+
+def sequences(lengths: Sequence[int] = LENGTHS, vocab_size: int = 512) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randint(3, vocab_size, (length,), generator=generator) for length in lengths]
+
+
+def probe(logits: Tensor) -> Tensor:
+    """Fixed random weights: their product with the logits is a loss whose gradient reaches every parameter."""
+    return torch.randn(logits.shape, generator=torch.Generator().manual_seed(5)) / logits.shape[-1]
+
+
+def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
+    """The base model in transformers with the same adapter in peft, ready to train."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    kinds = sorted({target.kind for target in adapter.targets})
+    with warnings.catch_warnings():
+        quieten_peft()
+        tuned = get_peft_model(model, PeftConfig(r=adapter.lora.rank, lora_alpha=32, target_modules=kinds))
+    parameters = peft_parameters(tuned)
+    named = adapter.named_views(adapter.weights)
+    assert parameters.keys() == named.keys()
+    for name, parameter in parameters.items():
+        parameter.data.copy_(named[name])
+    return tuned
+
+
+def quieten_peft() -> None:
+    """Ignores, inside a `warnings.catch_warnings`, what peft warns of and we mean or cannot help."""
+    # A tied output head is adapted on one side only: that is what train_unembed means.
+    warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
+    warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+
+
+def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
+    return {
+        name.replace(".default.", "."): parameter
+        for name, parameter in tuned.named_parameters()
+        if parameter.requires_grad
+    }
+
+
+def peft_logits(tuned: torch.nn.Module, sequences: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tuned(input_ids=sequence.unsqueeze(0)).logits.squeeze(0) for sequence in sequences])
+
+
+def relative_error(found: Tensor, wanted: Tensor) -> float:
+    return float(((found - wanted).norm() / wanted.norm()).detach())

@@ -1,0 +1,18 @@
+"""CISPO (arXiv 2506.13585): the ratio is clipped as a weight, without a gradient: -sum sg(clip(r, low, high)) l A."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .loss import Config, Loss, LossOutput
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clipped, counted
+
+
+def cispo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    sampled = counted(logprobs, inputs)
+    ratio = sampled.log_ratio.detach().exp()
+    losses = -clip(ratio, inputs) * sampled.logprobs * sampled.advantages
+    return LossOutput(losses, {"kl": sampled.kl(), "clip_fraction": clipped(ratio, inputs)})
+
+
+CISPO = Loss(cispo, required=RATIO_INPUTS, optional=clip_inputs(), config=clip_config(0.0, 4.0))

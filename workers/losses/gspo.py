@@ -1,0 +1,31 @@
+"""GSPO, token variant (arXiv 2507.18071): one ratio a sequence, clipped, with a gradient token by token.
+
+s = exp(mean over sequence_ratio_mask of (l - q)), s_t = sg(s) exp(l - sg(l)), -sum min(s_t A, clip(s_t, low, high) A).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .loss import Config, Loss, LossOutput
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clipped, counted
+
+
+def gspo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    sampled = counted(logprobs, inputs)
+    in_ratio = inputs["sequence_ratio_mask"] != 0
+    log_ratio = torch.where(in_ratio, logprobs.detach() - inputs["logprobs"], 0.0)
+    sequence_ratio = (log_ratio.sum() / in_ratio.sum().clamp(min=1)).exp()
+    ratio = sequence_ratio * (sampled.logprobs - sampled.logprobs.detach()).exp()
+    objective = torch.minimum(ratio * sampled.advantages, clip(ratio, inputs) * sampled.advantages)
+    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": clipped(ratio, inputs)})
+
+
+GSPO = Loss(
+    gspo,
+    required=RATIO_INPUTS,
+    optional=clip_inputs() | {"sequence_ratio_mask": lambda inputs, config: inputs["advantages"] != 0},
+    config=clip_config(1 - 3e-4, 1 + 4e-4),
+    sequence_wise=True,
+)

@@ -1,0 +1,16 @@
+"""Policy gradient with the importance ratio: -sum r A, r = exp(l - q)."""
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from .loss import Config, Loss, LossOutput
+from .ratio import RATIO_INPUTS, counted
+
+
+def importance_sampling(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    sampled = counted(logprobs, inputs)
+    return LossOutput(-sampled.log_ratio.exp() * sampled.advantages, {"kl": sampled.kl()})
+
+
+IMPORTANCE_SAMPLING = Loss(importance_sampling, required=RATIO_INPUTS)

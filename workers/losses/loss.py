@@ -1,0 +1,49 @@
+"""What a loss is: a pure function of float32 log-probabilities, and a declaration of what it reads.
+
+A position whose weight or advantage is 0 contributes exactly 0 and no gradient, whatever its log-probabilities are.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+import numpy as np
+from torch import Tensor
+
+Config = Mapping[str, float]
+Arrays = Mapping[str, np.ndarray]
+Fill = Callable[[Arrays, Config], "np.ndarray | float"]
+
+
+@dataclass(frozen=True, eq=False)
+class LossOutput:
+    """losses: float32 of the shape of the log-probabilities; their sum is the loss.
+
+    sums: name -> scalar; divided by the number of counted positions of the operation it becomes `name:mean`.
+    """
+
+    losses: Tensor
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """function(log-probabilities [n] or [n, K], inputs of the same shape, config) -> LossOutput.
+
+    required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
+    config: keys and their defaults. counted_by: the input whose zeros do not count.
+    sequence_wise: the function must see one whole sequence and nothing else at a time.
+    many_targets: target_tokens may be [T, K].
+    """
+
+    function: Callable[[Tensor, Mapping[str, Tensor], Config], LossOutput]
+    required: tuple[str, ...]
+    optional: Mapping[str, Fill] = field(default_factory=dict)
+    config: Config = field(default_factory=dict)
+    counted_by: Literal["weights", "advantages"] = "advantages"
+    sequence_wise: bool = False
+    many_targets: bool = False
+
+    def denominator(self, counts: np.ndarray) -> float:
+        """What "mean" divides gradients by: the summed weights, or the number of positions with an advantage."""
+        return float(counts.sum(dtype=np.float64)) if self.counted_by == "weights" else float(np.count_nonzero(counts))

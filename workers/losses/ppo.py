@@ -1,0 +1,19 @@
+"""PPO's clipped objective (arXiv 1707.06347): -sum min(r A, clip(r, low, high) A)."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .loss import Config, Loss, LossOutput
+from .ratio import RATIO_INPUTS, clip, clip_config, clip_inputs, clipped, counted
+
+
+def ppo(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    sampled = counted(logprobs, inputs)
+    ratio = sampled.log_ratio.exp()
+    objective = torch.minimum(ratio * sampled.advantages, clip(ratio, inputs) * sampled.advantages)
+    return LossOutput(-objective, {"kl": sampled.kl(), "clip_fraction": clipped(ratio, inputs)})
+
+
+PPO = Loss(ppo, required=RATIO_INPUTS, optional=clip_inputs(), config=clip_config(0.8, 1.2))

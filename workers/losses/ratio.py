@@ -1,0 +1,63 @@
+"""What the losses of policy gradients share: the counted positions, and the bounds on the probability ratio."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .loss import Arrays, Config, Fill
+
+RATIO_INPUTS = ("logprobs", "advantages")
+
+
+@dataclass(frozen=True, eq=False)
+class Sampled:
+    """logprobs: of the policy in training. sampler_logprobs: of the policy that sampled. Both 0 where A = 0."""
+
+    logprobs: Tensor
+    sampler_logprobs: Tensor
+    advantages: Tensor
+
+    @property
+    def log_ratio(self) -> Tensor:
+        return self.logprobs - self.sampler_logprobs
+
+    def kl(self) -> Tensor:
+        """Summed estimate of the divergence of the policy in training from the sampler's: E_q[q - l]."""
+        return -self.log_ratio.detach().sum()
+
+
+def counted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Sampled:
+    """Replaces what is at positions with A = 0 by 0, so that nothing non-finite there is multiplied by 0."""
+    advantages = inputs["advantages"]
+    is_counted = advantages != 0
+    return Sampled(torch.where(is_counted, logprobs, 0.0), torch.where(is_counted, inputs["logprobs"], 0.0), advantages)
+
+
+def clip(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    return torch.clamp(ratio, inputs["clip_low_threshold"], inputs["clip_high_threshold"])
+
+
+def clipped(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
+    """How many counted positions have a ratio outside the bounds."""
+    outside = (ratio < inputs["clip_low_threshold"]) | (ratio > inputs["clip_high_threshold"])
+    return (outside & (inputs["advantages"] != 0)).sum()
+
+
+def clip_config(low: float, high: float) -> dict[str, float]:
+    """Bounds on the ratio itself: 0.8 is 1 - 0.2."""
+    return {"clip_low_threshold": low, "clip_high_threshold": high}
+
+
+def clip_inputs() -> dict[str, Fill]:
+    """The bounds may also come token by token, as inputs of the same names."""
+    return {name: _config_value(name) for name in clip_config(0, 0)}
+
+
+def _config_value(name: str) -> Fill:
+    def fill(inputs: Arrays, config: Config) -> np.ndarray | float:
+        return config[name]
+
+    return fill

@@ -1,0 +1,28 @@
+"""REINFORCE with a capped ratio and a penalty on drift. Ours: the hosted service does not publish its objective.
+
+-sum sg(min(r, 2)) l A + kl_coeff/2 sum (l - q)^2, both over positions with A != 0, r and the penalty only where a
+sampler drew the token (elsewhere there is no q: r = 1). The server fills `logprobs` and `sampled_mask` from what was
+recorded when the sequences were sampled.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from .loss import Config, Loss, LossOutput
+from .ratio import RATIO_INPUTS, counted
+
+_RATIO_CAP = 2.0
+
+
+def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    sampled = counted(logprobs, inputs)
+    log_ratio = torch.where(inputs["sampled_mask"] != 0, sampled.log_ratio, 0.0)
+    ratio = log_ratio.detach().exp()
+    losses = -ratio.clamp(max=_RATIO_CAP) * sampled.logprobs * sampled.advantages
+    losses = losses + 0.5 * config["kl_coeff"] * log_ratio.square()
+    return LossOutput(losses, {"kl": -log_ratio.detach().sum(), "clip_fraction": (ratio > _RATIO_CAP).sum()})
+
+
+STABLE_REINFORCE = Loss(stable_reinforce, required=(*RATIO_INPUTS, "sampled_mask"), config={"kl_coeff": 0.01})

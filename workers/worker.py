@@ -1,0 +1,129 @@
+"""Worker: one rank, a plain synchronous class with one method per verb. Knows no other rank and no request."""
+
+import os
+from pathlib import Path
+
+import torch
+
+from ..schemas.errors import OperationError
+from ..schemas.training import ForwardBackwardOutput
+from .batch import ModelLimits
+from .checkpoint import load_adapter, load_new_adapter, save_adapter
+from .config import WorkerConfig
+from .lora import Adapter, Adapters
+from .memory import tune_allocator
+from .model import BaseModel
+from .optim import apply_step
+from .programs import PROGRAMS
+from .sampler import SAMPLERS
+from .verbs import Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+
+
+class Worker:
+    """Runs and the adapters of samplers share one base model.
+
+    Failures of items are returned; a verb that concerns one run raises OperationError.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the base model. Raises ValueError or OSError when it cannot be served."""
+        tune_allocator()
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self._name = config.model.name
+        self._base = BaseModel(config)
+        self._limits = _limits(self._base, config)
+        self._adapters = Adapters(self._base, config.max_lora_rank)
+        self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
+        self._sampler = SAMPLERS["native"](self._base, self._adapters, config)
+
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self._name,
+            architecture=type(self._base.model).__name__,
+            dtype=str(self._base.dtype).removeprefix("torch."),
+            device=str(self._base.device),
+            vocab_size=self._limits.vocab_size,
+            max_context_length=self._limits.max_context_length,
+            num_parameters=self._base.model.num_parameters(),
+            eos_token_ids=_eos_token_ids(self._base),
+        )
+
+    def create_run(self, spec: RunSpec) -> RunInfo:
+        """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
+        if spec.run_id in self._adapters:
+            raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
+        adapter = self._adapters.create(spec.run_id, spec.lora)
+        return RunInfo(adapter.num_parameters, tuple(target.name for target in adapter.targets))
+
+    def drop_run(self, run_id: str) -> None:
+        """Unknown runs are ignored."""
+        self._adapters.drop(run_id)
+
+    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure, ...]:
+        return tuple(self._program.run(request) for request in work.operations)
+
+    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        return tuple(self._apply_step(step) for step in steps)
+
+    def clear_gradients(self, run_id: str) -> None:
+        self._run(run_id).clear_window()
+
+    def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
+        """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
+        save_adapter(self._run(run_id), Path(directory), optimizer=optimizer, base_name=self._name)
+
+    def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
+        """Discards pending gradients. Raises OperationError, the run untouched, when the checkpoint does not fit."""
+        load_adapter(self._run(run_id), Path(directory), optimizer=optimizer)
+
+    def copy_adapter(self, run_id: str, adapter_id: str) -> None:
+        """The run's weights of now, for a sampler; the same id again is overwritten."""
+        self._run(run_id)
+        self._adapters.copy(run_id, adapter_id)
+
+    def load_adapter(self, adapter_id: str, directory: str) -> None:
+        """From a saved checkpoint, weights only."""
+        load_new_adapter(self._adapters, adapter_id, Path(directory))
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """Unknown adapters are ignored."""
+        self._adapters.drop(adapter_id)
+
+    def sample_slice(self, work: Slice) -> SliceResult:
+        return self._sampler.slice(work)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes by purpose."""
+        adapters = sum(self._adapters.get(adapter_id).num_bytes for adapter_id in self._adapters)
+        tensors = {id(tensor): tensor.nbytes for tensor in self._base.model.parameters()}
+        return {"base_weights": sum(tensors.values()), "adapters": adapters}
+
+    def _apply_step(self, step: Step) -> dict[str, float] | Failure:
+        try:
+            return apply_step(self._run(step.run_id), step)
+        except OperationError as error:
+            return Failure(error.message, error.category)
+
+    def _run(self, run_id: str) -> Adapter:
+        if run_id not in self._adapters:
+            raise OperationError(f"run {run_id} is not on this worker: create it or load its checkpoint", "server")
+        return self._adapters.get(run_id)
+
+
+def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
+    """Raises ValueError on a max_context_length beyond the model's own."""
+    longest = base.config.max_position_embeddings
+    if config.max_context_length is not None and config.max_context_length > longest:
+        raise ValueError(
+            f"max_context_length {config.max_context_length} exceeds the {longest} positions of {config.model.name}:"
+            " lower it"
+        )
+    return ModelLimits(base.unembedding.shape[0], config.max_context_length or longest)
+
+
+def _eos_token_ids(base: BaseModel) -> tuple[int, ...]:
+    generation = base.model.generation_config
+    ids = generation.eos_token_id if generation is not None else base.config.eos_token_id
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)

@@ -1,0 +1,231 @@
+"""Futures: the results of accepted operations: created, resolved or failed, waited for, and kept for a time.
+
+A result is in memory from the moment it is there, and behind that written to a file (its place to the store), after
+which memory may let go of it and it survives a restart.
+"""
+
+import asyncio
+import logging
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, cast
+
+from ..schemas.errors import Category, RequestError
+from ..schemas.futures import Pending, RequestFailed
+from .journal import Header
+from .segments import Place, Segments
+from .store import ResultRecord, Store
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_BYTES = 64 << 20
+_MEMORY_BYTES = 128 << 20
+_MOST_IN_MEMORY = 100_000
+_MOST_PER_WRITE = 500
+_RETRY_SECONDS = 1.0
+
+Encoding = Literal["json", "forward_backward", "sample"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """encoding: what the body is: JSON to send as it is, or the protobuf of an output that can be sent either way."""
+
+    body: bytes
+    encoding: Encoding = "json"
+
+
+def failure(message: str, category: Category) -> Result:
+    return Result(RequestFailed(error=message, category=category).model_dump_json().encode())
+
+
+@dataclass(eq=False, slots=True)
+class Future:
+    """One accepted operation's result, or the place for it.
+
+    pending: why there is no result yet. on_stored: called once the result is durable.
+    """
+
+    request_id: str
+    tenant_id: str
+    pending: Callable[[], Pending]
+    on_stored: Callable[[], None]
+    result: Result | None = None
+    stored_at: float = 0.0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Futures:
+    """By request id; `open` before anything else, `close` writes what is not written yet."""
+
+    def __init__(self, directory: Path, store: Store, ttl_seconds: float, memory_bytes: int = _MEMORY_BYTES) -> None:
+        self._segments = Segments(directory, _SEGMENT_BYTES)
+        self._store = store
+        self._ttl_seconds = ttl_seconds
+        self._memory_bytes = memory_bytes
+        self._live: dict[str, Future] = {}
+        self._stored: OrderedDict[str, Future] = OrderedDict()
+        self._stored_bytes = 0
+        self._unstored: list[Future] = []
+        self._has_unstored = asyncio.Event()
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = False
+
+    async def open(self, unfinished: Iterable[Header]) -> None:
+        """`unfinished`: what an earlier process accepted; whatever of it has no result is answered as lost."""
+        headers = await asyncio.to_thread(lambda: {header.request_id: header for header in unfinished})
+        lost = [header for header in headers.values() if await self._store.get_result(header.request_id) is None]
+        for start in range(0, len(lost), _MOST_PER_WRITE):
+            await self._write([_lost(header) for header in lost[start : start + _MOST_PER_WRITE]])
+        self._writer = asyncio.create_task(self._write_behind())
+
+    def create(
+        self,
+        request_id: str,
+        tenant_id: str,
+        pending: Callable[[], Pending] = Pending,
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> Future:
+        assert request_id not in self._live, f"{request_id} is there already"
+        future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored)
+        return future
+
+    def resolve(self, future: Future, result: Result) -> None:
+        if future.result is not None:
+            return
+        future.result = result
+        future.done.set()
+        self._unstored.append(future)
+        self._has_unstored.set()
+
+    def fail(self, future: Future, message: str, category: Category) -> None:
+        self.resolve(future, failure(message, category))
+
+    def get(self, request_id: str) -> Future | None:
+        """The future if memory still has it."""
+        return self._live.get(request_id)
+
+    async def wait(self, request_id: str, tenant_id: str, seconds: float) -> Result | Pending:
+        """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404."""
+        future = self._live.get(request_id)
+        if future is None:
+            return await self._load(request_id, tenant_id)
+        if future.tenant_id != tenant_id:
+            raise _unknown(request_id)
+        try:
+            async with asyncio.timeout(seconds):
+                await future.done.wait()
+        except TimeoutError:
+            return future.pending()
+        assert future.result is not None
+        return future.result
+
+    async def expire(self) -> None:
+        """Lets go of results that are older than the time they are kept for."""
+        oldest = time.time() - self._ttl_seconds
+        await self._store.delete_results(oldest)
+        self._segments.delete_older_than(self._ttl_seconds)
+        while self._stored and next(iter(self._stored.values())).stored_at < oldest:
+            self._forget_oldest()
+
+    async def close(self) -> None:
+        self._closing = True
+        self._has_unstored.set()
+        try:
+            if self._writer is not None:
+                await self._writer
+        finally:
+            await self._segments.close()
+
+    async def _load(self, request_id: str, tenant_id: str) -> Result:
+        record = await self._store.get_result(request_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise _unknown(request_id)
+        try:
+            stored = await self._segments.read(Place.parse(record.place))
+        except FileNotFoundError:
+            raise _unknown(request_id) from None
+        return Result(stored.body, cast(Encoding, record.encoding))
+
+    async def _write_behind(self) -> None:
+        while self._unstored or not self._closing:
+            if not self._unstored:
+                self._has_unstored.clear()
+                await self._has_unstored.wait()
+                continue
+            batch = self._unstored[:_MOST_PER_WRITE]
+            try:
+                await self._write(batch)
+            except Exception:
+                if self._closing:
+                    raise
+                # Nothing is lost while this process lives: results stay in memory, and the write is tried again.
+                logger.exception("results cannot be written; trying again")
+                await asyncio.sleep(_RETRY_SECONDS)
+                continue
+            del self._unstored[: len(batch)]
+            for future in batch:
+                self._keep(future)
+            self._shrink()
+
+    async def _write(self, batch: list[Future]) -> None:
+        places = await asyncio.gather(*(self._append(future) for future in batch))
+        now = time.time()
+        await self._store.put_results(
+            [_record(future, place, now) for future, place in zip(batch, places, strict=True)]
+        )
+        for future in batch:
+            future.on_stored()
+
+    async def _append(self, future: Future) -> Place:
+        assert future.result is not None
+        return await self._segments.append({"request_id": future.request_id}, future.result.body)
+
+    def _keep(self, future: Future) -> None:
+        future.stored_at = time.time()
+        self._stored[future.request_id] = future
+        self._stored_bytes += _size(future)
+
+    def _shrink(self) -> None:
+        while self._stored_bytes > self._memory_bytes or len(self._stored) > _MOST_IN_MEMORY:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        request_id, future = self._stored.popitem(last=False)
+        self._stored_bytes -= _size(future)
+        del self._live[request_id]
+
+
+def _size(future: Future) -> int:
+    return len(future.result.body) if future.result else 0
+
+
+def _record(future: Future, place: Place, now: float) -> ResultRecord:
+    assert future.result is not None
+    return ResultRecord(
+        request_id=future.request_id,
+        tenant_id=future.tenant_id,
+        place=str(place),
+        size_bytes=len(future.result.body),
+        encoding=future.result.encoding,
+        created_at=now,
+    )
+
+
+def _lost(header: Header) -> Future:
+    message = (
+        f"the server restarted before {header.kind} {header.request_id} was done: create a new client from the last "
+        "saved checkpoint and go on from there"
+    )
+    future = Future(header.request_id, header.tenant_id, Pending, lambda: None)
+    future.result = failure(message, "server")
+    return future
+
+
+def _unknown(request_id: str) -> RequestError:
+    return RequestError(
+        f"request {request_id} is unknown: it was never accepted for this API key, or its result is no longer kept", 404
+    )

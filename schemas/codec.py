@@ -902,18 +902,21 @@ def _varint(data: bytes, position: int) -> _Varint | None:
     return None
 
 
-_JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[{}\[\]]|[^\s{}\[\],:"]++')
+_JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[{}\[\]:]|[^\s{}\[\],:"]++')
 
 
 def _peek_json(prefix: bytes) -> PeekedOperation:
     """The values of the keys at the top level of an object that may be cut off or broken anywhere."""
+    text = prefix.decode(errors="replace")
+    if not text.lstrip().startswith("{"):
+        return PeekedOperation()
     found: dict[str, str] = {}
-    depth, previous = 0, ""
-    for token in _JSON_TOKENS.findall(prefix.decode(errors="replace")):
-        if depth == 1 and previous in ('"model_id"', '"seq_id"'):
-            found.setdefault(previous, token)
+    depth, key, previous = 0, "", ""
+    for token in _JSON_TOKENS.findall(text):
+        if depth == 1 and previous == ":" and key in ('"model_id"', '"seq_id"'):
+            found.setdefault(key, token)
         depth += (token in "{[") - (token in "}]")
-        previous = token
+        key, previous = previous, token
         if len(found) == 2:
             break
     model_id, seq_id = found.get('"model_id"', ""), found.get('"seq_id"', "")

@@ -1,0 +1,87 @@
+"""The client half of `trainhouse demo`: a small chat model learns to answer like a pirate, over HTTP.
+
+Ends 0 if and only if the held-out loss fell. python -m trainhouse.examples.demo --base-url URL --model NAME
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import trainhouse
+from trainhouse import SamplingClient, SamplingParams
+
+from .sft import PIRATE, batch, chat_prompt, datum, evaluate, rows, schedule, train_step
+
+QUESTIONS = ["What is the capital of Portugal?", "What is a book?", "Why is the sea salty?"]
+WARMUP, LEARNING_RATE = 4, 2e-3
+
+
+def main() -> int:
+    options = parse_options()
+    with trainhouse.ServiceClient(options.base_url) as service:
+        client = service.create_lora_training_client(options.model, rank=16, seed=0, train_unembed=False)
+        tokenizer = client.get_tokenizer()
+        train = [datum(tokenizer, row) for row in rows(PIRATE, "train")]
+        held_out = [datum(tokenizer, row) for row in rows(PIRATE, "held_out")]
+        before = evaluate(client, held_out)
+        print(f"\n{len(train)} training pairs; held-out loss of {len(held_out)} others before: {before:.3f} per token")
+        print("\nCompletions before:")
+        show_completions(client.save_weights_and_get_sampling_client(), tokenizer, options.max_tokens)
+        print()
+        began = time.monotonic()
+        with progress_bar(options.steps) as advance:
+            for step in range(options.steps):
+                learning_rate = LEARNING_RATE * schedule(step, WARMUP, options.steps)
+                loss = train_step(client, batch(train, step, options.batch_size), learning_rate)
+                advance(f"step {step + 1:3d}/{options.steps}  loss {loss:.3f}")
+        print(f"\ntrained in {time.monotonic() - began:.0f} s")
+        print("\nCompletions after:")
+        show_completions(client.save_weights_and_get_sampling_client(), tokenizer, options.max_tokens)
+        after = evaluate(client, held_out)
+        print(f"\nheld-out loss {before:.3f} -> {after:.3f} per token")
+        print(f"checkpoint {client.save_state('pirate', overwrite=True).result().path}", flush=True)
+    return 0 if after < before else 1
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url", required=True)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--max-tokens", type=int, default=30, help="of the completions shown")
+    return parser.parse_args()
+
+
+def show_completions(sampler: SamplingClient, tokenizer, max_tokens: int) -> None:
+    params = SamplingParams(max_tokens=max_tokens, temperature=0)
+    futures = [sampler.sample(chat_prompt(tokenizer, question), 1, params) for question in QUESTIONS]
+    for question, future in zip(QUESTIONS, futures, strict=True):
+        sequence = future.result().sequences[0]
+        answer = tokenizer.decode(sequence.tokens.tolist(), skip_special_tokens=True).replace("\n", " ")
+        print(f"  {question}\n    {answer}{'' if sequence.stop_reason == 'stop' else ' ...'}")
+
+
+@contextmanager
+def progress_bar(total: int) -> Iterator[Callable[[str], None]]:
+    """Yields what prints a line and moves the bar below it; without a terminal or rich, lines alone."""
+    if not (sys.stdout.isatty() and find_spec("rich")):
+        yield lambda line: print(line, flush=True)
+        return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+    with Progress(BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()) as bar:
+        task = bar.add_task("", total=total)
+
+        def advance(line: str) -> None:
+            bar.console.print(line, highlight=False)
+            bar.advance(task)
+
+        yield advance
+
+
+if __name__ == "__main__":
+    sys.exit(main())

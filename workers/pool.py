@@ -21,13 +21,13 @@ import threading
 import traceback
 import types
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import OperationError
 
 if TYPE_CHECKING:
-    from ray.actor import ActorHandle
     from ray.util.placement_group import PlacementGroup
 
 logger = logging.getLogger(__name__)
@@ -356,10 +356,11 @@ class RayCluster:
     def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20) -> None:
         self._address = address
         self._object_store_bytes = object_store_bytes
-        self._ours = False
+        # Ray's processes end with the thread that started them, so that thread stays.
+        self._thread: ThreadPoolExecutor | None = None
 
     async def connect(self, num_cpus: float) -> None:
-        """num_cpus: what a cluster of our own must offer."""
+        """num_cpus: what a cluster of our own must offer. A connection that this process has is used as it is."""
         if self._address is None:
             # Read when ray is imported. An open Ray port runs anyone's code, so a cluster of our own stays on loopback
             # (Ray's switch for it is named after the systems on which it is the default).
@@ -368,15 +369,16 @@ class RayCluster:
         import ray
 
         if not ray.is_initialized():
-            await asyncio.to_thread(self._connect, num_cpus)
-            self._ours = True
+            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._connect, num_cpus)
 
     async def disconnect(self) -> None:
         import ray
 
-        if self._ours:
-            await asyncio.to_thread(ray.shutdown)
-            self._ours = False
+        if self._thread is not None:
+            await asyncio.get_running_loop().run_in_executor(self._thread, ray.shutdown)
+            self._thread.shutdown()
+            self._thread = None
 
     def _connect(self, num_cpus: float) -> None:
         import ray
@@ -401,13 +403,13 @@ class RayPool(Pool):
         super().__init__(spec)
         self._placement_timeout_seconds = placement_timeout_seconds
         self._placement: PlacementGroup | None = None
-        self._actors: list[ActorHandle] = []
+        self._actors: list[Any] = []
         self._watches: list[asyncio.Task[None]] = []
 
     async def _start_ranks(self) -> None:
-        self._placement = await self._reserve()
+        placement = await self._reserve()
         for rank in range(len(self.spec.configs)):
-            actor = self._start_actor(rank, self._placement)
+            actor = self._start_actor(rank, placement)
             self._actors.append(actor)
             self._watches.append(asyncio.create_task(self._watch(actor)))
 
@@ -420,48 +422,51 @@ class RayPool(Pool):
             raise ConnectionResetError(str(error)) from error
 
     async def _stop_ranks(self) -> None:
+        for watch in self._watches:
+            watch.cancel()
+        await asyncio.to_thread(self._remove_actors)
+        self._actors, self._watches, self._placement = [], [], None
+
+    def _remove_actors(self) -> None:
         import ray
         from ray.util.placement_group import remove_placement_group
 
-        for watch in self._watches:
-            watch.cancel()
         for actor in self._actors:
             ray.kill(actor)
         if self._placement is not None:
             remove_placement_group(self._placement)
-        self._actors, self._watches, self._placement = [], [], None
 
     async def _reserve(self) -> "PlacementGroup":
         import ray
-        from ray.util.placement_group import placement_group, remove_placement_group
+        from ray.util.placement_group import placement_group
 
         bundle = {"CPU": self.spec.cpus_per_rank, "GPU": self.spec.gpus_per_rank}
         bundle = {name: amount for name, amount in bundle.items() if amount}
-        placement = placement_group([bundle] * len(self.spec.configs), strategy="PACK")
-        try:
-            await asyncio.wait_for(_wait_for_ray(placement.ready()), self._placement_timeout_seconds)
-        except TimeoutError:
-            remove_placement_group(placement)
+        bundles = [bundle] * len(self.spec.configs)
+        placement = self._placement = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
+        if not await asyncio.to_thread(placement.wait, self._placement_timeout_seconds):
             raise ValueError(
                 f"the Ray cluster has no room for {len(self.spec.configs)} ranks of {bundle} each "
                 f"(waited {self._placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
                 "add nodes or ask for less"
-            ) from None
+            )
         return placement
 
-    def _start_actor(self, rank: int, placement: "PlacementGroup") -> "ActorHandle":
+    def _start_actor(self, rank: int, placement: "PlacementGroup") -> Any:
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+        decorate: Any = ray.remote
         # A second thread, in which `wait_forever` stays for as long as the process lives.
-        options = ray.remote(concurrency_groups={"watch": 1})(_RayShell).options(
+        actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
+        actor = actor_class.options(
             num_cpus=self.spec.cpus_per_rank,
             num_gpus=self.spec.gpus_per_rank,
             scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
         )
-        return options.remote(self.spec, rank)
+        return actor.remote(self.spec, rank)
 
-    async def _watch(self, actor: "ActorHandle") -> None:
+    async def _watch(self, actor: Any) -> None:
         from ray.exceptions import RayActorError
 
         try:
@@ -473,7 +478,3 @@ class RayPool(Pool):
 class _RayShell(_Shell):
     def wait_forever(self) -> None:
         threading.Event().wait()
-
-
-async def _wait_for_ray(reference: Any) -> object:
-    return await reference

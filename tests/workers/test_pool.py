@@ -1,0 +1,237 @@
+"""Both pools keep one promise: calls reach every rank, errors come back as themselves, death is noticed at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from contextlib import asynccontextmanager
+
+import numpy as np
+import psutil
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.workers.pool import LocalPool, PerRank, Pool, PoolSpec, RayCluster, RayPool, WorkerDied, WorkerError
+
+NewPool = Callable[[PoolSpec], Pool]
+
+
+@pytest.fixture(scope="module")
+def ray_cluster() -> Iterator[RayCluster]:
+    cluster = RayCluster(object_store_bytes=100 << 20)
+    asyncio.run(cluster.connect(num_cpus=2))
+    yield cluster
+    asyncio.run(cluster.disconnect())
+
+
+@pytest.fixture(params=["local", "ray"])
+def new_pool(request: pytest.FixtureRequest) -> NewPool:
+    if request.param == "local":
+        return LocalPool
+    request.getfixturevalue("ray_cluster")
+    return RayPool
+
+
+@asynccontextmanager
+async def started(new_pool: NewPool, num_ranks: int = 1, threads: int = 1) -> AsyncIterator[Pool]:
+    pool = new_pool(PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)), threads))
+    await pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.close()
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool, num_ranks=2) as pool:
+            assert await pool.call("rank") == [0, 1]
+            assert await pool.call("echo", "same") == ["same", "same"]
+            assert await pool.call("echo", PerRank(("first", "second"))) == ["first", "second"]
+            assert len(set(pool.pids)) == 2
+
+    run(check())
+
+
+def test_errors_come_back_as_themselves_and_leave_the_pool_working(
+    new_pool: NewPool, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            with pytest.raises(OperationError, match="rank 0 is too low") as refused:
+                await pool.call("refuse", "rank 0 is too low")
+            assert refused.value.category == "user"
+            with pytest.raises(ValueError, match="no such model") as rejected:
+                await pool.call("reject", "no such model")
+            assert str(rejected.value) == "no such model"
+            with pytest.raises(WorkerError, match="KeyError: 'lost'") as failed:
+                await pool.call("fail", "lost")
+            assert "in fail" in failed.value.remote_traceback and "in fail" in caplog.text
+            with pytest.raises(WorkerError, match="pickle"):
+                await pool.call("answer_what_cannot_travel")
+            assert await pool.call("echo", 1) == [1]
+
+    run(check())
+
+
+def test_a_worker_that_cannot_start_says_why(new_pool: NewPool) -> None:
+    async def check() -> None:
+        pool = new_pool(PoolSpec(ECHO, (EchoConfig(start_error="no weights in /nowhere"),)))
+        with pytest.raises(ValueError, match="no weights in /nowhere"):
+            await pool.start()
+        with pytest.raises(WorkerDied):
+            await pool.call("rank")
+
+    run(check())
+
+
+def test_large_arrays_arrive_whole_and_writable(new_pool: NewPool) -> None:
+    async def check() -> None:
+        values = np.random.default_rng(0).normal(size=2 << 20).astype(np.float32)
+        async with started(new_pool) as pool:
+            [doubled] = await pool.call("double", values)
+        np.testing.assert_array_equal(doubled, values * 2)
+        doubled += 1
+
+    run(check())
+
+
+def test_threads_are_told_to_the_rank(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool, threads=3) as pool:
+            assert await pool.call("environment", "OMP_NUM_THREADS") == ["3"]
+
+    run(check())
+
+
+def test_a_killed_rank_fails_the_call_under_way_on_all_ranks_and_every_later_one(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool, num_ranks=2) as pool:
+            call = asyncio.create_task(pool.call("sleep", 50))
+            await asyncio.sleep(0.1)
+            os.kill(pool.pids[1], signal.SIGKILL)
+            killed_at = time.monotonic()
+            with pytest.raises(WorkerDied, match="the worker died"):
+                await call
+            assert time.monotonic() - killed_at < 2
+            with pytest.raises(WorkerDied):
+                await pool.call("rank")
+
+    run(check())
+
+
+def test_the_death_of_an_idle_rank_is_noticed(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            assert not pool.death.done()
+            os.kill(pool.pids[0], signal.SIGKILL)
+            assert isinstance(await asyncio.wait_for(asyncio.shield(pool.death), 2), WorkerDied)
+
+    run(check())
+
+
+def test_the_exit_code_or_signal_is_named() -> None:
+    async def check() -> None:
+        async with started(LocalPool) as pool:
+            with pytest.raises(WorkerDied, match="exit code 3"):
+                await pool.call("die", 3)
+        async with started(LocalPool) as pool:
+            os.kill(pool.pids[0], signal.SIGKILL)
+            assert "SIGKILL (out of memory?)" in str(await asyncio.shield(pool.death))
+
+    run(check())
+
+
+def test_close_leaves_no_process_and_fails_the_call_under_way(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool, num_ranks=2) as pool:
+            pids = pool.pids
+            call = asyncio.create_task(pool.call("sleep", 50))
+            await asyncio.sleep(0.1)
+        with pytest.raises(WorkerDied, match="stopped"):
+            await call
+        await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_a_cancelled_caller_leaves_the_answers_in_step(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(pool.call("sleep", 0.3), 0.05)
+            assert await pool.call("echo", "next") == ["next"]
+
+    run(check())
+
+
+def test_a_call_does_not_hold_up_the_event_loop(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            call = asyncio.create_task(pool.call("sleep", 0.5))
+            num_ticks = 0
+            while not call.done():
+                await asyncio.sleep(0.01)
+                num_ticks += 1
+            assert num_ticks > 10
+
+    run(check())
+
+
+def test_ctrl_c_is_left_to_the_server_and_the_main_script_is_not_run_again() -> None:
+    async def check() -> None:
+        async with started(LocalPool) as pool:
+            assert await pool.call("interrupt_self") == ["still here"]
+            assert await pool.call("main_file") == [None]
+
+    run(check())
+
+
+# No guard around its last line: a child that ran this script again would start children without end.
+OPENS_A_POOL = """
+import asyncio
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.workers.pool import LocalPool, PoolSpec
+
+async def main():
+    pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))
+    await pool.start()
+    print(pool.pids[0], flush=True)
+    await pool.call("sleep", 50)
+
+asyncio.run(main())
+"""
+
+
+def test_a_rank_ends_when_its_server_is_killed(tmp_path) -> None:
+    script = tmp_path / "opens_a_pool.py"
+    script.write_text(OPENS_A_POOL)
+    with subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        pid = int(server.stdout.readline())
+        assert psutil.pid_exists(pid)
+        server.kill()
+    asyncio.run(wait_until_gone([pid]))
+
+
+async def wait_until_gone(pids: list[int]) -> None:
+    for _ in range(200):
+        if not any(map(is_running, pids)):
+            return
+        await asyncio.sleep(0.025)
+    pytest.fail(f"of processes {pids} some still run after 5 s")
+
+
+def is_running(pid: int) -> bool:
+    """A zombie has ended; who adopted it just has not looked yet."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

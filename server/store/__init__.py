@@ -15,11 +15,12 @@ from .records import (
     TenantRecord,
     string_metadata,
 )
-from .sqlite import SqliteStore
+from .sqlite import DATABASE_NAME, SqliteStore
 
 STORES: Mapping[str, type[SqliteStore]] = {"sqlite": SqliteStore}
 
 __all__ = [
+    "DATABASE_NAME",
     "STORES",
     "ApiKeyRecord",
     "CheckpointKind",

@@ -228,15 +228,19 @@ class Store:
 
     # Sessions
 
-    async def insert_session(self, session: SessionRecord) -> None:
-        await self._insert(sessions, session)
+    async def insert_session(self, session: SessionRecord) -> SessionRecord:
+        """Unless its tenant has one of the same idempotency key: that one is answered then."""
+
+        def statements(connection: Connection) -> SessionRecord:
+            if row := connection.execute(select(sessions).where(_same_request(session))).first():
+                return _record(SessionRecord, row)
+            connection.execute(insert(sessions).values(_row_values(session)))
+            return session
+
+        return await self._write(statements)
 
     async def get_session(self, session_id: str) -> SessionRecord | None:
         return await self._one(SessionRecord, select(sessions).where(sessions.c.session_id == session_id))
-
-    async def find_session(self, tenant_id: str, idempotency_key: str) -> SessionRecord | None:
-        same = (sessions.c.tenant_id == tenant_id) & (sessions.c.idempotency_key == idempotency_key)
-        return await self._one(SessionRecord, select(sessions).where(same))
 
     async def list_open_sessions(self) -> tuple[SessionRecord, ...]:
         """Of all tenants, those that have not ended."""
@@ -274,6 +278,10 @@ class Store:
 
     async def get_run(self, run_id: str) -> RunRecord | None:
         return await self._one(RunRecord, select(runs).where(runs.c.run_id == run_id))
+
+    async def list_run_ids(self) -> frozenset[str]:
+        """Of all tenants, ended ones included."""
+        return await self._read(lambda connection: frozenset(connection.execute(select(runs.c.run_id)).scalars()))
 
     async def list_session_runs(self, session_id: str) -> tuple[RunRecord, ...]:
         """In the order they were made."""
@@ -314,21 +322,18 @@ class Store:
 
     # Checkpoints
 
-    async def put_checkpoint(self, checkpoint: CheckpointRecord) -> CheckpointRecord | None:
-        """Inserts it, in place of the one of that name if there is one, which is answered."""
+    async def put_checkpoint(self, checkpoint: CheckpointRecord, overwrite: bool) -> CheckpointRecord | None:
+        """Inserts it. With `overwrite` in place of one of the same name, which is answered; else IntegrityError."""
         same = _same_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
 
         def statements(connection: Connection) -> CheckpointRecord | None:
-            row = connection.execute(select(checkpoints).where(same)).first()
-            connection.execute(delete(checkpoints).where(same))
+            row = connection.execute(select(checkpoints).where(same)).first() if overwrite else None
+            if row is not None:
+                connection.execute(delete(checkpoints).where(same))
             connection.execute(insert(checkpoints).values(_row_values(checkpoint)))
             return None if row is None else _record(CheckpointRecord, row)
 
         return await self._write(statements)
-
-    async def insert_checkpoint(self, checkpoint: CheckpointRecord) -> None:
-        """Raises IntegrityError when there is one of that name."""
-        await self._insert(checkpoints, checkpoint)
 
     async def insert_copy(self, session: SessionRecord, run: RunRecord, checkpoint: CheckpointRecord) -> None:
         """A copied checkpoint with the run and the session that it belongs to, all or nothing."""
@@ -338,6 +343,11 @@ class Store:
                 connection.execute(insert(table).values(_row_values(record)))
 
         await self._write(statements)
+
+    async def find_copy(self, session: SessionRecord) -> CheckpointRecord | None:
+        """The copy that was made for the same tenant under the same idempotency key."""
+        copies = select(checkpoints).join(runs, runs.c.run_id == checkpoints.c.run_id).join(sessions)
+        return await self._one(CheckpointRecord, copies.where(_same_request(session)))
 
     async def get_checkpoint(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
         """Expired ones included, as long as they are there."""
@@ -363,6 +373,15 @@ class Store:
         """Of all checkpoints of all tenants."""
         query = select(checkpoints.c.directory)
         return await self._read(lambda connection: frozenset(connection.execute(query).scalars()))
+
+    async def move_checkpoint_directories(self, moves: Mapping[str, str]) -> None:
+        """Old directory -> new directory."""
+
+        def statements(connection: Connection) -> None:
+            for old, new in moves.items():
+                connection.execute(update(checkpoints).where(checkpoints.c.directory == old).values(directory=new))
+
+        await self._write(statements)
 
     async def set_checkpoint_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
         await self._update(checkpoints, _exactly(checkpoint), {"public": public})
@@ -467,6 +486,12 @@ def _count(connection: Connection, query: Select) -> int:
 
 def _unexpired(now: float) -> ColumnElement[bool]:
     return checkpoints.c.expires_at.is_(None) | (checkpoints.c.expires_at > now)
+
+
+def _same_request(session: SessionRecord) -> ColumnElement[bool]:
+    """Never true without an idempotency key."""
+    same = (sessions.c.tenant_id == session.tenant_id) & (sessions.c.idempotency_key == session.idempotency_key)
+    return same & sessions.c.idempotency_key.is_not(None)
 
 
 def _same_checkpoint(run_id: str, kind: str, name: str) -> ColumnElement[bool]:

@@ -15,6 +15,7 @@ from .base import FORMAT_VERSION, Store, format_table, metadata
 
 T = TypeVar("T")
 
+DATABASE_NAME = "trainhouse.db"  # inside the state directory
 _BUSY_MILLISECONDS = 10_000
 _NUM_READERS = 4
 _MOST_PER_COMMIT = 256

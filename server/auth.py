@@ -1,0 +1,169 @@
+"""Who is asking: an API key stands for a tenant. Keys are kept as hashes alone.
+
+Which tenant may see what is decided where the thing is looked up: sessions, runs, checkpoints.
+"""
+
+import hmac
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import sha256
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ..schemas.errors import RequestError
+from .config import ServerConfig
+from .store import ApiKeyRecord, Store, TenantRecord
+
+KEY_PREFIX = "tml-"
+CACHE_SECONDS = 1.0
+_MOST_CACHED = 10_000
+
+
+@dataclass(frozen=True)
+class Tenant:
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What a key was worth when the store was last asked."""
+
+    tenant: Tenant | None
+    key: ApiKeyRecord | None
+    until: float
+
+
+class Auth:
+    """Key -> tenant. A key revoked by another process is refused within CACHE_SECONDS, one revoked here at once.
+
+    `loopback`: only this machine reaches the server. Then, as long as no key was ever made, any `tml-` key is let
+    in and is its own tenant.
+    """
+
+    def __init__(self, store: Store, loopback: bool, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._loopback = loopback
+        self._clock = clock
+        self._known: dict[str, _Known] = {}
+
+    async def authenticate(self, key: str | None) -> Tenant:
+        """Raises RequestError 401."""
+        if not key:
+            raise RequestError(
+                "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
+            )
+        tenant = (await self._look_up(key)).tenant
+        if tenant is None:
+            raise RequestError(self._refusal(key), status=401)
+        return tenant
+
+    async def key_of(self, key: str) -> ApiKeyRecord | None:
+        """The record behind a key in force; None for the keys of an open loopback server."""
+        return (await self._look_up(key)).key
+
+    async def revoke(self, key: ApiKeyRecord) -> None:
+        await revoke_key(self._store, key.key_id)
+        self._known.clear()
+
+    async def _look_up(self, key: str) -> _Known:
+        key_hash = hash_key(key)
+        known = self._known.get(key_hash)
+        if known is None or known.until <= self._clock():
+            if len(self._known) >= _MOST_CACHED:
+                self._known.clear()
+            known = self._known[key_hash] = await self._ask_store(key, key_hash)
+        return known
+
+    async def _ask_store(self, key: str, key_hash: str) -> _Known:
+        until = self._clock() + CACHE_SECONDS
+        record = await self._store.find_key(key_hash)
+        if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
+            tenant = await self._store.get_tenant(record.tenant_id)
+            assert tenant is not None
+            return _Known(Tenant(tenant.tenant_id, tenant.name), record, until)
+        if record is None and key.startswith(KEY_PREFIX) and await self._is_open():
+            return _Known(await self._own_tenant(key_hash), None, until)
+        return _Known(None, None, until)
+
+    async def _is_open(self) -> bool:
+        return self._loopback and await self._store.count_keys() == 0
+
+    async def _own_tenant(self, key_hash: str) -> Tenant:
+        tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
+        await self._store.ensure_tenant(TenantRecord(tenant.id, tenant.name, time.time()))
+        return tenant
+
+    def _refusal(self, key: str) -> str:
+        if not key.startswith(KEY_PREFIX):
+            return f"the API key does not start with {KEY_PREFIX}: use a key made by `trainhouse keys create NAME`"
+        return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
+
+
+async def current_tenant(request: Request) -> Tenant:
+    """Raises RequestError 401."""
+    return await request.app.state.services.auth.authenticate(presented_key(request))
+
+
+TenantDependency = Annotated[Tenant, Depends(current_tenant)]
+
+
+def presented_key(request: Request) -> str | None:
+    """X-API-Key, as the SDK sends it, or else a bearer token, as people type it."""
+    if key := request.headers.get("X-API-Key"):
+        return key.strip()
+    scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+    return token.strip() if scheme.lower() == "bearer" else None
+
+
+def hash_key(key: str) -> str:
+    """sha256 in hex. Keys are 256 random bits, so nothing slower is needed."""
+    return sha256(key.encode()).hexdigest()
+
+
+async def require_keys(config: ServerConfig, store: Store) -> None:
+    """Raises ValueError when other machines reach the server and nobody has a key."""
+    if config.is_loopback:
+        return
+    if not any(key.revoked_at is None for key in await store.list_keys()):
+        raise ValueError(
+            f"host {config.host} can be reached from other machines and no API key is in force: "
+            "make one with `trainhouse keys create NAME`, or listen on 127.0.0.1"
+        )
+
+
+async def create_key(store: Store, name: str) -> str:
+    """A new key of the tenant of that name, who is made if there is none. The key can be shown only now."""
+    tenant = await store.find_tenant(name)
+    if tenant is None:
+        tenant = TenantRecord(f"tenant-{secrets.token_hex(8)}", name, time.time())
+        await store.ensure_tenant(tenant)
+    key = KEY_PREFIX + secrets.token_urlsafe(32)
+    await store.insert_key(tenant.tenant_id, hash_key(key), time.time())
+    return key
+
+
+@dataclass(frozen=True)
+class KeyInfo:
+    """What may be shown of a key."""
+
+    key_id: int
+    name: str
+    created_at: float
+    revoked_at: float | None
+
+
+async def list_keys(store: Store) -> tuple[KeyInfo, ...]:
+    names = {tenant.tenant_id: tenant.name for tenant in await store.list_tenants()}
+    return tuple(
+        KeyInfo(key.key_id, names[key.tenant_id], key.created_at, key.revoked_at) for key in await store.list_keys()
+    )
+
+
+async def revoke_key(store: Store, key_id: int) -> None:
+    """Raises ValueError when there is no such key in force."""
+    if not await store.revoke_key(key_id, time.time()):
+        raise ValueError(f"there is no key {key_id} in force: `trainhouse keys list` shows those there are")

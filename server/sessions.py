@@ -1,0 +1,137 @@
+"""Sessions: a client's life. It ends by a word or by silence, and what belonged to it is let go."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+
+from ..schemas.errors import RequestError
+from ..schemas.models import CreateSessionRequest, FinishSessionRequest
+from .auth import Tenant
+from .store import SessionEnd, SessionRecord, Store, string_metadata
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Open:
+    """heard_at: monotonic, so that a machine that slept does not end everybody's session."""
+
+    record: SessionRecord
+    heard_at: float
+
+
+class Sessions:
+    """The open ones are held here and checked for silence; the store has all of them.
+
+    The expiry clock stops while the server is down: at start every open session has the whole time again.
+    `on_end`: called with the session id once a session has ended, in order; what they raise is logged.
+    """
+
+    def __init__(self, store: Store, expiry_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._store = store
+        self._expiry_seconds = expiry_seconds
+        self._clock = clock
+        self._open: dict[str, _Open] = {}
+        self._saved_at = clock()
+        self._watch: asyncio.Task[None] | None = None
+        self.on_end: list[Callable[[str], Awaitable[None]]] = []
+
+    async def start(self) -> None:
+        now = self._clock()
+        self._open = {record.session_id: _Open(record, now) for record in await self._store.list_open_sessions()}
+        self._watch = asyncio.create_task(self._expire_in_time())
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._save_heartbeats()
+
+    async def create(self, tenant: Tenant, request: CreateSessionRequest, idempotency_key: str | None) -> SessionRecord:
+        """The same idempotency key of the same tenant answers the same session."""
+        now = time.time()
+        new = SessionRecord(
+            session_id=secrets.token_hex(8),
+            tenant_id=tenant.id,
+            created_at=now,
+            last_heartbeat_at=now,
+            tags=request.tags,
+            user_metadata=string_metadata(request.user_metadata),
+            sdk_version=request.sdk_version,
+            project_id=request.project_id,
+            display_name=request.display_name,
+            idempotency_key=idempotency_key or None,
+        )
+        record = await self._store.insert_session(new)
+        if record is new:
+            self._open[new.session_id] = _Open(new, self._clock())
+        return record
+
+    async def get(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        """Ended ones included. Raises RequestError 404, also for another tenant's."""
+        known = self._open.get(session_id)
+        record = known.record if known else await self._store.get_session(session_id)
+        if record is None or record.tenant_id != tenant.id:
+            raise RequestError(f"there is no session {session_id}: create one with create_session", status=404)
+        return record
+
+    async def require_open(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        """The session, which has just been heard of. Raises RequestError 404, or 410 when it has ended."""
+        record = await self.get(tenant, session_id)
+        if record.finished_at is not None:
+            raise RequestError(f"session {session_id} has ended ({record.end}): create a new one", status=410)
+        self.heard_of(session_id)
+        return record
+
+    def heard_of(self, session_id: str) -> None:
+        """Any request in a session's name keeps it alive, as a heartbeat does. Unknown or ended ones: no-op."""
+        if known := self._open.get(session_id):
+            known.heard_at = self._clock()
+
+    async def finish(self, tenant: Tenant, session_id: str, request: FinishSessionRequest) -> None:
+        """The first end wins. Raises RequestError 404."""
+        await self.get(tenant, session_id)
+        await self._end(session_id, request.reason.type, request.detail)
+
+    async def set_project(self, tenant: Tenant, session_id: str, project_id: str) -> None:
+        """Raises RequestError 404."""
+        await self.get(tenant, session_id)
+        await self._store.set_session_project(session_id, project_id)
+        if known := self._open.get(session_id):
+            known.record = replace(known.record, project_id=project_id)
+
+    async def expire(self) -> None:
+        """Ends the sessions that were silent for too long."""
+        silent_since = self._clock() - self._expiry_seconds
+        for session_id in [one for one, known in self._open.items() if known.heard_at < silent_since]:
+            await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
+
+    async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
+        first = await self._store.end_session(session_id, time.time(), end, detail)
+        self._open.pop(session_id, None)
+        if not first:
+            return
+        logger.info("session %s ended: %s", session_id, end)
+        for ended in self.on_end:
+            try:
+                await ended(session_id)
+            except Exception:  # the session has ended whether or not all of it could be let go
+                logger.exception("after the end of session %s", session_id)
+
+    async def _expire_in_time(self) -> None:
+        period = min(10.0, self._expiry_seconds / 4)
+        while True:
+            await asyncio.sleep(period)
+            await self._save_heartbeats()
+            await self.expire()
+
+    async def _save_heartbeats(self) -> None:
+        """For those who list sessions; the expiry does not read them."""
+        now, shift = self._clock(), time.time() - self._clock()
+        heard = {one: known.heard_at + shift for one, known in self._open.items() if known.heard_at >= self._saved_at}
+        self._saved_at = now
+        if heard:
+            await self._store.touch_sessions(heard)

@@ -1,0 +1,49 @@
+"""What the user hands over becomes the schema's arrays, is sent in pieces, and answered as one."""
+
+import numpy as np
+import pytest
+import torch
+import trainhouse
+from trainhouse.client.data import as_tokens, chunks, merged, num_bytes
+from trainhouse.schemas import training
+from trainhouse.schemas.training import ForwardBackwardOutput
+
+
+def datum(length: int) -> trainhouse.Datum:
+    return trainhouse.Datum(range(length), {"target_tokens": range(length), "weights": [1.0] * length})
+
+
+@pytest.mark.parametrize("make", [list, np.asarray, torch.tensor])
+def test_a_datum_takes_lists_arrays_and_tensors(make) -> None:
+    one = trainhouse.Datum(make([1, 2, 3]), {"target_tokens": make([2, 3, 4]), "weights": make([0, 1, 1])})
+    assert isinstance(one, training.Datum)
+    assert (one.tokens.dtype, one.tokens.tolist()) == (np.int32, [1, 2, 3])
+    dtypes = {name: array.dtype for name, array in one.loss_fn_inputs.items()}
+    assert dtypes == {"target_tokens": np.int64, "weights": np.float32}
+
+
+def test_a_prompt_is_a_model_input_or_any_sequence_of_tokens() -> None:
+    prompts = [trainhouse.ModelInput.from_ints([1, 2]), [1, 2], np.asarray([1, 2])]
+    assert [as_tokens(prompt) for prompt in prompts] == [[1, 2]] * 3
+
+
+def test_chunks_keep_order_and_both_limits() -> None:
+    data = [datum(length) for length in (4, 4, 4, 4, 4)]
+    assert [len(piece) for piece in chunks(data, 2, 10**6)] == [2, 2, 1]
+    assert [len(piece) for piece in chunks(data, 100, 3 * num_bytes(data[0]))] == [3, 2]
+    assert [one for piece in chunks(data, 2, 10**6) for one in piece] == data
+
+
+def test_a_datum_over_the_byte_limit_goes_alone() -> None:
+    data = [datum(4), datum(400), datum(4)]
+    assert [len(piece) for piece in chunks(data, 100, num_bytes(data[0]))] == [1, 1, 1]
+
+
+def test_metrics_of_chunks_are_merged_by_their_reduction() -> None:
+    def output(value: float, num_datums: int, **extra: float) -> ForwardBackwardOutput:
+        metrics = {f"m:{reduction}": value for reduction in ("sum", "min", "max", "mean", "unheard_of")}
+        return ForwardBackwardOutput(({},) * num_datums, metrics | extra)
+
+    whole = merged([output(1, 2, lonely=1), output(2, 2), output(3, 1)])
+    assert whole.metrics == {"m:sum": 6, "m:min": 1, "m:max": 3, "m:mean": 1.8}
+    assert len(whole.loss_fn_outputs) == 5

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Literal
 
 import torch
 from peft import LoraConfig as PeftConfig
@@ -16,13 +17,15 @@ from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.model import BaseModel
 from transformers import AutoModelForCausalLM
 
+Dtype = Literal["float32", "bfloat16"]
+
 LENGTHS = [7, 5, 5]
 
 
 class Adapted:
     """A base model with its adapters, and forward passes of packed sequences as the worker makes them."""
 
-    def __init__(self, directory: Path, dtype: str = "float32", max_rank: int = 64) -> None:
+    def __init__(self, directory: Path, dtype: Dtype = "float32", max_rank: int = 64) -> None:
         self.directory = directory
         self.base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", dtype=dtype))
         self.adapters = Adapters(self.base, max_rank)

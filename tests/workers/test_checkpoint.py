@@ -1,0 +1,197 @@
+"""Adapters in a directory: exact round trips, PEFT's layout, and refusals that leave the adapter alone."""
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.checkpoint import load_adapter, load_new_adapter, save_adapter
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.optim import apply_step
+from trainhouse.workers.verbs import Step
+from transformers import AutoModelForCausalLM
+
+from ..tiny import KINDS, tiny_model
+from .adapted import Adapted, peft_logits, quieten_peft, relative_error, sequences
+
+STEP = Step("run", AdamParams(learning_rate=1e-2))
+
+
+def accumulate(adapter: Adapter, seed: int) -> None:
+    adapter.begin_operation()
+    adapter.scratch.copy_(torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
+    adapter.commit()
+
+
+def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapter:
+    adapter = adapted.create(adapter_id, **lora)
+    for seed in range(2):
+        accumulate(adapter, seed)
+        apply_step(adapter, STEP)
+    return adapter
+
+
+def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
+    directory.mkdir()
+    save_adapter(adapter, directory, optimizer=optimizer, base_name="tiny/model")
+    return directory
+
+
+def matrices(adapter: Adapter, vector: torch.Tensor) -> torch.Tensor:
+    """Without the gaps between the views, which hold whatever the test filled in."""
+    return torch.cat([view.flatten() for view in adapter.named_views(vector).values()])
+
+
+def test_a_round_trip_with_optimizer_is_bit_exact_and_goes_on_as_before(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    adapter, other = trained(adapted), adapted.create("other")
+    load_adapter(other, saved(adapter, tmp_path / "checkpoint"), optimizer=True)
+    assert other.num_steps == 2
+    for _ in range(2):
+        for name in ("weights", "exp_avg", "exp_avg_sq"):
+            assert torch.equal(matrices(other, getattr(other, name)), matrices(adapter, getattr(adapter, name))), name
+        for one in (adapter, other):
+            accumulate(one, seed=7)
+            apply_step(one, STEP)
+
+
+def test_loading_without_the_optimizer_starts_it_fresh(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    adapter = trained(adapted)
+    directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
+    load_adapter(adapter, directory, optimizer=False)
+    assert adapter.num_steps == 0
+    assert not adapter.exp_avg.any() and not adapter.exp_avg_sq.any()
+    assert not (directory / "optimizer.safetensors").exists()
+
+
+def test_saving_leaves_pending_gradients_and_loading_discards_them(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    adapter, undisturbed = trained(adapted), trained(adapted, "und")
+    for one in (adapter, undisturbed):
+        accumulate(one, seed=5)
+    directory = saved(adapter, tmp_path / "checkpoint")
+    stored = load_file(directory / "adapter_model.safetensors")
+    for name, view in adapter.named_views(adapter.weights).items():
+        assert torch.equal(stored[name], view)
+    for one in (adapter, undisturbed):
+        apply_step(one, STEP)
+    assert torch.equal(adapter.weights, undisturbed.weights)
+
+    accumulate(adapter, seed=6)
+    load_adapter(adapter, directory, optimizer=True)
+    with pytest.raises(OperationError, match="no gradients"):
+        apply_step(adapter, STEP)
+    assert adapter.num_steps == 2
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_loads_the_export_with_the_same_logits(kind: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    adapted = Adapted(tiny_models[kind])
+    adapter = trained(adapted)
+    directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
+    model = AutoModelForCausalLM.from_pretrained(tiny_models[kind], dtype=torch.float32)
+    bare = peft_logits(model, sequences()).detach()
+    with warnings.catch_warnings():
+        quieten_peft()
+        loaded = PeftModel.from_pretrained(model, directory)
+    logits = adapted.logits(sequences(), adapter)
+    assert relative_error(logits, peft_logits(loaded, sequences())) < 2e-6
+    assert relative_error(logits, bare) > 1e-1
+
+
+def test_a_checkpoint_becomes_a_sampler_adapter_of_weights_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    adapted = Adapted(tiny_models["qwen2"])
+    adapter = trained(adapted, rank=3)
+    directory = saved(adapter, tmp_path / "checkpoint")
+    sampler = load_new_adapter(adapted.adapters, "sampler", directory)
+    assert adapted.adapters.get("sampler") is sampler
+    assert torch.equal(sampler.weights, adapter.weights)
+    assert sampler.num_bytes == sampler.weights.nbytes
+
+
+def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path)
+
+
+A_NAME = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no description": (lambda d: (d / "trainhouse.json").unlink(), "no trainhouse.json"),
+    "broken description": (lambda d: (d / "trainhouse.json").write_text("{"), "is damaged"),
+    "other format": (lambda d: (d / "trainhouse.json").write_text(json.dumps({"format": 99})), "has format 99"),
+    "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), "no adapter_model.safetensors"),
+    "torn weights": (lambda d: (d / "adapter_model.safetensors").write_bytes(b"torn"), "is damaged"),
+    "missing tensor": (
+        lambda d: rewrite(d / "adapter_model.safetensors", lambda tensors: tensors.pop(A_NAME)),
+        f"it lacks {A_NAME}",
+    ),
+    "unknown tensor": (
+        lambda d: rewrite(d / "adapter_model.safetensors", lambda tensors: tensors.update(more=torch.zeros(1))),
+        "has more beyond it",
+    ),
+    "other shape": (
+        lambda d: rewrite(d / "adapter_model.safetensors", lambda t: t.update({A_NAME: torch.zeros(4, 32)})),
+        r"has shape \[4, 32\], the model needs \[4, 64\]",
+    ),
+    "no optimizer": (lambda d: (d / "optimizer.safetensors").unlink(), "saved without optimizer state"),
+    "torn optimizer": (lambda d: (d / "optimizer.safetensors").write_bytes(b"torn"), "is damaged"),
+    "missing moment": (
+        lambda d: rewrite(d / "optimizer.safetensors", lambda tensors: tensors.pop(f"exp_avg_sq.{A_NAME}")),
+        f"it lacks exp_avg_sq.{A_NAME}",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_checkpoint_that_is_not_whole_is_refused_untouched(
+    damage: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = trained(Adapted(tiny_models["llama"]))
+    directory = saved(adapter, tmp_path / "checkpoint")
+    accumulate(adapter, seed=3)
+    before = [vector.clone() for vector in (adapter.weights, adapter.exp_avg, adapter.accumulator)]
+    spoil, reason = DAMAGES[damage]
+    spoil(directory)
+    with pytest.raises(OperationError, match=reason):
+        load_adapter(adapter, directory, optimizer=True)
+    after = (adapter.weights, adapter.exp_avg, adapter.accumulator)
+    assert all(map(torch.equal, before, after))
+    assert (adapter.num_steps, adapter.window.num_operations) == (2, 1)
+
+
+@pytest.mark.parametrize(
+    "lora, reason",
+    [
+        ({"rank": 8}, "saved with rank 4, the model has rank 8: create a model with rank 4"),
+        ({"alpha": 16.0}, "saved with alpha 32.0, the model has alpha 16.0"),
+        ({"train_unembed": False}, "only the checkpoint has lm_head"),
+        ({"train_attn": False}, "only the checkpoint has model.layers.0.self_attn.k_proj.* and 5 more"),
+    ],
+)
+def test_a_checkpoint_of_another_adapter_is_refused(
+    lora: dict[str, object], reason: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    directory = saved(adapted.create("run"), tmp_path / "checkpoint")
+    with pytest.raises(OperationError, match=reason):
+        load_adapter(adapted.create("other", **lora), directory, optimizer=False)
+
+
+def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
+    wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
+    with pytest.raises(OperationError, match="the checkpoint is of another base model"):
+        load_new_adapter(wider.adapters, "sampler", directory)
+    assert "sampler" not in wider.adapters

@@ -1,0 +1,185 @@
+"""The optimizer step against torch's AdamW, and the windows that it refuses."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.utils import clip_grad_norm_
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.optim import apply_step
+from trainhouse.workers.verbs import Step
+
+from .adapted import Adapted, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
+
+
+@pytest.fixture
+def adapter(tiny_models: dict[str, Path]) -> Adapter:
+    return Adapted(tiny_models["llama"]).create("run")
+
+
+def accumulate(adapter: Adapter, gradient: torch.Tensor, **window: float) -> None:
+    adapter.begin_operation()
+    adapter.scratch.copy_(gradient)
+    adapter.commit(
+        num_tokens=int(window.get("num_tokens", 1)),
+        weight_sum=window.get("weight_sum", 1.0),
+        losses={"loss:sum": window.get("loss", 0.0)},
+    )
+
+
+def step(**params: float) -> Step:
+    return Step("run", AdamParams.model_validate(params))
+
+
+def random_gradient(adapter: Adapter, seed: int = 0) -> torch.Tensor:
+    return torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed))
+
+
+STEPS = [
+    {"learning_rate": 1e-2, "weight_decay": 0.1, "grad_clip_norm": 1.0},
+    {"learning_rate": 2e-2, "weight_decay": 0.1, "grad_clip_norm": 1.0},
+    {"learning_rate": 1e-3, "weight_decay": 0.0, "grad_clip_norm": 0.0},
+    {"learning_rate": 5e-3, "weight_decay": 0.3, "grad_clip_norm": 1e6},
+    {"learning_rate": 1e-2, "weight_decay": 0.1, "beta1": 0.8, "beta2": 0.99, "eps": 1e-6},
+]
+
+
+def torch_adamw(adapter: Adapter, gradients: list[torch.Tensor], steps: list[dict[str, float]]) -> torch.Tensor:
+    parameter = torch.nn.Parameter(adapter.weights.clone())
+    optimizer = torch.optim.AdamW([parameter])
+    for gradient, fields in zip(gradients, steps, strict=True):
+        params = AdamParams.model_validate(fields)
+        parameter.grad = gradient.clone()
+        if params.grad_clip_norm:
+            clip_grad_norm_([parameter], params.grad_clip_norm)
+        optimizer.param_groups[0].update(
+            lr=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            eps=params.eps,
+            weight_decay=params.weight_decay,
+        )
+        optimizer.step()
+    return parameter.detach()
+
+
+def test_five_steps_of_changing_parameters_equal_torchs_adamw(adapter: Adapter) -> None:
+    gradients = [random_gradient(adapter, seed) for seed in range(len(STEPS))]
+    wanted = torch_adamw(adapter, gradients, STEPS)
+    without_decay = torch_adamw(adapter, gradients, [fields | {"weight_decay": 0.0} for fields in STEPS])
+    for gradient, fields in zip(gradients, STEPS, strict=True):
+        accumulate(adapter, gradient)
+        apply_step(adapter, step(**fields))
+    assert relative_error(adapter.weights, wanted) < 1e-6
+    assert relative_error(adapter.weights, without_decay) > 1e-4
+
+
+def test_a_lora_step_equals_peft_and_torch(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen3_tied"])
+    adapter = adapted.create("run")
+    before = adapter.weights.clone()
+    tuned = in_peft(adapted.directory, adapter)
+    optimizer = torch.optim.AdamW(tuned.parameters(), lr=1e-3, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+
+    for _ in range(2):
+        logits, wanted = adapted.logits(sequences(), adapter), peft_logits(tuned, sequences())
+        adapter.begin_operation()
+        (logits * probe(logits)).sum().backward()
+        adapter.commit()
+        optimizer.zero_grad()
+        (wanted * probe(wanted)).sum().backward()
+        apply_step(adapter, step(learning_rate=1e-3, eps=1e-8, weight_decay=0.1))
+        optimizer.step()
+
+    named = adapter.named_views(adapter.weights)
+    for name, parameter in peft_parameters(tuned).items():
+        assert relative_error(named[name], parameter) < 1e-5, name
+    assert relative_error(adapter.weights, before) > 1e-3
+
+
+def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) -> None:
+    accumulate(adapter, random_gradient(adapter), num_tokens=5, loss=2.0)
+    accumulate(adapter, random_gradient(adapter), num_tokens=3, loss=0.5)
+    norm = float(2 * random_gradient(adapter).norm())
+    metrics = apply_step(adapter, step(learning_rate=1e-3, grad_clip_norm=norm / 2))
+    assert metrics.pop("grad_norm") == pytest.approx(norm, rel=1e-5)
+    assert metrics == {"loss:sum": 2.5, "num_tokens": 8.0, "clipped": 1.0, "lr": 1e-3, "step": 1.0}
+    assert adapter.window.num_operations == 0
+    assert not adapter.accumulator.any()
+
+
+@pytest.mark.parametrize("max_norm, clipped", [(0.0, 0.0), (1e9, 0.0), (1e-3, 1.0)])
+def test_clipped_says_whether_it_was(adapter: Adapter, max_norm: float, clipped: float) -> None:
+    accumulate(adapter, random_gradient(adapter))
+    assert apply_step(adapter, step(grad_clip_norm=max_norm))["clipped"] == clipped
+
+
+@pytest.mark.parametrize("scale, factor", [(None, 1.0), ("mean", 0.25), (0.5, 0.5)])
+def test_the_gradient_scale_multiplies_the_sum(adapter: Adapter, scale: object, factor: float) -> None:
+    gradient = random_gradient(adapter)
+    accumulate(adapter, gradient, weight_sum=4.0)
+    metrics = apply_step(adapter, Step("run", AdamParams(), scale))  # pyright: ignore[reportArgumentType]
+    assert metrics["grad_norm"] == pytest.approx(factor * float(gradient.norm()), rel=1e-5)
+    assert relative_error(adapter.exp_avg, 0.1 * factor * gradient) < 1e-6
+
+
+@pytest.mark.parametrize("scale, reason", [("mean", "summed weights"), (float("nan"), "nan is not a finite number")])
+def test_an_unusable_gradient_scale_leaves_the_window(adapter: Adapter, scale: object, reason: str) -> None:
+    accumulate(adapter, random_gradient(adapter), weight_sum=0.0)
+    with pytest.raises(OperationError, match=reason):
+        apply_step(adapter, Step("run", AdamParams(), scale))  # pyright: ignore[reportArgumentType]
+    assert apply_step(adapter, step())["step"] == 1.0
+
+
+def test_at_learning_rate_zero_weights_stay_bit_identical(adapter: Adapter) -> None:
+    before = adapter.weights.clone()
+    for seed in range(3):
+        accumulate(adapter, random_gradient(adapter, seed))
+        apply_step(adapter, step(learning_rate=0.0, weight_decay=0.1))
+    assert torch.equal(adapter.weights, before)
+    assert adapter.num_steps == 3
+    accumulate(adapter, torch.zeros_like(before))
+    apply_step(adapter, step(learning_rate=1e-6, weight_decay=0.1))
+    assert not torch.equal(adapter.weights, before)
+
+
+def test_a_step_without_gradients_is_refused(adapter: Adapter) -> None:
+    with pytest.raises(
+        OperationError, match="no gradients since the last step: call forward_backward first"
+    ) as refusal:
+        apply_step(adapter, step())
+    assert refusal.value.category == "user"
+    assert adapter.num_steps == 0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 3e38])
+def test_a_sum_that_is_not_finite_is_refused_and_discarded(adapter: Adapter, value: float) -> None:
+    before = adapter.weights.clone()
+    for _ in range(2):
+        accumulate(adapter, torch.full_like(before, value))
+    with pytest.raises(OperationError, match="not finite"):
+        apply_step(adapter, step())
+    assert torch.equal(adapter.weights, before)
+    assert adapter.num_steps == 0
+    accumulate(adapter, random_gradient(adapter))
+    assert apply_step(adapter, step())["step"] == 1.0
+
+
+def test_a_window_that_lost_an_operation_is_refused_and_discarded(adapter: Adapter) -> None:
+    before = adapter.weights.clone()
+    accumulate(adapter, random_gradient(adapter))
+    adapter.window.refused = "token 9999 is out of range"
+    with pytest.raises(OperationError, match="token 9999 is out of range"):
+        apply_step(adapter, step())
+    assert torch.equal(adapter.weights, before)
+    with pytest.raises(OperationError, match="no gradients"):
+        apply_step(adapter, step())
+
+
+def test_an_eps_that_float32_cannot_hold_is_refused(adapter: Adapter) -> None:
+    accumulate(adapter, torch.zeros_like(adapter.weights))
+    with pytest.raises(OperationError, match=r"eps 1e-50 is zero in float32"):
+        apply_step(adapter, step(eps=1e-50))
+    apply_step(adapter, step())
+    assert adapter.weights.isfinite().all()

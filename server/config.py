@@ -80,17 +80,17 @@ class ServerConfig:
 
     base_models: tuple[ServedModel, ...] = knob(
         (),
-        "served name, and where it is loaded from (default: the name); repeatable",
+        "served name, directory or hub id; repeatable",
         common=True,
         check=Check(lambda value: bool(value), "at least one NAME[=PATH_OR_HUB_ID]"),
         flag="--base-model",
     )
-    host: str = knob("127.0.0.1", "address to listen on; beyond loopback it takes keys", common=True)
-    port: int = knob(8000, "port; 0 = a free one, printed", common=True, check=between(0, 65535))
-    state_dir: Path = knob(Path(".trainhouse"), "database, journal, checkpoints; one server at a time", common=True)  # noqa: RUF009
+    host: str = knob("127.0.0.1", "beyond loopback it takes keys", common=True)
+    port: int = knob(8000, "0 = a free one, printed", common=True, check=between(0, 65535))
+    state_dir: Path = knob(Path(".trainhouse"), "all state; of one server at a time", common=True)  # noqa: RUF009
     pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
-        "auto", "of the base weights; auto: bfloat16 on CUDA, else float32", common=True
+        "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
     )
     device: str = knob("auto", "auto, cpu, cuda or cuda:N", common=True, check=DEVICE)
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
@@ -160,10 +160,21 @@ def load_config(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
 ) -> ServerConfig:
     """The configuration of a process. `flags`: by field name, as typed. Raises ConfigError."""
-    values = {**_from_file(file), **_from_environment(environment), **_from_flags(flags)}
+    values = _given(flags, environment, file)
     config = ServerConfig(**values)
     _check_effect(config, values)
     return config
+
+
+def state_dir_of(flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None) -> Path:
+    """That of the server configured this way, for commands that need nothing else. Raises ConfigError."""
+    return _given(flags, environment, file).get("state_dir", ServerConfig.state_dir)
+
+
+def _given(
+    flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
+) -> dict[str, typing.Any]:
+    return {**_from_file(file), **_from_environment(environment), **_from_flags(flags)}
 
 
 def _from_file(file: Path | None) -> dict[str, typing.Any]:
@@ -253,7 +264,20 @@ def parse_bytes(text: str) -> int:
     found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
     if not found or found[2] not in _UNITS:
         raise ValueError(text)
-    return int(found[1]) if not found[2] else int(float(found[1]) * _UNITS[found[2]])
+    if not found[2]:
+        return int(found[1])
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def shown_default(knob_field: Field) -> str:
+    """As a user would write it; empty where there is none."""
+    value: typing.Any = knob_field.default
+    if value is None or value == ():
+        return ""
+    for unit in ("GiB", "MiB", "KiB"):
+        if knob_field.name.endswith("_bytes") and value % _UNITS[unit] == 0:
+            return f"{value // _UNITS[unit]}{unit}"
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _type_of(knob_field: Field) -> type:

@@ -1,0 +1,6 @@
+"""`python -m trainhouse.server` is `trainhouse`."""
+
+from .cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())

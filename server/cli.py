@@ -1,0 +1,230 @@
+"""The command line: `trainhouse serve`, `keys` and `demo`. Parses, calls, and says errors in one line."""
+
+import argparse
+import asyncio
+import difflib
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import TypeAlias
+
+from ..schemas.version import VERSION
+from .auth import create_key, list_keys, revoke_key
+from .config import (
+    ENVIRONMENT_PREFIX,
+    ConfigError,
+    ServerConfig,
+    choices_of,
+    flag_of,
+    knob_of,
+    load_config,
+    shown_default,
+    state_dir_of,
+)
+from .logs import configure_logging
+from .process import StartError, serve
+from .store import DATABASE_NAME, SqliteStore, Store
+
+FAILED = 1
+WRONGLY_USED = 2
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status: 0, 1 when the command failed, 2 when it was wrongly used."""
+    options, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    try:
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
+        return options.run(options)
+    except ConfigError as error:
+        return _say_error(options.command, error, WRONGLY_USED)
+    except (StartError, ValueError) as error:
+        return _say_error(options.command, error, FAILED)
+
+
+def _say_error(command: str, error: Exception, status: int) -> int:
+    print(f"trainhouse {command}: error: {error}", file=sys.stderr)
+    return status
+
+
+def _nearest_flag(argument: str) -> str:
+    near = difflib.get_close_matches(argument.partition("=")[0], map(flag_of, fields(ServerConfig)), n=1)
+    return f": did you mean {near[0]}?" if near else ": see --help"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "trainhouse", description="Train and sample language models over HTTP.", allow_abbrev=False
+    )
+    parser.add_argument("--version", action="version", version=f"trainhouse {VERSION}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_keys(commands)
+    _add_demo(commands)
+    return parser
+
+
+# trainhouse serve
+
+_SERVE_USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add_parser("serve", help="run a server", usage=_SERVE_USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action=_Print, text=serve_help, help=argparse.SUPPRESS)
+    parser.add_argument("--help-all", action=_Print, text=serve_help_all, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path)
+    for entry in fields(ServerConfig):
+        action = "append" if entry.name == "base_models" else "store"
+        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    parser.set_defaults(run=_serve)
+
+
+class _Print(argparse.Action):
+    """A flag that prints a text and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self.text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(self.text())
+        parser.exit()
+
+
+def serve_help() -> str:
+    """One screen: 24 lines of 80 columns."""
+    common = [entry for entry in fields(ServerConfig) if knob_of(entry).common]
+    return f"""\
+usage: {_SERVE_USAGE}
+
+{_knob_table(common, ("--help-all", "every knob"))}
+
+A flag wins over TRAINHOUSE_<KNOB> in the environment, that over --config.
+Example: trainhouse serve --base-model Qwen/Qwen3-0.6B=/models/Qwen3-0.6B"""
+
+
+def serve_help_all() -> str:
+    return f"""\
+usage: {_SERVE_USAGE}
+
+{_knob_table(fields(ServerConfig))}
+
+Every knob is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
+TRAINHOUSE_<KEY> (base models with commas between). A flag wins over the environment, that over the file.
+Sizes in bytes may be written 256MiB."""
+
+
+def _knob_table(entries: Sequence[Field], *more: tuple[str, str]) -> str:
+    rows = [(f"{flag_of(entry)} {_metavar(entry)}", _described(entry)) for entry in entries]
+    rows += [("--config FILE", "TOML file: max_lora_rank = 64 is --max-lora-rank 64"), *more]
+    width = max(len(flag) for flag, _ in rows)
+    return "\n".join(f"  {flag:<{width}}  {text}" for flag, text in rows)
+
+
+def _described(entry: Field) -> str:
+    default = shown_default(entry)
+    return f"{knob_of(entry).help}{f' ({default})' if default else ''}"
+
+
+def _metavar(entry: Field) -> str:
+    if entry.name == "dtype":
+        return "TYPE"
+    named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
+    is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
+    return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
+
+
+def _serve(options: argparse.Namespace) -> int:
+    config = load_config(_knob_flags(options), os.environ, _config_file(options))
+    configure_logging(config.log_level)
+    serve(config)
+    return 0
+
+
+def _knob_flags(options: argparse.Namespace) -> Mapping[str, str | Sequence[str]]:
+    given = vars(options)
+    return {entry.name: given[entry.name] for entry in fields(ServerConfig) if entry.name in given}
+
+
+def _config_file(options: argparse.Namespace) -> Path | None:
+    named = os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    return options.config or (Path(named) if named else None)
+
+
+# trainhouse keys
+
+
+def _add_keys(commands: _Commands) -> None:
+    parser = commands.add_parser("keys", help="create, list and revoke API keys", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    create = verbs.add_parser("create", help="make a key and print it, this once")
+    create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
+    revoke = verbs.add_parser("revoke", help="refuse a key from now on")
+    revoke.add_argument("key_id", type=int, help="its number in `trainhouse keys list`")
+    for verb, command in (
+        (create, _create_key),
+        (verbs.add_parser("list", help="all keys"), _list_keys),
+        (revoke, _revoke_key),
+    ):
+        verb.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
+        verb.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
+        verb.set_defaults(run=_with_store(command))
+
+
+def _with_store(
+    command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]],
+) -> Callable[[argparse.Namespace], int]:
+    def run(options: argparse.Namespace) -> int:
+        state_dir = state_dir_of(_knob_flags(options), os.environ, _config_file(options))
+        store = SqliteStore(state_dir / DATABASE_NAME)
+        try:
+            asyncio.run(command(store, options))
+        finally:
+            store.close()
+        return 0
+
+    return run
+
+
+async def _create_key(store: Store, options: argparse.Namespace) -> None:
+    print(await create_key(store, options.name))
+    print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
+
+
+async def _list_keys(store: Store, _: argparse.Namespace) -> None:
+    keys = await list_keys(store)
+    print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  NAME")
+    for key in keys:
+        print(f"{key.key_id:>4}  {_day(key.created_at):<16}  {_day(key.revoked_at):<16}  {key.name}")
+
+
+def _day(timestamp: float | None) -> str:
+    return "-" if timestamp is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
+
+
+async def _revoke_key(store: Store, options: argparse.Namespace) -> None:
+    await revoke_key(store, options.key_id)
+    print(f"key {options.key_id} is revoked")
+
+
+# trainhouse demo
+
+
+def _add_demo(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "demo", help="fine-tune a small model through a server of its own", add_help=False, prefix_chars=" "
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=_demo)
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from .demo import run_demo
+
+    return run_demo(options.arguments)

@@ -1,0 +1,224 @@
+"""One server process: its lock on the state directory, its socket, loading, serving, and an orderly end."""
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+
+from ..schemas.errors import OperationError
+from ..workers.dispatch import WorkerDispatch
+from .app import create_app
+from .auth import require_keys
+from .config import ServerConfig
+from .store import DATABASE_NAME, SqliteStore
+
+FORCED_STATUS = 130
+
+
+class StartError(Exception):
+    """The server cannot start; the message says why and what to do."""
+
+
+def serve(config: ServerConfig) -> None:
+    """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError."""
+    with locked(config.state_dir), bound(config.host, config.port) as listener:
+        new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(_until_signal(_serve(config, listener)))
+
+
+async def _serve(config: ServerConfig, listener: socket.socket) -> None:
+    url = url_of(config.host, listener)
+    has_keys = await _has_keys(config)
+    async with _loaded(config) as dispatch:
+        with ready_file(config.ready_file) as write_ready:
+
+            def announce() -> None:
+                write_ready(url)
+                print(greeting(config, url, has_keys), flush=True)
+
+            app = create_app(config, dispatch)
+            async with app.router.lifespan_context(app):
+                await _Http(config, app, announce).run_until_cancelled(listener)
+
+
+@contextlib.contextmanager
+def locked(state_dir: Path) -> Iterator[None]:
+    """Holds the state directory, made if need be, for this process alone. Raises StartError."""
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = (state_dir / "server.lock").open("a+")
+    except OSError as error:
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            lock.seek(0)
+            raise StartError(
+                f"state directory {state_dir} is in use by the server with process id {lock.read().strip()}: "
+                "stop that one, or choose another directory with --state-dir"
+            ) from None
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        yield
+
+
+_BIND_REMEDIES = {
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another --port (0 = a free one)",
+    errno.EACCES: "that takes privileges: choose a --port above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+}
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket with the address taken, not listening yet: while we load, clients are refused, not kept waiting.
+
+    Raises StartError.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another --host") from None
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            remedy = _BIND_REMEDIES.get(error.errno or 0, error.strerror)
+            raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
+        yield listener
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """An address under which a client on this machine reaches the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
+
+
+def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
+    """The URL, and lines to paste into a shell and into Python."""
+    key = "tml-..." if has_keys else "tml-local"
+    origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
+    return "\n".join(
+        (
+            f"ready: {url} serves {', '.join(model.name for model in config.base_models)} (API at {url}/docs)",
+            f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
+            f'  client = trainhouse.ServiceClient("{url}", "{key}")',
+        )
+    )
+
+
+@contextlib.contextmanager
+def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yields what writes the URL there at once and whole; removed at the end."""
+
+    def write(url: str) -> None:
+        if path is not None:
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            aside.write_text(f"{url}\n")
+            aside.replace(path)
+
+    try:
+        yield write
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+async def _has_keys(config: ServerConfig) -> bool:
+    """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
+    try:
+        store = SqliteStore(config.state_dir / DATABASE_NAME)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    try:
+        await require_keys(config, store)
+        return await store.count_keys() > 0
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    finally:
+        store.close()
+
+
+@contextlib.asynccontextmanager
+async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
+    """The workers with their models loaded; ended on leaving. Raises StartError."""
+    try:
+        dispatch = WorkerDispatch(config.dispatch_config())
+        await dispatch.start(lambda message: print(message, flush=True))
+    except (ValueError, OSError, OperationError) as error:
+        raise StartError(str(error)) from None
+    try:
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn, with our signal handling and a call once it listens."""
+
+    def __init__(self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None]) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                lifespan="off",  # entered by us, so that what fails in it reaches our caller
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=config.keep_alive_seconds,
+                timeout_graceful_shutdown=config.shutdown_seconds,
+            )
+        )
+        self._on_ready = on_ready
+
+    async def run_until_cancelled(self, listener: socket.socket) -> None:
+        """Serves; on cancellation lets open requests end."""
+        serving = asyncio.ensure_future(self.serve([listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            print("stopping: open requests may end", flush=True)
+            self.should_exit = True
+            await serving
+            raise
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def _until_signal(work: Coroutine[object, object, None]) -> None:
+    """Runs `work` until it ends or a signal cancels it; a second signal ends the process."""
+    task = asyncio.ensure_future(work)
+    num_signals = 0
+
+    def stop() -> None:
+        nonlocal num_signals
+        num_signals += 1
+        if num_signals > 1:
+            os._exit(FORCED_STATUS)  # the workers watch their parent and go with it
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not num_signals:
+            raise

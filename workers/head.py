@@ -5,6 +5,7 @@ No [tokens, vocabulary] tensor exists beyond one chunk. Log-probabilities are fl
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -35,7 +36,7 @@ class Objective:
         if not self.loss.sequence_wise:
             return self._weighted(self.loss.function(logprobs, inputs, self.config))
         parts = []
-        for start, stop in zip(self.bounds, self.bounds[1:], strict=False):
+        for start, stop in pairwise(self.bounds):
             sequence = {name: value[start:stop] for name, value in inputs.items()}
             parts.append(self.loss.function(logprobs[start:stop], sequence, self.config))
         sums = {name: torch.stack([part.sums[name] for part in parts]).sum() for name in parts[0].sums}

@@ -75,9 +75,12 @@ def keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
 
 
 def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
-    """weights float32 [n, vocab], not necessarily of sum 1; uniform float32 [n, draws]; token ids int64 [n, draws]."""
+    """weights float32 [n, vocab], not necessarily of sum 1; uniform float32 [n, draws]; token ids int64 [n, draws].
+
+    Weights that are NaN give some token: the caller sees it by its log-probability.
+    """
     cumulative = weights.cumsum(-1)
     total = cumulative[:, -1:]
     # Rounding may carry the target up to the total itself, behind which there is no token.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True)
+    return torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)

@@ -42,6 +42,11 @@ class Row:
         return len(self.job.prompt) + len(self.tokens)
 
     @property
+    def longest_cached(self) -> int:
+        """Tokens in the cache at the most; the last sample never gets there."""
+        return len(self.job.prompt) + self.job.max_new_tokens - 1
+
+    @property
     def needs_cache(self) -> bool:
         """Whether a token follows the next one."""
         return self.job.max_new_tokens - len(self.tokens) > 1

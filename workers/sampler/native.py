@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import groupby
 
 import numpy as np
@@ -21,6 +22,7 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
 from ..attention import DecodeStep, Packing, pack_lengths
 from ..config import WorkerConfig
+from ..head import Head
 from ..lora import Adapters, Segment
 from ..model import BaseModel
 from ..verbs import Failure, SampleJob, Slice, SliceResult
@@ -69,6 +71,7 @@ class NativeSampler:
     def __init__(self, base: BaseModel, adapters: Adapters, config: WorkerConfig) -> None:
         self._base = base
         self._adapters = adapters
+        self._head = Head(base, config.head_chunk_tokens)
         self._config = config
         self._limits = Limits(
             base.unembedding.shape[0], config.max_context_length or base.config.max_position_embeddings
@@ -116,10 +119,11 @@ class NativeSampler:
         self._waiting.extend(job.rows)
 
     def _check_cache(self, job: Job) -> None:
-        """What surely cannot run is refused now. Without max_tokens a sample may end long before the context does."""
-        asked = job.max_new_tokens if job.request.params.max_tokens else 2
-        if asked > 1 and not self._slots.fits(1, len(job.prompt) + asked - 1):
-            raise OperationError(self._cache_message(len(job.prompt) + asked - 1))
+        """What asks for too much is refused now. Without max_tokens a sample may end long before the context does."""
+        row = job.rows[0]
+        length = row.longest_cached if job.request.params.max_tokens else row.length + 1
+        if row.needs_cache and not self._slots.fits(1, length):
+            raise OperationError(self._cache_message(length))
 
     def _cache_message(self, length: int) -> str:
         needed = length * self._slots.bytes_per_token
@@ -215,10 +219,8 @@ class NativeSampler:
     def _score_prompt(self, job: Job, hidden: Tensor) -> None:
         """Once a job: later samples of it may be prefilled apart, or again."""
         if job.scores is None and wants_scores(job.request):
-
-            def logits_of(rows: Tensor) -> Tensor:
-                return self._logits(rows, self._segments([job.adapter_id], [len(rows)]))
-
+            pair = None if job.adapter_id is None else self._adapters.get(job.adapter_id).unembed
+            logits_of = partial(self._head.logits, pair=pair)
             job.scores = score_prompt(job.request, hidden, logits_of, self._config.head_chunk_tokens)
 
     def _decode(self) -> None:
@@ -256,7 +258,7 @@ class NativeSampler:
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
         """The next token of every row of the batch, from its hidden state [rows, hidden]."""
-        logits = self._logits(hidden, batch.segments)
+        logits = self._head.logits_of_segments(hidden, batch.segments)
         noise = uniforms(batch.noise_keys, np.array([row.length for row in batch.rows]))
         tokens = choose(logits, batch.choice, torch.from_numpy(noise).to(logits))
         normalizer = logits.logsumexp(-1, keepdim=True)
@@ -301,16 +303,6 @@ class NativeSampler:
             start = stop
         return tuple(segments)
 
-    def _logits(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        """hidden [rows, hidden] -> float32 [rows, vocab]"""
-        logits = torch.nn.functional.linear(hidden, self._base.unembedding).float()
-        for segment in segments:
-            pair = segment.adapter.unembed if segment.adapter else None
-            if pair is not None:
-                rows = slice(segment.start, segment.stop)
-                pair.add_up(logits[rows], pair.down(hidden[rows].float()))
-        return logits
-
     def _tensor(self, integers: list[int] | np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
 
@@ -320,9 +312,14 @@ def _same_sequence(one: Row, other: Row) -> bool:
 
 
 def _load_tokenizer(source: str) -> Detokenizer:
+    """Raises OperationError when there is none; for some models transformers then makes up one of special tokens."""
     try:
-        return AutoTokenizer.from_pretrained(source)
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        reason = None if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "its vocabulary is empty"
     except (OSError, ValueError) as error:
+        tokenizer, reason = None, str(error)
+    if tokenizer is None or reason is not None:
         raise OperationError(
-            f"stop strings need the model's tokenizer, and {source} has none that loads ({error}): give stop token ids"
-        ) from error
+            f"stop strings need the model's tokenizer, which {source} does not have: give stop token ids ({reason})"
+        )
+    return tokenizer

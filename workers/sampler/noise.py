@@ -18,7 +18,7 @@ def noise_key(seed: int, *stream: int) -> int:
     """The key of one stream of a seed, for instance of one sample; any integers, 64 bits of each count."""
     key = _mix(np.array([seed & _MASK], dtype=np.uint64))
     for part in stream:
-        key = _mix(key ^ (np.uint64(part & _MASK) * _GOLDEN))
+        key = _mix(key ^ (np.array([part & _MASK], dtype=np.uint64) * _GOLDEN))
     return int(key[0])
 
 

@@ -27,9 +27,11 @@ class Slots:
         return num_rows <= self.most_rows and num_rows * _blocks(length) * self.bytes_per_token <= self.budget_bytes
 
     def admits(self, row: Row) -> bool:
-        """Whether the row fits beside the others, with room to grow lest it be preempted at once."""
-        headroom = _BLOCK if self.rows else 1
-        return self.fits(len(self.rows) + 1, max(self.longest(), row.length) + headroom)
+        """Whether the row fits beside the others, all with room to grow lest one be preempted at once."""
+        if not self.rows:
+            return self.fits(1, row.length + 1)
+        soon = max(min(each.length + _BLOCK, each.longest_cached) for each in (*self.rows, row))
+        return self.fits(len(self.rows) + 1, soon)
 
     def longest(self) -> int:
         return max((row.length for row in self.rows), default=0)

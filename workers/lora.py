@@ -362,10 +362,17 @@ class LoraLinear(nn.Module):
         assert not parts or len(rows) == self._active.segments[-1].stop, (
             f"{self._name}: {len(rows)} tokens, but the segments end at {self._active.segments[-1].stop}"
         )
-        anchor = self._active.anchor if parts and torch.is_grad_enabled() else None
-        y = _LoraProduct.apply(rows, anchor, self.weight, self.bias, parts, self._active.product)
+        return self._product(rows, parts).unflatten(0, x.shape[:-1])
+
+    def _product(self, rows: Tensor, parts: "list[_Part]") -> Tensor:
+        active = self._active
+        if not torch.is_grad_enabled():
+            y = active.product(rows, self.weight, self.bias)
+            _add_parts(y, rows, parts)
+            return y
+        y = _LoraProduct.apply(rows, active.anchor if parts else None, self.weight, self.bias, parts, active.product)
         assert isinstance(y, Tensor)
-        return y.unflatten(0, x.shape[:-1])
+        return y
 
 
 class _Active:
@@ -409,11 +416,9 @@ class _LoraProduct(torch.autograd.Function):
         product: Product,
     ) -> Tensor:
         y = product(x, weight, bias)
-        ctx.reduced = [part.pair.down(x[part.rows]) for part in parts]
-        for part, reduced in zip(parts, ctx.reduced, strict=True):
-            part.pair.add_up(y[part.rows], reduced)
         ctx.save_for_backward(x, weight)
         ctx.parts, ctx.product = parts, product
+        ctx.reduced = _add_parts(y, x, parts)
         return y
 
     @staticmethod
@@ -425,6 +430,16 @@ class _LoraProduct(torch.autograd.Function):
             into = None if grad_x is None else grad_x[part.rows]
             part.pair.backward(grad[part.rows], x[part.rows], reduced, into)
         return grad_x, None, None, None, None, None
+
+
+def _add_parts(y: Tensor, x: Tensor, parts: list[_Part]) -> list[Tensor]:
+    """y += the parts' low-rank terms of x; returns x A^T of each part."""
+    all_reduced = []
+    for part in parts:
+        reduced = part.pair.down(x[part.rows])
+        part.pair.add_up(y[part.rows], reduced)
+        all_reduced.append(reduced)
+    return all_reduced
 
 
 def frozen_product(base: BaseModel) -> Product:

@@ -18,7 +18,16 @@ TOLERANCE = 2e-6
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path]) -> None:
-    adapted = Adapted(tiny_models[kind])
+    assert_equal_to_peft(Adapted(tiny_models[kind]))
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
+def test_they_do_where_mkl_is_slow_too(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainhouse.workers.lora._mkl_is_slow", lambda base: True)
+    assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
+
+
+def assert_equal_to_peft(adapted: Adapted) -> None:
     adapter = adapted.create("one")
     tuned = in_peft(adapted.directory, adapter)
 
@@ -91,7 +100,10 @@ def test_without_an_adapter_the_row_runs_the_bare_base(tiny_models: dict[str, Pa
 def test_nothing_requires_a_gradient_under_no_grad(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     with torch.no_grad():
-        assert not adapted.hidden(sequences(), [Segment(0, sum(LENGTHS), adapted.create("one"))]).requires_grad
+        segments = [Segment(0, sum(LENGTHS), adapted.create("one"))]
+        hidden = adapted.hidden(sequences(), segments)
+    assert not hidden.requires_grad
+    assert torch.equal(hidden, adapted.hidden(sequences(), segments))
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])

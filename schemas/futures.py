@@ -9,9 +9,12 @@ QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
 
 class SubmitResponse(Wire):
+    """seq_id (ours): the number that the operation has, for who left it out."""
+
     request_id: str
     model_id: str | None = None
     sample_sequence_ids: list[str] | None = None
+    seq_id: int | None = None
 
 
 class RetrieveFutureRequest(Wire):

@@ -104,6 +104,10 @@ class Futures:
     def fail(self, future: Future, message: str, category: Category) -> None:
         self.resolve(future, failure(message, category))
 
+    def forget(self, future: Future) -> None:
+        """For one that was not accepted after all."""
+        del self._live[future.request_id]
+
     def get(self, request_id: str) -> Future | None:
         """The future if memory still has it."""
         return self._live.get(request_id)

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
+from ..schemas.errors import RequestError
 from .segments import Place, Record, Segments, read_segment
 
 logger = logging.getLogger(__name__)
@@ -49,8 +50,11 @@ class Journal:
         self._num_open: Counter[int] = Counter()
 
     async def append(self, header: Header, body: bytes = b"") -> Place:
-        """Returns once the entry survives the death of this process. Raises OSError."""
-        place = await self._segments.append(asdict(header), body)
+        """Returns once the entry survives the death of this process. Raises RequestError 503."""
+        try:
+            place = await self._segments.append(asdict(header), body)
+        except OSError as error:
+            raise RequestError(f"the server's journal cannot be written ({error}): free space there", 503) from error
         self._num_open[place.segment] += 1
         self._delete_done()
         return place

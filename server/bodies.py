@@ -1,0 +1,185 @@
+"""Request bodies: read within a limit, decoded off the event loop when large, and described for OpenAPI."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import HTTPException, Request
+from pydantic import BaseModel, ValidationError
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ..schemas.codec import PROTOBUF, decompress
+from ..schemas.errors import RequestError
+
+_LARGE_BYTES = 256 << 10
+_PREFIX_BYTES = 1 << 20
+_MOST_SHOWN = 5
+
+Decoded = TypeVar("Decoded")
+JsonSchema = dict[str, object]
+
+
+@dataclass(frozen=True)
+class Received:
+    """A body as received. too_large: it exceeded the limit, and `body` is only its beginning."""
+
+    body: bytes
+    content_type: str = "application/json"
+    content_encoding: str | None = None
+    too_large: bool = False
+
+
+class BodyTooLarge(HTTPException):
+    def __init__(self, limit_bytes: int) -> None:
+        super().__init__(
+            413,
+            f"the body is larger than {limit_bytes} bytes, which is the limit: send fewer datums in one request, or "
+            "start the server with a larger --max-body-bytes",
+        )
+
+
+class BodyLimit:
+    """ASGI middleware: reading a body beyond the limit raises BodyTooLarge.
+
+    What follows is read and dropped, up to three times the limit: a client that is still sending would not read the
+    answer.
+    """
+
+    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
+        self._app = app
+        self._limit_bytes = limit_bytes
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            receive = self._limited(receive)
+        await self._app(scope, receive, send)
+
+    def _limited(self, receive: Receive) -> Receive:
+        num_bytes = 0
+
+        async def limited() -> Message:
+            nonlocal num_bytes
+            message = await receive()
+            num_bytes += len(message.get("body", b""))
+            if num_bytes > self._limit_bytes:
+                await self._drop_rest(message, receive)
+                raise BodyTooLarge(self._limit_bytes)
+            return message
+
+        return limited
+
+    async def _drop_rest(self, message: Message, receive: Receive) -> None:
+        num_dropped = 0
+        while message.get("more_body") and num_dropped < 3 * self._limit_bytes:
+            message = await receive()
+            num_dropped += len(message.get("body", b""))
+
+
+async def receive_body(request: Request, limit_bytes: int) -> Received:
+    """Keeps no more than the beginning of a body that says, or shows, that it is too large."""
+    declared = request.headers.get("content-length", "")
+    most_kept = _PREFIX_BYTES if declared.isdecimal() and int(declared) > limit_bytes else limit_bytes
+    pieces: list[bytes] = []
+    num_kept, too_large = 0, False
+    try:
+        async for piece in request.stream():
+            if num_kept < most_kept:
+                pieces.append(piece)
+                num_kept += len(piece)
+    except BodyTooLarge:
+        too_large = True
+        pieces = [b"".join(pieces)[:_PREFIX_BYTES]]
+    headers = request.headers
+    return Received(
+        b"".join(pieces), headers.get("content-type", "application/json"), headers.get("content-encoding"), too_large
+    )
+
+
+@dataclass(frozen=True)
+class BodyLimits:
+    received_bytes: int
+    decompressed_bytes: int
+
+
+async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
+    """Decompressed and decoded. Raises RequestError: 413 too large, or what decompressing and `decode` raise."""
+    if received.too_large:
+        refusal = BodyTooLarge(limits.received_bytes)
+        raise RequestError(refusal.detail, refusal.status_code)
+    if received.content_encoding is None and len(received.body) < _LARGE_BYTES:
+        return decode(received.body)
+
+    def decompress_and_decode() -> Decoded:
+        return decode(decompress(received.body, received.content_encoding, limits.decompressed_bytes))
+
+    return await asyncio.to_thread(decompress_and_decode)
+
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
+    """Raises RequestError 400 naming each wrong field, its value and what is wrong with it."""
+
+    def decode(body: bytes) -> Model:
+        try:
+            return model.model_validate_json(body)
+        except ValidationError as error:
+            raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
+
+    return decode
+
+
+def describe_errors(errors: list) -> str:
+    """In words, from the error list of pydantic."""
+    shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
+    more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
+    return f"bad request: {shown}{more}"
+
+
+def _describe(error: dict) -> str:
+    place = ".".join(str(part) for part in error["loc"] if part != "body")
+    if error["type"] in ("json_invalid", "json_type"):
+        return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+    if error["type"] == "missing":
+        return f"{place or 'the body'} is missing"
+    return f"{place or 'the body'} is {_shorten(repr(error['input']))}: {error['msg']}"
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+# OpenAPI -------------------------------------------------------------------------------------------------------------
+
+
+def json_body(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+    """The `openapi_extra` of a route that decodes its body itself."""
+    model.model_validate(example)
+    return {"requestBody": {"required": True, "content": {"application/json": _json_content(model, example)}}}
+
+
+def json_or_protobuf_body(schema: JsonSchema, example: dict[str, object], message: str) -> JsonSchema:
+    content = {
+        "application/json": {"schema": schema, "example": example},
+        PROTOBUF: {"schema": {"type": "string", "format": "binary", "description": message}},
+    }
+    return {"requestBody": {"required": True, "content": content}}
+
+
+def _json_content(model: type[BaseModel], example: dict[str, object]) -> JsonSchema:
+    schema = model.model_json_schema()
+    definitions = schema.pop("$defs", {})
+    return {"schema": _inlined(schema, definitions), "example": example}
+
+
+def _inlined(schema: object, definitions: dict[str, object]) -> object:
+    """Without $ref, which would look for its target at the root of the OpenAPI document."""
+    if isinstance(schema, list):
+        return [_inlined(entry, definitions) for entry in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        return _inlined(definitions[schema["$ref"].rpartition("/")[2]], definitions)
+    return {key: _inlined(value, definitions) for key, value in schema.items()}

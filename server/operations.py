@@ -1,0 +1,195 @@
+"""What each operation of a run does when its turn has come. Their order, and what a failure means for the next ones,
+is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ..schemas.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from ..schemas.codec import encode_forward_backward_output
+from ..schemas.errors import OperationError
+from ..schemas.models import CreateModelResponse
+from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
+from ..workers.dispatch import WorkerDispatch
+from ..workers.verbs import RunInfo, RunSpec, Step
+from .auth import Tenant
+from .checkpoints import Checkpoints
+from .futures import Result
+from .recordings import Recordings
+from .samplers import Samplers
+from .store import CheckpointRecord, RunRecord, Store
+
+
+@dataclass(frozen=True)
+class CreateRun:
+    """Always a run's first operation, seq_id 0. checkpoint: what it starts from; optimizer: its state, too."""
+
+    checkpoint: CheckpointRecord | None = None
+    optimizer: bool = False
+
+
+Operation = (
+    CreateRun
+    | ForwardBackwardRequest
+    | OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+    | LoadWeightsRequest
+)
+
+
+def kind_of(operation: Operation) -> str:
+    match operation:
+        case CreateRun():
+            return "create_model"
+        case ForwardBackwardRequest():
+            return "forward" if operation.forward_only else "forward_backward"
+        case _:
+            return operation.type
+
+
+class Operations:
+    """infos: of the live runs."""
+
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        store: Store,
+        checkpoints: Checkpoints,
+        samplers: Samplers,
+        recordings: Recordings,
+    ) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._recordings = recordings
+        self.infos: dict[str, RunInfo] = {}
+
+    async def perform(self, run: RunRecord, operation: Operation) -> Result:
+        """Raises OperationError, or RequestError where the reason is one of access."""
+        match operation:
+            case CreateRun():
+                return await self._create(run, operation)
+            case ForwardBackwardRequest():
+                return await self._forward_backward(run, operation)
+            case OptimStepRequest():
+                return await self._optim_step(run, operation)
+            case SaveWeightsRequest():
+                return await self._save_weights(run, operation)
+            case SaveWeightsForSamplerRequest():
+                return await self._save_for_sampler(run, operation)
+            case SaveWeightsExternalRequest():
+                return await self._save_external(run, operation)
+            case LoadWeightsRequest():
+                return await self._load_weights(run, operation)
+
+    async def clear_gradients(self, run: RunRecord) -> None:
+        await self._dispatch.clear_gradients(run.run_id)
+
+    async def drop(self, run: RunRecord) -> None:
+        self.infos.pop(run.run_id, None)
+        await self._dispatch.drop_run(run.run_id)
+
+    async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
+        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora))
+        if operation.checkpoint is not None:
+            await self._load(run, operation.checkpoint, operation.optimizer)
+        await self._store.insert_run(run)
+        self.infos[run.run_id] = info
+        return _json(CreateModelResponse(model_id=run.run_id))
+
+    async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
+        if operation.loss_fn == "stable_reinforce":
+            operation = await self._recordings.fill_in(run.tenant_id, operation)
+        output = await self._dispatch.forward_backward(operation)
+        return Result(encode_forward_backward_output(output), "forward_backward")
+
+    async def _optim_step(self, run: RunRecord, operation: OptimStepRequest) -> Result:
+        if operation.optimizer_params is not None:
+            raise OperationError(
+                f"optimizer {operation.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
+            )
+        params = operation.adam_params or AdamParams()
+        metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale))
+        return _json(OptimStepResponse(metrics=metrics))
+
+    async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest) -> Result:
+        """The state after the last optimizer step; gradients that wait for the next one stay where they are."""
+        async with self._checkpoints.writing(
+            run,
+            "weights",
+            operation.path,
+            operation.overwrite,
+            operation.ttl_seconds,
+            operation.user_metadata,
+            has_optimizer=True,
+        ) as staging:
+            await self._dispatch.save_run(run.run_id, staging, optimizer=True)
+        return _json(SaveWeightsResponse(path=f"tinker://{run.run_id}/weights/{operation.path}"))
+
+    async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest) -> Result:
+        if operation.path is None:
+            sampler_id = await self._samplers.create_ephemeral(run, operation)
+            return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
+        async with self._checkpoints.writing(
+            run,
+            "sampler_weights",
+            operation.path,
+            overwrite=False,
+            ttl_seconds=operation.ttl_seconds,
+            user_metadata=operation.user_metadata,
+        ) as staging:
+            await self._dispatch.save_run(run.run_id, staging, optimizer=False)
+        return _json(SaveWeightsForSamplerResponse(path=f"tinker://{run.run_id}/sampler_weights/{operation.path}"))
+
+    async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest) -> Result:
+        """PEFT files, to be downloaded through the checkpoint's external_weights_urls."""
+        if operation.age_encryption_recipients:
+            raise OperationError(
+                "age_encryption_recipients is not supported: leave it out, and encrypt what was downloaded"
+            )
+        async with self._checkpoints.writing(
+            run, "external_weights", operation.path, overwrite=False, ttl_seconds=operation.ttl_seconds
+        ) as staging:
+            await self._dispatch.save_run(run.run_id, staging, optimizer=False)
+        path = f"tinker://{run.run_id}/external_weights/{operation.path}"
+        saved = await self._checkpoints.resolve(Tenant(run.tenant_id, ""), path)
+        return _json(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
+
+    async def _load_weights(self, run: RunRecord, operation: LoadWeightsRequest) -> Result:
+        """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""
+        checkpoint = await self._checkpoints.resolve(
+            Tenant(run.tenant_id, ""), operation.path, operation.weights_access_token
+        )
+        await self._load(run, checkpoint, operation.optimizer)
+        return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
+
+    async def _load(self, run: RunRecord, checkpoint: CheckpointRecord, optimizer: bool) -> None:
+        if checkpoint.base_model != run.base_model:
+            raise OperationError(
+                f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, run {run.run_id} on "
+                f"{run.base_model}: load it into a run of its own base model"
+            )
+        if optimizer and not checkpoint.has_optimizer:
+            raise OperationError(
+                f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
+                "that save_state wrote"
+            )
+        await self._dispatch.load_run(run.run_id, Path(checkpoint.directory), optimizer)
+
+
+def _json(response: BaseModel) -> Result:
+    return Result(response.model_dump_json(exclude_none=True).encode())

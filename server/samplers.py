@@ -1,0 +1,402 @@
+"""Samplers: sampling sessions, the adapters that they load when first asked, and their sampling requests.
+
+A sampler has the weights of the bare base model, of a checkpoint, or of a run (an ephemeral one: a copy made at a
+moment, or one that moves with the run's "inflight" saves). It goes with its session.
+"""
+
+import asyncio
+import logging
+import secrets
+import time
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+
+from ..schemas.checkpoints import SaveWeightsForSamplerRequest
+from ..schemas.codec import CsrLayout, csr_layout_from_json, encode_sample_response, tensor_from_json
+from ..schemas.errors import OperationError, RequestError
+from ..schemas.futures import Pending, SubmitResponse
+from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest
+from ..workers.dispatch import WorkerDispatch
+from ..workers.verbs import ModelInfo, SampleJob
+from .auth import Tenant
+from .bodies import Received
+from .checkpoints import Checkpoints
+from .futures import Future, Futures, Result
+from .journal import Header, Journal
+from .recordings import Recordings
+from .sessions import Sessions
+from .store import RunRecord, SamplerRecord, Store
+
+logger = logging.getLogger(__name__)
+
+MOST_SAMPLES = 4096
+_SEED_LIMIT = 1 << 31
+
+
+@dataclass(eq=False)
+class Sampler:
+    """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
+
+    accepted: seq_id -> its submit being journaled, None once it was.
+    """
+
+    record: SamplerRecord
+    adapter_id: str | None
+    loading: asyncio.Task[None] | None = None
+    accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
+    num_joined: int = 0
+
+    def free_seq_id(self) -> int:
+        return len(self.accepted) if len(self.accepted) not in self.accepted else max(self.accepted) + 1
+
+
+class Samplers:
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        store: Store,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        futures: Futures,
+        journal: Journal,
+        recordings: Recordings,
+    ) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._futures = futures
+        self._journal = journal
+        self._recordings = recordings
+        self._samplers: dict[str, Sampler] = {}
+        self._creating: dict[str, asyncio.Task[str]] = {}
+        self._jobs: set[asyncio.Task[None]] = set()
+
+    async def open(self) -> None:
+        """Samplers of sessions that an earlier process left open; ephemeral ones have lost their weights."""
+        for record in await self._store.list_open_samplers():
+            self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record))
+            if record.kind in ("snapshot", "inflight"):
+                self._samplers[record.sampler_id].adapter_id = None
+
+    async def close(self) -> None:
+        for job in self._jobs:
+            job.cancel()
+        await asyncio.gather(*self._jobs, return_exceptions=True)
+
+    # Making and finding them
+
+    async def create(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
+        """The sampler's id; the same session and number answer the same. Raises RequestError."""
+        await self._sessions.require_open(tenant, request.session_id)
+        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        if sampler_id in self._samplers:
+            return sampler_id
+        if sampler_id not in self._creating:
+            self._creating[sampler_id] = asyncio.create_task(self._create(tenant, sampler_id, request))
+            self._creating[sampler_id].add_done_callback(lambda _: self._creating.pop(sampler_id))
+        return await asyncio.shield(self._creating[sampler_id])
+
+    async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest) -> str:
+        """A sampler with the weights that the run has now. Raises OperationError."""
+        sampler_id = self._ephemeral_id(run, request)
+        record = SamplerRecord(
+            sampler_id=sampler_id,
+            session_id=run.session_id,
+            tenant_id=run.tenant_id,
+            base_model=run.base_model,
+            created_at=time.time(),
+            kind=request.kind,
+            run_id=run.run_id,
+        )
+        adapter_id = _adapter_id(record)
+        assert adapter_id is not None
+        await self._dispatch.copy_adapter(run.run_id, adapter_id)
+        await self._store.insert_sampler(record)
+        self._samplers[sampler_id] = Sampler(record, adapter_id)
+        return sampler_id
+
+    async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
+        """Raises RequestError 404, also for another tenant's, and 410 when its session has ended."""
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None:
+            await self._refuse_unknown(tenant, sampler_id)
+        elif sampler.record.tenant_id == tenant.id:
+            return sampler
+        raise RequestError(f"there is no sampler {sampler_id}: create one with create_sampling_session", 404)
+
+    async def end_session(self, session_id: str) -> None:
+        """Drops the session's samplers, with their adapters; their requests fail."""
+        ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
+        for sampler in ended:
+            del self._samplers[sampler.record.sampler_id]
+            for seq_id in sampler.accepted:
+                self._dispatch.cancel(f"{sampler.record.sampler_id}:{seq_id}")
+        for adapter_id in {sampler.adapter_id for sampler in ended if sampler.adapter_id}:
+            await self._dispatch.drop_adapter(adapter_id)
+
+    async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
+        record = SamplerRecord(
+            sampler_id=sampler_id,
+            session_id=request.session_id,
+            tenant_id=tenant.id,
+            base_model=await self._base_model(tenant, request),
+            created_at=time.time(),
+            kind="checkpoint" if request.model_path else "base",
+            model_path=request.model_path,
+        )
+        await self._store.insert_sampler(record)
+        self._samplers[sampler_id] = Sampler(record, _adapter_id(record))
+        return sampler_id
+
+    async def _base_model(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
+        base_model = request.base_model
+        if request.model_path:
+            checkpoint = await self._checkpoints.resolve(tenant, request.model_path)
+            if base_model not in (None, checkpoint.base_model):
+                raise RequestError(
+                    f"{request.model_path} was trained on {checkpoint.base_model}, not on {base_model}: "
+                    "leave out base_model"
+                )
+            base_model = checkpoint.base_model
+        if base_model is None:
+            raise RequestError("a sampling session needs base_model or model_path")
+        require_served(self._dispatch, base_model)
+        return base_model
+
+    def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest) -> str:
+        asked = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        if request.sampling_session_seq_id is not None and asked not in self._samplers:
+            return asked
+        return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{request.seq_id}"
+
+    async def _refuse_unknown(self, tenant: Tenant, sampler_id: str) -> None:
+        record = await self._store.get_sampler(sampler_id)
+        if record is not None and record.tenant_id == tenant.id:
+            raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
+
+    # Sampling
+
+    async def submit(self, tenant: Tenant, request: SampleRequest, received: Received) -> SubmitResponse:
+        """Accepts a sampling request; the same sampler and seq_id answer the same. Raises RequestError."""
+        sampler = await self._require(tenant, request)
+        if request.seq_id is not None and request.seq_id < 0:
+            raise RequestError(f"seq_id {request.seq_id} must not be negative")
+        seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
+        request_id = f"{sampler.record.sampler_id}:{seq_id}"
+        if seq_id not in sampler.accepted:
+            job = _Job(request, request_id, sampler, self._dispatch.models[sampler.record.base_model])
+            sampler.accepted[seq_id] = asyncio.create_task(self._accept(sampler, seq_id, job, received))
+        if (accepting := sampler.accepted[seq_id]) is not None:
+            await asyncio.shield(accepting)
+        return SubmitResponse(
+            request_id=request_id,
+            sample_sequence_ids=[f"{request_id}:{number}" for number in range(request.num_samples)],
+            seq_id=seq_id,
+        )
+
+    def cancel(self, tenant: Tenant, request_id: str) -> None:
+        """Ends a sampling request that has not ended. Finished, unknown and training requests: no-op."""
+        future = self._futures.get(request_id)
+        if future is not None and future.tenant_id == tenant.id:
+            self._dispatch.cancel(request_id)
+
+    async def _require(self, tenant: Tenant, request: SampleRequest) -> Sampler:
+        if request.sampling_session_id is None:
+            raise RequestError(
+                "sampling_session_id is missing: POST /api/v1/create_sampling_session with base_model or model_path "
+                "answers one"
+            )
+        sampler = await self.get(tenant, request.sampling_session_id)
+        self._sessions.heard_of(sampler.record.session_id)
+        if sampler.record.kind in ("snapshot", "inflight") and sampler.adapter_id is None:
+            raise RequestError(
+                f"the weights of sampler {sampler.record.sampler_id} were lost when the server restarted: "
+                "save_weights_for_sampler again, or sample a named checkpoint",
+                410,
+            )
+        return sampler
+
+    async def _accept(self, sampler: Sampler, seq_id: int, job: "_Job", received: Received) -> None:
+        """Journals the request and starts it. Nothing is accepted when the journal cannot be written."""
+        header = Header(
+            kind="sample",
+            tenant_id=sampler.record.tenant_id,
+            run_id=sampler.record.sampler_id,
+            seq_id=seq_id,
+            request_id=job.request_id,
+            drawn={} if job.request.sampling_params.seed is not None else {"seed": job.seed},
+            content_type=received.content_type,
+            content_encoding=received.content_encoding,
+        )
+        try:
+            place = await self._journal.append(header, received.body)
+        except BaseException:
+            del sampler.accepted[seq_id]
+            raise
+        sampler.accepted[seq_id] = None
+        future = self._futures.create(
+            job.request_id,
+            sampler.record.tenant_id,
+            partial(self._pending, sampler.record.base_model),
+            partial(self._journal.release, place),
+        )
+        task = asyncio.create_task(self._perform(sampler, job, future))
+        self._jobs.add(task)
+        task.add_done_callback(self._jobs.discard)
+
+    def _pending(self, base_model: str) -> Pending:
+        return Pending(queue_state_reason=self._dispatch.status(base_model))
+
+    async def _perform(self, sampler: Sampler, job: "_Job", future: Future) -> None:
+        try:
+            self._futures.resolve(future, await self._sample(sampler, job))
+        except OperationError as error:
+            self._reload_next_time(sampler, error)
+            self._futures.fail(future, error.message, error.category)
+        except RequestError as error:
+            self._futures.fail(future, error.message, "user")
+        except Exception:
+            logger.exception("sampling request %s failed", job.request_id)
+            self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
+
+    async def _sample(self, sampler: Sampler, job: "_Job") -> Result:
+        await self._load(sampler)
+        response = await self._dispatch.sample(sampler.record.base_model, job.for_worker())
+        if job.request.record_stability_info:
+            await self._recordings.keep(job.request_id, sampler.record.tenant_id, job.prompt, response)
+        return Result(encode_sample_response(response, job.target_layout), "sample")
+
+    async def _load(self, sampler: Sampler) -> None:
+        """The adapter of a checkpoint, once, for whoever comes first."""
+        if sampler.record.model_path is None:
+            return
+        if sampler.loading is None:
+            sampler.loading = asyncio.create_task(self._load_now(sampler))
+        try:
+            await asyncio.shield(sampler.loading)
+        except (OperationError, RequestError):
+            sampler.loading = None
+            raise
+
+    async def _load_now(self, sampler: Sampler) -> None:
+        record = sampler.record
+        assert record.model_path is not None and sampler.adapter_id is not None
+        checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
+        await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, Path(checkpoint.directory))
+
+    def _reload_next_time(self, sampler: Sampler, error: OperationError) -> None:
+        """The worker may have died, and the adapter with it."""
+        if error.category == "server":
+            sampler.loading = None
+
+
+def require_served(dispatch: WorkerDispatch, base_model: str) -> ModelInfo:
+    """Raises RequestError."""
+    if base_model not in dispatch.models:
+        raise RequestError(f"base model {base_model} is not served here: choose one of {', '.join(dispatch.models)}")
+    return dispatch.models[base_model]
+
+
+def draw_seed() -> int:
+    return secrets.randbelow(_SEED_LIMIT)
+
+
+def _adapter_id(record: SamplerRecord) -> str | None:
+    match record.kind:
+        case "base":
+            return None
+        case "inflight":
+            # One target per run, which every inflight save moves for all samplers that follow it.
+            return f"{record.run_id}:inflight"
+        case _:
+            return record.sampler_id
+
+
+class _Job:
+    """A sampling request, checked against its model, its seed drawn."""
+
+    def __init__(self, request: SampleRequest, request_id: str, sampler: Sampler, model: ModelInfo) -> None:
+        """Raises RequestError."""
+        self.request = request
+        self.request_id = request_id
+        self.prompt = _prompt(request, model)
+        self.seed = (
+            secrets.randbelow(_SEED_LIMIT) if request.sampling_params.seed is None else request.sampling_params.seed
+        )
+        self._sampler = sampler
+        self._model = model
+        _check_counts(request, model, len(self.prompt))
+        self._targets = _targets(request, len(self.prompt))
+        self.target_layout: CsrLayout | None = None
+        if request.target_prompt_logprobs is not None:
+            self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
+
+    def for_worker(self) -> SampleJob:
+        request, stop = self.request, self.request.sampling_params.stop
+        strings = [stop] if isinstance(stop, str) else [one for one in stop or () if isinstance(one, str)]
+        token_ids = [one for one in stop or () if isinstance(one, int)]
+        return SampleJob(
+            job_id=self.request_id,
+            adapter_id=self._sampler.adapter_id,
+            prompt=self.prompt,
+            params=request.sampling_params.model_copy(update={"seed": self.seed}),
+            stop_token_ids=self._model.eos_token_ids if stop is None else tuple(token_ids),
+            stop_strings=tuple(strings),
+            num_samples=request.num_samples,
+            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            target_prompt_tokens=self._targets,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+        )
+
+
+def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
+    """int32 [T], T >= 1."""
+    for index, chunk in enumerate(request.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise RequestError(
+                f"prompt chunk {index} is of type {chunk.type!r}, which is not supported: send encoded_text chunks only"
+            )
+    tokens = request.prompt.to_ints()
+    if not tokens:
+        raise RequestError("the prompt is empty: send at least one token")
+    if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
+        raise RequestError(
+            f"prompt token {wrong} is not in the vocabulary of {model.name}: token ids are 0 to {model.vocab_size - 1}"
+        )
+    if len(tokens) >= model.max_context_length:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens; {model.name} takes at most {model.max_context_length} with what is "
+            "sampled: shorten it"
+        )
+    return np.asarray(tokens, np.int32)
+
+
+def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:
+    if request.num_samples > MOST_SAMPLES:
+        raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: send several requests")
+    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+        if (count := getattr(request, name)) > model.vocab_size:
+            raise RequestError(f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens")
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and last_n > num_prompt - 1:
+        raise RequestError(f"prompt_logprobs_last_n {last_n} exceeds the {num_prompt - 1} positions that are scored")
+
+
+def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
+    """int64 [T - 1, K], -1 = nothing."""
+    if request.target_prompt_logprobs is None:
+        return None
+    targets = tensor_from_json(request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs")
+    if targets.ndim != 2 or len(targets) != num_prompt - 1 or targets.dtype.kind != "i":
+        raise RequestError(
+            f"target_prompt_logprobs is {targets.dtype} {list(targets.shape)}: it must be int64 [{num_prompt - 1}, K], "
+            "one row less than the prompt has tokens"
+        )
+    return targets

@@ -80,6 +80,10 @@ class WorkerDispatch:
         """What work on this base model waits for, in words; None when nothing waits."""
         return self._group(base_model).status()
 
+    def pids(self, base_model: str) -> list[int]:
+        """Process ids of the base model's ranks."""
+        return self._group(base_model).pids()
+
     async def create_run(self, base_model: str, spec: RunSpec) -> RunInfo:
         group = self._group(base_model)
         info = await group.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))

@@ -65,11 +65,14 @@ class Group:
         self._closed = False
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Loads the model. Raises ValueError (a bad one), WorkerDied, WorkerError."""
+        """Loads the model. Raises ValueError with the reason when it does not load."""
         model, size = self._config.model, loaded_bytes(self._config)
         on_progress(f"loading {model.name} from {model.source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
-        await self._open_pool()
+        try:
+            await self._open_pool()
+        except (WorkerDied, WorkerError) as error:
+            raise ValueError(f"base model {model.name} does not load from {model.source}: {error}") from error
         on_progress(f"{model.name} ready in {time.monotonic() - started:.1f} s")
         self._lane = asyncio.create_task(self._run_lane())
 

@@ -91,7 +91,11 @@ class Pool(abc.ABC):
         self._exchanges: set[asyncio.Task[_Answer]] = set()
 
     async def start(self) -> None:
-        """Builds the worker on every rank. Raises what its constructor raised (ValueError: a bad model), WorkerDied."""
+        """Builds the worker on every rank.
+
+        Raises ValueError when its constructor raised that or OSError (a bad model, or none), WorkerError for other
+        exceptions, WorkerDied.
+        """
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
@@ -197,7 +201,10 @@ class _Shell:
     def _build(self) -> int:
         module, _, name = self._spec.worker.partition(":")
         os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
-        self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
+        try:
+            self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
+        except OSError as error:
+            raise ValueError(str(error)) from error  # an unreadable model is as good as a bad one
         return os.getpid()
 
     def _call(self, message: bytes | bytearray) -> object:

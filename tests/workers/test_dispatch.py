@@ -1,0 +1,383 @@
+"""The dispatch: what it makes of many runs' work, and what its callers see when a worker dies."""
+
+import asyncio
+import json
+import os
+import signal
+import struct
+import time
+from collections.abc import AsyncIterator, Coroutine, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.tests.workers.recording_worker import RECORDING
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.group import Backoff, Turns
+from trainhouse.workers.verbs import RunSpec, SampleJob, Step
+
+TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+def spec(run_id: str, rank: int = 4) -> RunSpec:
+    return RunSpec(run_id, LoraConfig(rank=rank, seed=0))
+
+
+def step(run_id: str) -> Step:
+    return Step(run_id, AdamParams(learning_rate=1e-2))
+
+
+def operation(run_id: str, loss_fn: str, **config: float) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(run_id, 0, (), loss_fn, config)
+
+
+def sample_job(job_id: str, max_tokens: int = 1, adapter_id: str | None = None) -> SampleJob:
+    """With the recording worker, max_tokens is the number of slices."""
+    return SampleJob(job_id, adapter_id, TOKENS[:3], SamplingParams(max_tokens=max_tokens, seed=0), (), ())
+
+
+# --- with the real worker, on both pools ---
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module", params=["local", "ray"])
+def dispatch(
+    request: pytest.FixtureRequest, runner: asyncio.Runner, tiny_models: dict[str, Path]
+) -> Iterator[WorkerDispatch]:
+    models = (WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1, max_lora_rank=8),)
+    dispatch = WorkerDispatch(DispatchConfig(models, pool=request.param))
+    runner.run(dispatch.start(lambda _: None))
+    yield dispatch
+    runner.run(dispatch.close())
+
+
+def cross_entropy(run_id: str) -> ForwardBackwardRequest:
+    inputs = {"target_tokens": np.roll(TOKENS, -1).astype(np.int64), "weights": np.ones(len(TOKENS), np.float32)}
+    return ForwardBackwardRequest(run_id, 0, (Datum(TOKENS, inputs),), "cross_entropy")
+
+
+async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        losses.append((await dispatch.forward_backward(cross_entropy(run_id))).metrics["loss:sum"])
+        await dispatch.optim_step(step(run_id))
+    return losses
+
+
+def test_two_runs_train_and_are_sampled(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
+    async def check() -> None:
+        assert dispatch.models["tiny"].vocab_size == 512
+        for run_id in ("first", "second"):
+            assert (await dispatch.create_run("tiny", spec(run_id))).num_parameters > 0
+        first, second = await asyncio.gather(train(dispatch, "first", 5), train(dispatch, "second", 5))
+        assert first == pytest.approx(second, rel=1e-5) and first[-1] < first[0]
+        await dispatch.copy_adapter("first", "sampler")
+        await dispatch.save_run("first", tmp_path, optimizer=True)
+        await dispatch.load_run("second", tmp_path, optimizer=True)
+        await dispatch.load_adapter("tiny", "loaded", tmp_path)
+        jobs = [sample_job(str(adapter_id), 4, adapter_id) for adapter_id in ("sampler", "loaded", None)]
+        trained, loaded, bare = await asyncio.gather(*(dispatch.sample("tiny", job) for job in jobs))
+        np.testing.assert_array_equal(trained.sequences[0].logprobs, loaded.sequences[0].logprobs)
+        assert not np.array_equal(trained.sequences[0].logprobs, bare.sequences[0].logprobs)
+        assert (await dispatch.memory())["tiny"]["base_weights"] > 0
+        for adapter_id in ("sampler", "loaded"):
+            await dispatch.drop_adapter(adapter_id)
+        for run_id in ("first", "second"):
+            await dispatch.drop_run(run_id)
+        assert dispatch.status("tiny") is None
+
+    runner.run(check())
+
+
+def test_wrong_requests_name_what_is_wrong(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    async def check() -> None:
+        with pytest.raises(OperationError, match="base model huge is not served here; served are: tiny") as refused:
+            await dispatch.create_run("huge", spec("run"))
+        assert refused.value.category == "user"
+        with pytest.raises(OperationError, match="256") as refused:
+            await dispatch.create_run("tiny", spec("run", rank=256))
+        assert refused.value.category == "user"
+        with pytest.raises(OperationError, match="run nobody is not live"):
+            await dispatch.optim_step(step("nobody"))
+
+    runner.run(check())
+
+
+def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        await dispatch.create_run("tiny", spec("victim"))
+        await dispatch.copy_adapter("victim", "victim-sampler")
+        [pid] = dispatch.pids("tiny")
+        sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("long", 900)))
+        training = asyncio.create_task(train(dispatch, "victim", 1000))
+        await asyncio.sleep(0.2)
+        os.kill(pid, signal.SIGKILL)
+        for pending in (sampling, training):
+            with pytest.raises(OperationError, match=r"worker died.*since the last checkpoint is lost") as failed:
+                await pending
+            assert failed.value.category == "server"
+        with pytest.raises(OperationError, match=r"victim was lost when the worker of tiny died"):
+            await dispatch.forward_backward(cross_entropy("victim"))
+        with pytest.raises(OperationError, match=r"victim-sampler was lost"):
+            await dispatch.sample("tiny", sample_job("adapted", 1, "victim-sampler"))
+        assert dispatch.status("tiny") == "the worker of tiny is restarting"
+        sampled = await dispatch.sample("tiny", sample_job("bare", 2))
+        assert len(sampled.sequences[0].tokens) == 2
+        await dispatch.create_run("tiny", spec("successor"))
+        losses = await train(dispatch, "successor", 2)
+        assert losses[1] < losses[0]
+        await dispatch.drop_run("victim")
+        await dispatch.drop_adapter("victim-sampler")
+
+    runner.run(check())
+
+
+# --- what the lane makes of waiting work ---
+
+
+@asynccontextmanager
+async def recording(
+    *runs: str, slice_milliseconds: float = 5.0, names: tuple[str, ...] = ("tiny",)
+) -> AsyncIterator[WorkerDispatch]:
+    models = tuple(WorkerConfig(ServedModel(name, name), device="cpu", max_lora_rank=8) for name in names)
+    dispatch = WorkerDispatch(DispatchConfig(models, worker=RECORDING, slice_milliseconds=slice_milliseconds))
+    await dispatch.start(lambda _: None)
+    try:
+        for run_id in runs:
+            await dispatch.create_run(names[0], spec(run_id))
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+def calls(outputs: list[ForwardBackwardOutput]) -> list[float]:
+    return [output.metrics["call:last"] for output in outputs]
+
+
+def test_runs_take_turns_and_each_keeps_its_order() -> None:
+    async def check() -> None:
+        async with recording("busy", "modest") as dispatch:
+            busy = [dispatch.forward_backward(operation("busy", "sleep", seconds=0.01)) for _ in range(8)]
+            modest = [dispatch.forward_backward(operation("modest", "sleep", seconds=0.01)) for _ in range(2)]
+            outputs = await asyncio.gather(*busy, *modest)
+            first = calls(outputs)[0]
+            assert calls(outputs[8:]) == [first + 1, first + 3]
+            assert calls(outputs[:8]) == sorted(calls(outputs[:8]))
+
+    run(check())
+
+
+def test_steps_that_are_ready_share_a_call_but_pass_no_operation_of_their_own_run() -> None:
+    async def check() -> None:
+        async with recording("a", "b", "c") as dispatch:
+            running = asyncio.create_task(dispatch.forward_backward(operation("a", "sleep", seconds=0.05)))
+            await asyncio.sleep(0.01)
+            output, *steps = await asyncio.gather(
+                dispatch.forward_backward(operation("c", "sleep", seconds=0)),
+                *(dispatch.optim_step(step(run_id)) for run_id in ("a", "b", "c")),
+            )
+            assert [metrics["steps:last"] for metrics in steps] == [3, 3, 3]
+            assert calls([await running, output]) == [steps[0]["call:last"] - 2, steps[0]["call:last"] - 1]
+
+    run(check())
+
+
+def test_long_passes_and_sampling_get_equal_time() -> None:
+    async def check() -> None:
+        async with recording("run") as dispatch:
+            sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("endless", 10_000)))
+            passes = (dispatch.forward_backward(operation("run", "sleep", seconds=0.1)) for _ in range(5))
+            outputs = await asyncio.gather(*passes)
+            slices = [output.metrics["slices:last"] for output in outputs]
+            # Between two passes of 100 ms: 100 ms of slices of at least 5 ms.
+            assert 2 < (slices[-1] - slices[0]) / 4 <= 21
+            sampling.cancel()
+
+    run(check())
+
+
+def test_of_two_the_one_that_had_less_goes_next_and_idleness_earns_nothing() -> None:
+    turns = Turns()
+    for _ in range(10):
+        assert turns.training_is_next(True, False)
+        turns.spent(True, 1.0)
+    order = []
+    for _ in range(60):
+        order.append(turns.training_is_next(True, True))
+        turns.spent(order[-1], 0.5 if order[-1] else 0.1)
+    # Sampling begins with the time of one pass, for it may have waited during the last: not with that of ten.
+    assert 9 <= order.index(True) <= 11
+    assert 5 <= order[12:].count(False) / order[12:].count(True) <= 6
+
+
+def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with recording("run") as dispatch:
+            with pytest.raises(OperationError, match="the worker failed: KeyError: 'unforeseen'") as failed:
+                await dispatch.forward_backward(operation("run", "fail"))
+            assert failed.value.category == "server"
+            with pytest.raises(OperationError, match="refused") as failed:
+                await dispatch.forward_backward(operation("run", "refuse"))
+            assert failed.value.category == "user"
+            with pytest.raises(OperationError, match="the worker failed: KeyError"):
+                await dispatch.sample("tiny", sample_job("job", 3, "fails"))
+            await dispatch.sample("tiny", sample_job("job", 3))
+            await dispatch.optim_step(step("run"))
+
+    run(check())
+
+
+@pytest.mark.parametrize("joined", [False, True])
+def test_a_cancelled_sample_is_told_so_and_leaves_the_worker(joined: bool) -> None:
+    async def check() -> None:
+        async with recording("run", slice_milliseconds=1) as dispatch:
+            running = asyncio.create_task(asyncio.sleep(0))
+            if not joined:
+                running = asyncio.create_task(dispatch.forward_backward(operation("run", "sleep", seconds=0.2)))
+                await asyncio.sleep(0.05)
+            sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("job", 10_000)))
+            await asyncio.sleep(0.05)
+            dispatch.cancel("job")
+            with pytest.raises(OperationError, match="job was cancelled"):
+                await sampling
+            await until_nothing_is_sampling(dispatch)
+            assert bool((await dispatch.memory())["tiny"]["slices"]) == joined
+            dispatch.cancel("job")
+            await running
+
+    run(check())
+
+
+def test_a_sample_whose_caller_went_away_leaves_the_worker() -> None:
+    async def check() -> None:
+        async with recording(slice_milliseconds=1) as dispatch:
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(dispatch.sample("tiny", sample_job("job", 10_000)), 0.05)
+            await until_nothing_is_sampling(dispatch)
+
+    run(check())
+
+
+async def until_nothing_is_sampling(dispatch: WorkerDispatch) -> None:
+    for _ in range(100):
+        if dispatch.status("tiny") is None and (await dispatch.memory())["tiny"]["sampling"] == 0:
+            return
+        await asyncio.sleep(0.01)
+    pytest.fail("the worker still samples for nobody")
+
+
+def test_work_whose_caller_went_away_is_not_begun() -> None:
+    async def check() -> None:
+        async with recording("run") as dispatch:
+            running = asyncio.create_task(dispatch.forward_backward(operation("run", "sleep", seconds=0.1)))
+            await asyncio.sleep(0.02)
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(dispatch.forward_backward(operation("run", "die")), 0.01)
+            assert dispatch.status("tiny") == "1 operations wait or run on tiny"
+            await running
+            await dispatch.optim_step(step("run"))
+
+    run(check())
+
+
+def test_a_death_touches_no_other_base_model() -> None:
+    async def check() -> None:
+        async with recording("run", names=("tiny", "other")) as dispatch:
+            await dispatch.create_run("other", spec("elsewhere"))
+            with pytest.raises(OperationError, match="exit code 1"):
+                await dispatch.forward_backward(operation("run", "die"))
+            await dispatch.optim_step(step("elsewhere"))
+            await dispatch.create_run("tiny", spec("new"))
+
+    run(check())
+
+
+def test_close_fails_what_waits() -> None:
+    async def check() -> None:
+        async with recording("run") as dispatch:
+            waiting = [
+                asyncio.create_task(dispatch.forward_backward(operation("run", "sleep", seconds=30))),
+                asyncio.create_task(dispatch.optim_step(step("run"))),
+                asyncio.create_task(dispatch.sample("tiny", sample_job("job", 10_000))),
+            ]
+            await asyncio.sleep(0.05)
+        for each in waiting:
+            with pytest.raises(OperationError, match="shutting down"):
+                await each
+        with pytest.raises(OperationError, match="shutting down"):
+            await dispatch.optim_step(step("run"))
+
+    run(check())
+
+
+def test_a_worker_that_keeps_dying_is_restarted_ever_later() -> None:
+    backoff = Backoff(first=1.0, limit=5.0, steady_after=60.0)
+    backoff.started()
+    assert [backoff.next_delay() for _ in range(5)] == [0.0, 1.0, 2.0, 4.0, 5.0]
+    steady = Backoff(first=0.001, steady_after=0.01)
+    for _ in range(2):
+        steady.started()
+        time.sleep(0.05)
+        assert steady.next_delay() == 0.0
+
+
+# --- start ---
+
+
+def test_start_tells_what_it_loads_and_how_long_it_took(tmp_path: Path) -> None:
+    async def check() -> None:
+        write_header(tmp_path, shape=(1000, 250))
+        model = WorkerConfig(ServedModel("tiny", str(tmp_path)), device="cpu")
+        dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING))
+        lines: list[str] = []
+        await dispatch.start(lines.append)
+        await dispatch.close()
+        assert lines[0] == f"loading tiny from {tmp_path} (1 MB) ..."
+        assert lines[1].startswith("tiny ready in ") and len(lines) == 2
+
+    run(check())
+
+
+def test_models_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> None:
+    write_header(tmp_path, shape=(1 << 20, 1 << 22))
+    models = tuple(WorkerConfig(ServedModel(name, str(tmp_path)), device="cpu") for name in ("first", "second"))
+    dispatch = WorkerDispatch(DispatchConfig(models, worker=RECORDING))
+    with pytest.raises(ValueError, match=r"need 35184\.4 GB .*first 17592\.2 GB.*second.* is available.*bfloat16"):
+        asyncio.run(dispatch.start(lambda _: None))
+
+
+def write_header(directory: Path, shape: tuple[int, int]) -> None:
+    header = json.dumps({"weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}).encode()
+    (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+
+
+def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:
+    async def check() -> None:
+        models = tuple(WorkerConfig(ServedModel(name, name), device="cpu") for name in ("tiny", "broken"))
+        with pytest.raises(ValueError, match="broken: no weights in this directory"):
+            await WorkerDispatch(DispatchConfig(models, worker=RECORDING)).start(lambda _: None)
+
+    run(check())
+
+
+def test_a_name_served_twice_is_refused() -> None:
+    model = WorkerConfig(ServedModel("tiny", "tiny"))
+    with pytest.raises(ValueError, match="base model tiny is given twice"):
+        WorkerDispatch(DispatchConfig((model, model)))

@@ -156,3 +156,63 @@ class TrainingRunList(Wire):
 class CheckpointList(Wire):
     checkpoints: list[Checkpoint]
     cursor: Cursor | None = None
+
+
+class ClientConfig(Wire):
+    """Flags of the official SDK that this server sets; for the others it uses its own defaults."""
+
+    fwdbwd_max_chunk_len: int
+    fwdbwd_max_chunk_bytes_count: int
+    proto_compress_fwdbwd: bool = False
+    parallel_fwdbwd_chunks: bool = True
+    sample_use_retrieve_futures: bool = False
+    custom_loss_server_side: bool = False
+
+
+class ClientDynamicConfig(Wire):
+    refresh_interval_sec: int = 300
+    sample_cancel_enabled: bool = True
+
+
+class HeartbeatResponse(Wire):
+    type: Literal["session_heartbeat"] = "session_heartbeat"
+
+
+class AssignProjectRequest(Wire):
+    project_id: str
+
+
+class TelemetryResponse(Wire):
+    status: Literal["accepted"] = "accepted"
+
+
+class Health(Wire):
+    status: Literal["ok"] = "ok"
+
+
+class TokenizerFiles(Wire):
+    """File name -> URL of the file, fetched with the same API key."""
+
+    files: dict[str, str]
+
+
+class KeyOrganization(Wire):
+    name: str
+
+
+class KeyUser(Wire):
+    email: str
+
+
+class KeyDetails(Wire):
+    org_details: KeyOrganization
+    user_details: KeyUser
+
+
+class OwnKey(Wire):
+    """What `tinker auth login` shows of the key it was given. key_id 0: a key that an open server let in."""
+
+    key_id: int
+    name: str
+    note: str
+    details: KeyDetails

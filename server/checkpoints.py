@@ -89,11 +89,11 @@ class Checkpoints:
         async with self._publishing(draft, insert) as staging:
             yield staging
 
-    async def resolve(self, tenant: Tenant, tinker_path: str, access_token: str | None = None) -> CheckpointRecord:
+    async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
         """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
-        record = await self._find(*parse_path(tinker_path))
+        record = await self._find(*parse_path(path))
         if record is None or not await self._may_read(tenant, record, access_token):
-            raise _missing(tinker_path)
+            raise _missing(path)
         return record
 
     async def owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
@@ -148,9 +148,9 @@ class Checkpoints:
         files = await asyncio.to_thread(_manifest_files, Path(checkpoint.directory))
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
-    async def signed_file(self, tinker_path: str, signed: "SignedFile") -> Path:
+    async def signed_file(self, path: str, signed: "SignedFile") -> Path:
         """The file of a checkpoint that `sign_files` has signed. Raises RequestError 403, 404."""
-        record = await self._find(*parse_path(tinker_path))
+        record = await self._find(*parse_path(path))
         expected = "" if record is None else self._signature(record, signed.name, signed.expires)
         if record is None or not hmac.compare_digest(expected.encode(), signed.signature.encode()):
             raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
@@ -278,18 +278,18 @@ def check_name(name: str) -> str:
     return name
 
 
-def parse_path(tinker_path: str) -> tuple[str, CheckpointKind, str]:
+def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
     """Run id, kind, name. Raises RequestError 400."""
-    match tinker_path.removeprefix("tinker://").split("/"):
+    match path.removeprefix("tinker://").split("/"):
         case [run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name] if run_id and name:
             return run_id, kind, name
     raise RequestError(
-        f"{tinker_path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights)"
+        f"{path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights)"
     )
 
 
-def _missing(tinker_path: str) -> RequestError:
-    return RequestError(f"there is no checkpoint {tinker_path}, or it is not yours to read", status=404)
+def _missing(path: str) -> RequestError:
+    return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
 
 
 def _taken(checkpoint: CheckpointRecord) -> OperationError:

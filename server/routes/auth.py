@@ -1,0 +1,33 @@
+"""A key asks about itself, or revokes itself (`tinker auth login` and `logout`)."""
+
+from typing import Annotated
+
+from fastapi import APIRouter, Depends
+
+from ...schemas.errors import RequestError
+from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey
+from ..auth import TenantDependency, presented_key
+from ..services import ServicesDependency
+
+router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
+
+KeyDependency = Annotated[str | None, Depends(presented_key)]
+
+
+@router.get("/apikey/me")
+async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
+    record = await services.auth.key_of(key or "")
+    return OwnKey(
+        key_id=0 if record is None else record.key_id,
+        name=tenant.name,
+        note="a key of this open server" if record is None else "",
+        details=KeyDetails(org_details=KeyOrganization(name="trainhouse"), user_details=KeyUser(email=tenant.name)),
+    )
+
+
+@router.delete("/apikey/me", status_code=204)
+async def revoke_own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> None:
+    record = await services.auth.key_of(key or "")
+    if record is None:
+        raise RequestError("this key was never made here, so it cannot be revoked", status=404)
+    await services.auth.revoke(record)

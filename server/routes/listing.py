@@ -1,0 +1,158 @@
+"""Listings: training runs, checkpoints, sessions."""
+
+from collections.abc import Iterable
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Query
+
+from ...schemas.errors import RequestError
+from ...schemas.models import (
+    Checkpoint,
+    CheckpointList,
+    Cursor,
+    SessionInfo,
+    SessionList,
+    TrainingRun,
+    TrainingRunList,
+)
+from ..auth import Tenant, TenantDependency
+from ..services import Services, ServicesDependency
+from ..store import CheckpointRecord, Page, RunRecord
+
+router = APIRouter(prefix="/api/v1", tags=["listing"])
+
+AccessScope = Literal["owned", "accessible"]
+Offset = Annotated[int, Query(ge=0)]
+Limit = Annotated[int, Query(ge=1, le=1000)]
+
+_TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
+
+
+@router.get("/training_runs")
+async def list_training_runs(
+    services: ServicesDependency,
+    tenant: TenantDependency,
+    limit: Limit = 20,
+    offset: Offset = 0,
+    access_scope: AccessScope = "owned",
+    project_id: str | None = None,
+) -> TrainingRunList:
+    """Last used first. accessible: also other tenants' runs with a public checkpoint."""
+    public_at = services.checkpoints.now() if access_scope == "accessible" else None
+    runs, page = await services.store.list_runs(tenant.id, offset, limit, project_id, public_at)
+    return TrainingRunList(training_runs=await _training_runs(services, tenant, runs), cursor=_cursor(page))
+
+
+@router.get("/training_runs/{run_id}")
+async def get_training_run(
+    run_id: str, services: ServicesDependency, tenant: TenantDependency, access_scope: AccessScope = "owned"
+) -> TrainingRun:
+    run = await services.store.get_run(run_id)
+    if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
+        raise _no_run(run_id)
+    return (await _training_runs(services, tenant, [run]))[0]
+
+
+@router.get("/training_runs/{run_id}/checkpoints")
+async def list_run_checkpoints(run_id: str, services: ServicesDependency, tenant: TenantDependency) -> CheckpointList:
+    """Oldest first. Of another tenant's run, the public ones."""
+    run = await services.store.get_run(run_id)
+    if run is None:
+        raise _no_run(run_id)
+    readable = await _readable(services, tenant, run, "accessible")
+    if run.tenant_id != tenant.id and not readable:
+        raise _no_run(run_id)
+    return CheckpointList(checkpoints=[checkpoint_of(record) for record in readable])
+
+
+@router.get("/checkpoints")
+async def list_user_checkpoints(
+    services: ServicesDependency, tenant: TenantDependency, limit: Limit = 100, offset: Offset = 0
+) -> CheckpointList:
+    """The tenant's own, newest first."""
+    now = services.checkpoints.now()
+    records, page = await services.store.list_checkpoints(tenant.id, now, offset, limit)
+    return CheckpointList(checkpoints=[checkpoint_of(record) for record in records], cursor=_cursor(page))
+
+
+@router.get("/sessions")
+async def list_sessions(
+    services: ServicesDependency, tenant: TenantDependency, limit: Limit = 20, offset: Offset = 0
+) -> SessionList:
+    """The tenant's own, newest first."""
+    records = await services.store.list_sessions(tenant.id, offset, limit)
+    return SessionList(sessions=[record.session_id for record in records])
+
+
+@router.get("/sessions/{session_id}")
+async def get_session(session_id: str, services: ServicesDependency, tenant: TenantDependency) -> SessionInfo:
+    session = await services.sessions.get(tenant, session_id)
+    runs = await services.store.list_session_runs(session_id)
+    samplers = await services.store.list_session_samplers(session_id)
+    return SessionInfo(
+        training_run_ids=[run.run_id for run in runs],
+        sampler_ids=[sampler.sampler_id for sampler in samplers],
+        user_metadata=session.user_metadata,
+        display_name=session.display_name,
+    )
+
+
+def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
+    return Checkpoint.model_validate(
+        {
+            "checkpoint_id": record.checkpoint_id,
+            "checkpoint_type": _TYPES[record.kind],
+            "time": _time(record.created_at),
+            "tinker_path": record.tinker_path,
+            "size_bytes": record.size_bytes,
+            "public": record.public,
+            "user_metadata": record.user_metadata,
+            "expires_at": None if record.expires_at is None else _time(record.expires_at),
+        }
+    )
+
+
+async def _readable(
+    services: Services, tenant: Tenant, run: RunRecord, access_scope: AccessScope
+) -> list[CheckpointRecord]:
+    records = await services.store.list_run_checkpoints([run.run_id], services.checkpoints.now())
+    return [one for one in records if one.tenant_id == tenant.id or (one.public and access_scope == "accessible")]
+
+
+async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunRecord]) -> list[TrainingRun]:
+    runs = list(runs)
+    records = await services.store.list_run_checkpoints([run.run_id for run in runs], services.checkpoints.now())
+    seen = [one for one in records if one.public or one.tenant_id == tenant.id]
+    # Oldest first: of each kind of each run, the newest stays.
+    last = {(one.run_id, one.kind): checkpoint_of(one) for one in seen}
+    owners = {tenant.id: tenant.name}
+    for other in {run.tenant_id for run in runs} - {tenant.id}:
+        owner = await services.store.get_tenant(other)
+        owners[other] = owner.name if owner else other
+    return [
+        TrainingRun(
+            training_run_id=run.run_id,
+            base_model=run.base_model,
+            model_owner=owners[run.tenant_id],
+            is_lora=True,
+            lora_rank=run.lora.rank,
+            last_request_time=_time(run.last_request_at),
+            last_checkpoint=last.get((run.run_id, "weights")),
+            last_sampler_checkpoint=last.get((run.run_id, "sampler_weights")),
+            user_metadata=run.user_metadata,
+        )
+        for run in runs
+    ]
+
+
+def _cursor(page: Page) -> Cursor:
+    return Cursor(offset=page.offset, limit=page.limit, total_count=page.total_count)
+
+
+def _no_run(run_id: str) -> RequestError:
+    return RequestError(f"there is no training run {run_id}", status=404)
+
+
+def _time(seconds: float) -> datetime:
+    return datetime.fromtimestamp(seconds, UTC)

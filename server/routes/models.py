@@ -1,0 +1,118 @@
+"""What is served: the base models, a live model's description, and the files of tokenizers."""
+
+from pathlib import Path
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Request
+from fastapi.responses import FileResponse
+from huggingface_hub import try_to_load_from_cache
+
+from ...schemas.errors import RequestError
+from ...schemas.models import (
+    GetInfoRequest,
+    GetInfoResponse,
+    ModelData,
+    ServerCapabilities,
+    SupportedModel,
+    TokenizerFiles,
+)
+from ...workers.config import ServedModel
+from ..auth import TenantDependency
+from ..services import Services, ServicesDependency
+
+router = APIRouter(prefix="/api/v1", tags=["models"])
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+    "chat_template.jinja",
+    "config.json",
+    "generation_config.json",
+)
+
+
+@router.get("/get_server_capabilities")
+async def get_server_capabilities(services: ServicesDependency, tenant: TenantDependency) -> ServerCapabilities:
+    models = services.dispatch.models.values()
+    return ServerCapabilities(
+        supported_models=[
+            SupportedModel(model_name=model.name, max_context_length=model.max_context_length) for model in models
+        ]
+    )
+
+
+@router.post("/get_info", response_model_exclude_none=True)
+async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
+    """Of a live model, as soon as it has been created. The adapter's alpha sets its scale: alpha / rank."""
+    run = await services.runs.get(tenant, request.model_id)
+    base = services.dispatch.models[run.record.base_model]
+    return GetInfoResponse(
+        model_id=request.model_id,
+        model_data=ModelData(
+            arch=base.architecture, model_name=base.name, tokenizer_id=_tokenizer_id(services, base.name)
+        ),
+        is_lora=True,
+        lora_rank=run.record.lora.rank,
+        model_name=base.name,
+        lora_alpha=run.record.lora.alpha,
+        target_modules=list(run.info.target_modules),
+        max_context_length=base.max_context_length,
+    )
+
+
+def _served(name: str, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
+    """Raises RequestError 404."""
+    for model in services.config.base_models:
+        if model.name == name:
+            return model
+    served = ", ".join(model.name for model in services.config.base_models)
+    raise RequestError(f"base model {name} is not served here; served are: {served}", status=404)
+
+
+ServedDependency = Annotated[ServedModel, Depends(_served)]
+
+
+@router.get("/models/{name:path}/tokenizer")
+def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
+    files = [file for file in TOKENIZER_FILES if _local_file(model, file)]
+    if not any(file.startswith("tokenizer") for file in files):
+        raise RequestError(
+            f"the server holds no tokenizer of {model.name} (source {model.source}): get it from the model's source",
+            status=404,
+        )
+    urls = {file: request.url_for("tokenizer_file", name=model.name, file=file) for file in files}
+    return TokenizerFiles(files={file: str(url) for file, url in urls.items()})
+
+
+@router.get("/models/{name:path}/tokenizer/{file}")
+def tokenizer_file(file: str, model: ServedDependency) -> FileResponse:
+    place = _local_file(model, file) if file in TOKENIZER_FILES else None
+    if place is None:
+        raise RequestError(f"there is no file {file} in the tokenizer of {model.name}", status=404)
+    return FileResponse(place)
+
+
+def _local_file(model: ServedModel, file: str) -> Path | None:
+    """In the model's directory, or, for a hub id, in this machine's cache of the hub."""
+    if Path(model.source).is_dir():
+        place = Path(model.source) / file
+        return place if place.is_file() else None
+    if model.source.count("/") > 1 or model.source.startswith((".", "/")):
+        return None
+    cached = try_to_load_from_cache(model.source, file)
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _tokenizer_id(services: Services, name: str) -> str:
+    """What the SDK gives to AutoTokenizer: a hub id, or a directory, which only a client on this machine has."""
+    (source,) = {model.source for model in services.config.base_models if model.name == name}
+    if not Path(source).is_dir():
+        return source
+    directory = str(Path(source).absolute())
+    # The SDK cuts the id at the first colon.
+    return directory if services.config.is_loopback and ":" not in directory else name

@@ -86,8 +86,8 @@ class Connection:
         response = await self.request("GET", path, query=query)
         return answer.model_validate_json(response.content)
 
-    async def post(self, path: str, body: Wire, answer: type[W], headers: Mapping[str, str] | None = None) -> W:
-        response = await self.request("POST", path, to_json(body), JSON | dict(headers or {}))
+    async def post(self, path: str, body: Wire, answer: type[W], headers: dict[str, str] | None = None) -> W:
+        response = await self.request("POST", path, to_json(body), JSON | (headers or {}))
         return answer.model_validate_json(response.content)
 
     async def request(
@@ -95,11 +95,11 @@ class Connection:
         method: str,
         path: str,
         content: bytes = b"",
-        headers: Mapping[str, str] | None = None,
+        headers: dict[str, str] | None = None,
         query: Mapping[str, str | int] | None = None,
-        also_good: frozenset[int] = frozenset(),
+        also_good: int = 200,
     ) -> httpx.Response:
-        """The answer once it is 2xx or in `also_good`; raises APIStatusError or APIConnectionError."""
+        """The answer once it is 2xx or `also_good`; raises APIStatusError or APIConnectionError."""
         backoff = Backoff(self._retry_seconds)
         while True:
             try:
@@ -109,25 +109,22 @@ class Connection:
                 failure = APIConnectionError(f"no answer from {self.base_url}: {reason}. Is the server running there?")
                 await backoff.pause(failure)
                 continue
-            if response.is_success or response.status_code in also_good:
+            if response.is_success or response.status_code == also_good:
                 return response
             if method == "DELETE" and response.status_code == 404 and backoff.since:
                 return response  # an earlier try did it, and its answer was lost
             failure = status_error(response.status_code, reason_in(response))
             if response.status_code < 500 and response.status_code not in (408, 429):
                 raise failure
-            await backoff.pause(failure, retry_after_seconds(response))
+            after = response.headers.get("Retry-After", "")
+            await backoff.pause(failure, min(float(after), 60.0) if after.isdecimal() else 0.0)
 
-    async def submit(self, path: str, content: bytes, headers: Mapping[str, str] = JSON) -> SubmitResponse:
+    async def submit(self, path: str, content: bytes, headers: dict[str, str] = JSON) -> SubmitResponse:
         response = await self.request("POST", path, content, headers)
         return SubmitResponse.model_validate_json(response.content)
 
-    async def submit_and_wait(self, path: str, body: Wire, answer: type[W]) -> W:
-        submitted = await self.submit(path, to_json(body))
-        return await self.result(submitted, answer.model_validate_json)
-
     async def result(
-        self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: Mapping[str, str] | None = None
+        self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: dict[str, str] | None = None
     ) -> T:
         """Polls until the operation is done; raises RequestFailedError if it failed."""
         body = to_json(RetrieveFutureRequest(request_id=submitted.request_id))
@@ -135,10 +132,8 @@ class Connection:
         while True:
             async with self._polls:
                 began = time.monotonic()
-                response = await self.request(
-                    "POST", "retrieve_future", body, JSON | dict(headers or {}), also_good=frozenset({408})
-                )
-            if not is_json(response):
+                response = await self.request("POST", "retrieve_future", body, JSON | (headers or {}), also_good=408)
+            if PROTOBUF["Content-Type"] in response.headers.get("Content-Type", ""):
                 return decode(response.content)
             answer = json.loads(response.content or b"{}")
             if "error" in answer:
@@ -160,13 +155,19 @@ class Connection:
 
     async def download(self, url: str, path: Path) -> None:
         """Writes a file of this server, or of wherever it keeps its files; `url` may be relative to the server."""
-        async with self._http.stream("GET", url) as response:
+        request = self._http.build_request("GET", url)
+        if request.url.netloc != self._http.base_url.netloc:
+            del request.headers["X-API-Key"]  # a signed URL elsewhere needs none
+        response = await self._http.send(request, stream=True)
+        try:
             if not response.is_success:
                 await response.aread()
                 raise status_error(response.status_code, reason_in(response))
             with path.open("wb") as file:
                 async for piece in response.aiter_bytes():
                     file.write(piece)
+        finally:
+            await response.aclose()
 
 
 class Backoff:
@@ -191,24 +192,11 @@ def to_json(body: Wire) -> bytes:
     return body.model_dump_json(exclude_none=True).encode()
 
 
-def retry_after_seconds(response: httpx.Response) -> float:
-    try:
-        return min(float(response.headers.get("Retry-After", 0)), 60.0)
-    except ValueError:  # an HTTP date
-        return 0.0
-
-
-def is_json(response: httpx.Response) -> bool:
-    return response.status_code == 408 or "json" in response.headers.get("Content-Type", "")
-
-
 def reason_in(response: httpx.Response) -> str:
     """The server's own words, wherever in the error body they stand."""
     try:
         body = json.loads(response.content)
     except ValueError:
         return response.text or response.reason_phrase
-    for key in ("detail", "error", "message"):
-        if isinstance(body, dict) and body.get(key):
-            return body[key] if isinstance(body[key], str) else json.dumps(body[key])
-    return response.text
+    reason = (body.get("detail") or body.get("error")) if isinstance(body, dict) else None
+    return reason if isinstance(reason, str) else response.text

@@ -61,19 +61,15 @@ class InternalServerError(APIStatusError):
 
 
 _OF_STATUS: dict[int, type[APIStatusError]] = {
-    400: BadRequestError,
+    **dict.fromkeys((400, 413, 415, 422), BadRequestError),
     401: AuthenticationError,
     403: PermissionDeniedError,
     404: NotFoundError,
     409: ConflictError,
     410: GoneError,
-    413: BadRequestError,
-    415: BadRequestError,
-    422: BadRequestError,
     429: RateLimitError,
 }
 
 
 def status_error(status: int, message: str) -> APIStatusError:
-    kind = InternalServerError if status >= 500 else _OF_STATUS.get(status, APIStatusError)
-    return kind(message, status)
+    return _OF_STATUS.get(status, InternalServerError if status >= 500 else APIStatusError)(message, status)

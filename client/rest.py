@@ -4,14 +4,8 @@ import uuid
 from pathlib import Path
 from typing import TypeVar
 
-from ..schemas.checkpoints import (
-    CopyWeightsRequest,
-    CopyWeightsResponse,
-    ExternalWeightsUrls,
-    TtlRequest,
-    WeightsInfoRequest,
-    WeightsInfoResponse,
-)
+from ..schemas import checkpoints
+from ..schemas.checkpoints import CopyWeightsResponse, ExternalWeightsUrls, WeightsInfoResponse
 from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingRun, TrainingRunList
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
@@ -45,7 +39,7 @@ class RestClient:
         return self._get("checkpoints", CheckpointList, limit=limit, offset=offset)
 
     def get_weights_info_by_tinker_path(self, tinker_path: str) -> APIFuture[WeightsInfoResponse]:
-        request = WeightsInfoRequest(tinker_path=tinker_path)
+        request = checkpoints.WeightsInfoRequest(tinker_path=tinker_path)
         return self._connection.run(self._connection.post("weights_info", request, WeightsInfoResponse))
 
     def delete_checkpoint_from_tinker_path(self, tinker_path: str) -> APIFuture[None]:
@@ -60,9 +54,8 @@ class RestClient:
 
     def set_checkpoint_ttl_from_tinker_path(self, tinker_path: str, ttl_seconds: int | None) -> APIFuture[None]:
         """Deletes it after so many seconds (an hour to ten years); None keeps it for good."""
-        return self._change(
-            "PUT", f"{checkpoint_address(tinker_path)}/ttl", to_json(TtlRequest(ttl_seconds=ttl_seconds))
-        )
+        body = to_json(checkpoints.TtlRequest(ttl_seconds=ttl_seconds))
+        return self._change("PUT", f"{checkpoint_address(tinker_path)}/ttl", body)
 
     def _change(self, method: str, path: str, content: bytes = b"") -> APIFuture[None]:
         async def change() -> None:
@@ -72,7 +65,7 @@ class RestClient:
 
     def copy_weights(self, tinker_path: str, ttl_seconds: int | None = None) -> APIFuture[CopyWeightsResponse]:
         """A copy of a published (or one's own) checkpoint, owned by this API key."""
-        request = CopyWeightsRequest(source_path=tinker_path, ttl_seconds=ttl_seconds)
+        request = checkpoints.CopyWeightsRequest(source_path=tinker_path, ttl_seconds=ttl_seconds)
         key = {"X-Idempotency-Key": str(uuid.uuid4())}
         return self._connection.run(self._connection.post("copy_weights", request, CopyWeightsResponse, key))
 

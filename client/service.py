@@ -16,13 +16,14 @@ from ..schemas.models import LoraConfig
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import Wire
 from ..schemas.version import VERSION
-from .connection import Connection, log
+from .connection import Connection, log, to_json
 from .errors import APIStatusError, GoneError
 from .futures import APIFuture
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ClientConfig, TrainingClient
 
+Metadata = Mapping[str, str] | None
 Status = Literal["success", "errored", "interrupted"]
 HEARTBEAT_SECONDS = 10
 SDK_VERSION = f"trainhouse-{VERSION}"
@@ -63,7 +64,7 @@ class ServiceClient:
         self,
         base_url: str | None = None,
         api_key: str | None = None,
-        user_metadata: Mapping[str, str] | None = None,
+        user_metadata: Metadata = None,
         retry_seconds: float = 300,
     ) -> None:
         base_url = base_url or os.environ.get("TRAINHOUSE_BASE_URL", "http://127.0.0.1:8000")
@@ -90,41 +91,40 @@ class ServiceClient:
         train_mlp: bool = True,
         train_attn: bool = True,
         train_unembed: bool = True,
-        user_metadata: Mapping[str, str] | None = None,
+        user_metadata: Metadata = None,
     ) -> TrainingClient:
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         lora = LoraConfig(rank=rank, seed=seed, **targets)
         return self.create_lora_training_client_async(base_model, lora, user_metadata).result()
 
     def create_lora_training_client_async(
-        self, base_model: str, lora_config: LoraConfig | None = None, user_metadata: Mapping[str, str] | None = None
+        self, base_model: str, lora_config: LoraConfig | None = None, user_metadata: Metadata = None
     ) -> APIFuture[TrainingClient]:
         fields = {"base_model": base_model, "lora_config": lora_config or LoraConfig(), "user_metadata": user_metadata}
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
 
-    def create_training_client_from_state(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
-    ) -> TrainingClient:
+    def create_training_client_from_state(self, path: str) -> TrainingClient:
         """A new model with the weights of a checkpoint and a fresh optimizer."""
-        return self.create_training_client_from_state_async(path, user_metadata).result()
+        return self.create_training_client_from_state_async(path).result()
 
-    def create_training_client_from_state_with_optimizer(
-        self, path: str, user_metadata: Mapping[str, str] | None = None
-    ) -> TrainingClient:
+    def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
         """A new model that continues exactly where `save_state` stood."""
-        return self.create_training_client_from_state_async(path, user_metadata, optimizer=True).result()
+        return self.create_training_client_from_state_with_optimizer_async(path).result()
 
-    def create_training_client_from_state_async(
-        self, path: str, user_metadata: Mapping[str, str] | None = None, optimizer: bool = False
-    ) -> APIFuture[TrainingClient]:
-        fields = {"path": path, "optimizer": optimizer, "user_metadata": user_metadata}
+    def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
+        fields = {"path": path, "optimizer": False}
+        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+
+    def create_training_client_from_state_with_optimizer_async(self, path: str) -> APIFuture[TrainingClient]:
+        fields = {"path": path, "optimizer": True}
         return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
 
     async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
         session = await self._opened()
         number = next(session.model_numbers)
         address = {"session_id": session.session_id, "model_seq_id": number}
-        await self._connection.submit_and_wait(path, request.model_validate({**address, **fields}), Wire)
+        submitted = await self._connection.submit(path, to_json(request.model_validate({**address, **fields})))
+        await self._connection.result(submitted, Wire.model_validate_json)
         model = models.GetInfoRequest(model_id=f"{session.session_id}:train:{number}")  # the protocol fixes this name
         info = await self._connection.post("get_info", model, models.GetInfoResponse)
         return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
@@ -142,16 +142,11 @@ class ServiceClient:
 
     async def _create_sampler(self, base_model: str | None, model_path: str | None) -> SamplingClient:
         session = await self._opened()
-        request = CreateSamplingSessionRequest(
-            session_id=session.session_id,
-            sampling_session_seq_id=next(session.sampler_numbers),
-            base_model=base_model,
-            model_path=model_path,
-        )
+        address = {"session_id": session.session_id, "sampling_session_seq_id": next(session.sampler_numbers)}
+        request = CreateSamplingSessionRequest(**address, base_model=base_model, model_path=model_path)
         created = await self._connection.post("create_sampling_session", request, CreateSamplingSessionResponse)
-        sampler_id = created.sampling_session_id
-        info = await self._connection.get(f"samplers/{sampler_id}", SamplerInfo)
-        return SamplingClient(self._connection, sampler_id, info.base_model)
+        info = await self._connection.get(f"samplers/{created.sampling_session_id}", SamplerInfo)
+        return SamplingClient(self._connection, info.sampler_id, info.base_model)
 
     async def _opened(self) -> Session:
         async with self._opening:
@@ -185,10 +180,8 @@ class ServiceClient:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:
-            self.close()
-        else:
-            self.close("errored" if issubclass(kind, Exception) else "interrupted", kind.__name__)
+        status = "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
+        self.close(status, kind and kind.__name__)
 
     async def __aenter__(self) -> Self:
         return self

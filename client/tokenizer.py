@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ..schemas.training import Wire
+from ..schemas.models import TokenizerFiles
 from .connection import Connection
 from .errors import TrainhouseError
 
@@ -14,12 +14,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast as PreTrainedTokenizer
 else:
     PreTrainedTokenizer = object
-
-
-class TokenizerFiles(Wire):
-    """File name -> where to get it; relative addresses are the server's own."""
-
-    files: dict[str, str]
 
 
 async def load_tokenizer(connection: Connection, model_name: str) -> PreTrainedTokenizer:

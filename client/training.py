@@ -11,19 +11,11 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..schemas import checkpoints
+from ..schemas import checkpoints, training
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
-from ..schemas.training import (
-    AdamParams,
-    Datum,
-    ForwardBackwardOutput,
-    ForwardBackwardRequest,
-    OptimStepRequest,
-    OptimStepResponse,
-    Wire,
-)
+from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
 from .data import chunks, merged
 from .errors import APIStatusError
@@ -50,11 +42,7 @@ class TrainingClient:
     """Made by ServiceClient.create_lora_training_client and its siblings."""
 
     def __init__(
-        self,
-        connection: Connection,
-        info: GetInfoResponse,
-        sampler_numbers: Iterator[int],
-        limits: ClientConfig,
+        self, connection: Connection, info: GetInfoResponse, sampler_numbers: Iterator[int], limits: ClientConfig
     ) -> None:
         self.model_id = info.model_id
         self._info = info
@@ -69,13 +57,13 @@ class TrainingClient:
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None, loss_weight: float = 1.0
     ) -> APIFuture[ForwardBackwardOutput]:
         """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`."""
-        return self._pass(data, loss_fn, loss_fn_config, loss_weight=loss_weight)
+        return self._pass(self._request(data, loss_fn, loss_fn_config, loss_weight=loss_weight))
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """The same outputs, no gradient."""
-        return self._pass(data, loss_fn, loss_fn_config, forward_only=True)
+        return self._pass(self._request(data, loss_fn, loss_fn_config, forward_only=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
         """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
@@ -83,47 +71,41 @@ class TrainingClient:
         Exact to first order: the backward pass is a cross-entropy whose weights are minus the gradient.
         """
         forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
-        logprobs = [output["logprobs"] for output in forward.loss_fn_outputs]
-        loss, gradients = loss_fn(data, logprobs)
+        loss, gradients = loss_fn(data, [output["logprobs"] for output in forward.loss_fn_outputs])
         weighted = [with_weights(datum, -np.asarray(slope)) for datum, slope in zip(data, gradients, strict=True)]
-        return self._pass(weighted, "cross_entropy", None, custom_loss=float(loss))
+        return self._pass(self._request(weighted, "cross_entropy"), custom_loss=float(loss))
 
-    def _pass(
+    def _request(
         self,
         data: Sequence[Datum],
         loss_fn: str,
-        config: LossConfig | None,
+        config: LossConfig | None = None,
         forward_only: bool = False,
         loss_weight: float = 1.0,
-        custom_loss: float | None = None,
-    ) -> APIFuture[ForwardBackwardOutput]:
+    ) -> ForwardBackwardRequest:
+        """For the whole call; its chunks get their numbers in `_pass`."""
         if not data:
             raise ValueError("data is empty: a pass needs at least one datum")
-        pieces = list(chunks(data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count))
+        return ForwardBackwardRequest(
+            self.model_id, 0, tuple(data), loss_fn, dict(config or {}), forward_only, loss_weight
+        )
 
-        def encode(piece: tuple[Datum, ...], seq_id: int) -> bytes:
-            return encode_forward_backward_request(
-                ForwardBackwardRequest(
-                    self.model_id, seq_id, piece, loss_fn, dict(config or {}), forward_only, loss_weight
-                )
-            )
-
+    def _pass(
+        self, request: ForwardBackwardRequest, custom_loss: float | None = None
+    ) -> APIFuture[ForwardBackwardOutput]:
+        limits = self._limits
+        pieces = chunks(request.data, limits.fwdbwd_max_chunk_len, limits.fwdbwd_max_chunk_bytes_count)
         with self._numbering:
-            first = self._next_seq_id
-            bodies = [encode(piece, first + index) for index, piece in enumerate(pieces)]
+            numbered = enumerate(pieces, self._next_seq_id)
+            parts = [dataclasses.replace(request, seq_id=seq_id, data=piece) for seq_id, piece in numbered]
+            bodies = [encode_forward_backward_request(part) for part in parts]
             self._next_seq_id += len(bodies)
             return self._connection.run(self._run_pass(bodies, custom_loss))
 
     async def _run_pass(self, bodies: Sequence[bytes], custom_loss: float | None) -> ForwardBackwardOutput:
         async with self._turn:
             submitted = [await self._submit_chunk(body) for body in bodies]
-        results = await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted), return_exceptions=True)
-        outputs = []
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
-            outputs.append(result)
-        output = merged(outputs)
+        output = merged(await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted)))
         if custom_loss is None:
             return output
         surrogate = {"loss:sum": custom_loss, "surrogate_loss:sum": output.metrics["loss:sum"]}
@@ -143,13 +125,13 @@ class TrainingClient:
 
     def optim_step(
         self, adam_params: AdamParams | None = None, gradient_scale: float | Literal["mean"] | None = None
-    ) -> APIFuture[OptimStepResponse]:
+    ) -> APIFuture[training.OptimStepResponse]:
         """One AdamW step on the gradients since the last one, then cleared.
 
         gradient_scale: None = the summed gradients as they are, "mean" = divided by the summed weights, or a factor.
         """
         fields = {"adam_params": adam_params or AdamParams(), "gradient_scale": gradient_scale}
-        return self._operation("optim_step", OptimStepRequest, fields, OptimStepResponse)
+        return self._operation("optim_step", training.OptimStepRequest, fields, training.OptimStepResponse)
 
     def save_state(
         self, name: str, ttl_seconds: int | None = None, overwrite: bool = False

@@ -3,13 +3,14 @@
 The three are processes of their own, each the command that a user would type. All of them end with this one.
 """
 
+import argparse
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,13 +25,14 @@ class DemoError(Exception):
     """A part of the demo failed; the message says which and where its log is."""
 
 
-def run_demo(state_dir: Path | None = None, client_arguments: tuple[str, ...] = ()) -> int:
-    """The exit status: 0 only if the held-out loss fell. `state_dir` keeps the checkpoint and the server's log."""
+def run_demo(arguments: Sequence[str]) -> int:
+    """The exit status: 0 only if the held-out loss fell."""
+    options, client_arguments = parser().parse_known_args(arguments)
     # A closed terminal or a polite kill ends the parts just as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        return _demo(state_dir or cache_directory() / "demo", client_arguments)
+        return demonstrate(options.state_dir, client_arguments)
     except DemoError as error:
         print(f"trainhouse demo: error: {error}", file=sys.stderr)
         return 1
@@ -39,7 +41,20 @@ def run_demo(state_dir: Path | None = None, client_arguments: tuple[str, ...] = 
         return INTERRUPTED
 
 
-def _demo(state_dir: Path, client_arguments: tuple[str, ...]) -> int:
+def parser() -> argparse.ArgumentParser:
+    description = f"Fine-tune {MODEL} on this machine: a few minutes on two cores."
+    options = argparse.ArgumentParser("trainhouse demo", description=description)
+    options.add_argument(
+        "--state-dir",
+        type=Path,
+        default=cache_directory() / "demo",
+        help="keeps the checkpoint and the server's log (default: %(default)s)",
+    )
+    options.epilog = "Further options go to the client program: see python -m trainhouse.examples.demo --help"
+    return options
+
+
+def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
     model = converted_model()
     state_dir.mkdir(parents=True, exist_ok=True)
     with served(model, state_dir) as server:

@@ -34,7 +34,7 @@ class Worker:
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank)
         self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
-        self._sampler = SAMPLERS["native"](self._base, self._adapters, config)
+        self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -96,7 +96,8 @@ class Worker:
         """Bytes by purpose."""
         adapters = sum(self._adapters.get(adapter_id).num_bytes for adapter_id in self._adapters)
         tensors = {id(tensor): tensor.nbytes for tensor in self._base.model.parameters()}
-        return {"base_weights": sum(tensors.values()), "adapters": adapters}
+        kv_cache = self._sampler.cache_bytes()
+        return {"base_weights": sum(tensors.values()), "adapters": adapters, "kv_cache": kv_cache}
 
     def _apply_step(self, step: Step) -> dict[str, float] | Failure:
         try:

@@ -57,9 +57,9 @@ def lettered(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
     return Adapted(directory)
 
 
-def new_sampler(adapted: Adapted, **config: object) -> NativeSampler:
-    served = ServedModel("tiny", str(adapted.directory))
-    return SAMPLERS["native"](adapted.base, adapted.adapters, WorkerConfig(served, device="cpu", **config))
+def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> NativeSampler:
+    served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
+    return SAMPLERS["native"](adapted.base, adapted.adapters, ModelLimits(VOCAB, context), served)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -445,7 +445,7 @@ def test_stop_strings_without_a_tokenizer_are_refused(adapted: Adapted) -> None:
 
 
 def test_a_sample_ends_with_the_context(adapted: Adapted) -> None:
-    sampler = new_sampler(adapted, max_context_length=32)
+    sampler = new_sampler(adapted, context=32)
     for length, max_tokens, wanted in ((20, None, 12), (20, 50, 12), (20, 5, 5), (31, 50, 1), (32, 50, 1)):
         one = sample(sampler, job("a", prompt(length), max_tokens=max_tokens))
         assert (len(one.tokens), one.stop_reason) == (wanted, "length")

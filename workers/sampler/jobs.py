@@ -1,22 +1,16 @@
 """A sampling request under way: what it asks, its samples so far, and when each of them ends."""
 
-from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ..batch import ModelLimits
 from ..verbs import SampleJob
 from .noise import SAMPLE_STREAM, noise_key
 from .prompt_scores import PromptScores
 from .stopping import Detokenizer, StopStrings
-
-
-@dataclass(frozen=True)
-class Limits:
-    vocab_size: int
-    context_length: int
 
 
 class Row:
@@ -88,14 +82,14 @@ class Job:
     max_new_tokens ends every sample at the end of the context; a prompt that fills it gets the one token that follows.
     """
 
-    def __init__(self, request: SampleJob, number: int, limits: Limits, tokenizer: Detokenizer | None) -> None:
+    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, tokenizer: Detokenizer | None) -> None:
         _check(request, limits)
         assert request.params.seed is not None, "the seed is drawn at submit"
         self.request = request
         self.number = number
         self.seed = request.params.seed
         self.prompt = request.prompt.astype(np.int64)
-        room = max(1, limits.context_length - len(self.prompt))
+        room = max(1, limits.max_context_length - len(self.prompt))
         self.max_new_tokens = min(request.params.max_tokens or room, room)
         self.stop_token_ids = frozenset(request.stop_token_ids)
         self.scores: PromptScores | None = None
@@ -123,13 +117,14 @@ class Job:
         return StopStrings(tokenizer, self.request.stop_strings, self.prompt.tolist())
 
 
-def _check(request: SampleJob, limits: Limits) -> None:
+def _check(request: SampleJob, limits: ModelLimits) -> None:
     prompt = request.prompt
     if not len(prompt):
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
-    if len(prompt) > limits.context_length:
+    if len(prompt) > limits.max_context_length:
         raise OperationError(
-            f"the prompt has {len(prompt)} tokens, more than the model's context of {limits.context_length}: shorten it"
+            f"the prompt has {len(prompt)} tokens, more than the model's context of {limits.max_context_length}:"
+            " shorten it"
         )
     _check_tokens("prompt", prompt, 0, limits)
     last_n = request.prompt_logprobs_last_n
@@ -148,7 +143,7 @@ def _check(request: SampleJob, limits: Limits) -> None:
         _check_tokens("target_prompt_logprobs", targets, -1, limits)
 
 
-def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: Limits) -> None:
+def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: ModelLimits) -> None:
     wrong = tokens[(tokens < lowest) | (tokens >= limits.vocab_size)]
     if len(wrong):
         raise OperationError(

@@ -21,13 +21,14 @@ from transformers import AutoTokenizer
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
 from ..attention import DecodeStep, Packing, pack_lengths
+from ..batch import ModelLimits
 from ..config import WorkerConfig
 from ..head import Head
 from ..lora import Adapters, Segment
 from ..model import BaseModel
 from ..verbs import Failure, SampleJob, Slice, SliceResult
 from .choice import Choice, choose
-from .jobs import Job, Limits, Row
+from .jobs import Job, Row
 from .noise import uniforms
 from .prompt_scores import score_prompt, top_logprobs, wants_scores
 from .slots import Slots
@@ -68,14 +69,12 @@ class Prefill:
 class NativeSampler:
     """One rank's sampler. Its state is the jobs under way; it changes in `slice` alone."""
 
-    def __init__(self, base: BaseModel, adapters: Adapters, config: WorkerConfig) -> None:
+    def __init__(self, base: BaseModel, adapters: Adapters, limits: ModelLimits, config: WorkerConfig) -> None:
         self._base = base
         self._adapters = adapters
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
-        self._limits = Limits(
-            base.unembedding.shape[0], config.max_context_length or base.config.max_position_embeddings
-        )
+        self._limits = limits
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._waiting: deque[Row] = deque()

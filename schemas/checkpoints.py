@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .models import OptimizerConfig
-from .training import Wire
+from .training import SeqId, Wire
 
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
 SamplerKind = Literal["snapshot", "inflight"]
@@ -15,7 +15,7 @@ SamplerKind = Literal["snapshot", "inflight"]
 class SaveWeightsRequest(Wire):
     model_id: str
     path: str
-    seq_id: int
+    seq_id: SeqId = 0
     overwrite: bool = False
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
@@ -31,7 +31,7 @@ class SaveWeightsForSamplerRequest(Wire):
     """With `path`: a named, listed checkpoint. Without: an ephemeral sampler (answers `sampling_session_id`)."""
 
     model_id: str
-    seq_id: int
+    seq_id: SeqId = 0
     path: str | None = None
     sampling_session_seq_id: int | None = None
     kind: SamplerKind = "snapshot"
@@ -49,7 +49,7 @@ class SaveWeightsForSamplerResponse(Wire):
 class SaveWeightsExternalRequest(Wire):
     model_id: str
     path: str
-    seq_id: int
+    seq_id: SeqId = 0
     ttl_seconds: TtlSeconds | None = None
     age_encryption_recipients: list[str] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
@@ -67,7 +67,7 @@ class LoadWeightsRequest(Wire):
     path: str
     optimizer: bool = False
     model_id: str | None = None
-    seq_id: int | None = None
+    seq_id: SeqId | None = None
     session_id: str | None = None
     model_seq_id: int | None = None
     base_model: str | None = None

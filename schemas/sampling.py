@@ -75,6 +75,17 @@ class CreateSamplingSessionResponse(Wire):
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
+class JoinSamplingSessionRequest(Wire):
+    sampling_session_id: str
+    type: Literal["join_sampling_session"] = "join_sampling_session"
+
+
+class JoinSamplingSessionResponse(Wire):
+    """client_counter: from 1, unique in the sampling session."""
+
+    client_counter: int
+
+
 class SamplerInfo(Wire):
     sampler_id: str
     base_model: str

@@ -83,11 +83,15 @@ class AdamParams(Wire):
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
+SeqId = Annotated[int, Field(ge=0)]
+"""Number of an operation of its run, from 1; 0 (ours) lets the server give it the next one."""
+
+
 class OptimStepRequest(Wire):
     """gradient_scale (ours): nothing, "mean" = one over the window's summed weights, or a number."""
 
     model_id: str
-    seq_id: int
+    seq_id: SeqId = 0
     adam_params: AdamParams | None = None
     optimizer_params: dict[str, float | int | str] | None = None
     gradient_scale: float | Literal["mean"] | None = None

@@ -1,13 +1,45 @@
 """create_app: puts the parts of a server together. The dispatch is started before, and closed after, by the caller."""
 
+import asyncio
+import contextlib
+import logging
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from fastapi import FastAPI
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
 
+from ..schemas.errors import RequestError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
+from .auth import Auth
+from .bodies import BodyLimit, describe_errors
+from .checkpoints import Checkpoints
 from .config import ServerConfig
+from .futures import Futures
+from .journal import Journal
+from .operations import Operations
+from .recordings import Recordings
+from .routes import auth, checkpoints, futures, listing, models, sampling, sessions, training
+from .runs import Runs, RunServices
+from .samplers import Samplers
+from .services import Services
+from .sessions import Sessions
+from .store import DATABASE_NAME, SqliteStore
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 30.0
+
+_DESCRIPTION = """
+Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
+
+Operations answer a `request_id` at once; `retrieve_future` waits for the result. With the header `Prefer: wait=30` the
+operation answers with the result itself when it is there within that time. `seq_id` numbers the operations of a model;
+leave it out and the server numbers them as they come.
+"""
 
 
 def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
@@ -15,6 +47,89 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        app.state.services = _services(config, dispatch)
+        async with _running(app.state.services):
+            yield
+
+    app = FastAPI(title="trainhouse", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
+    app.add_middleware(BodyLimit, limit_bytes=config.max_body_bytes)
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth):
+        app.include_router(routes.router)
+    app.add_exception_handler(RequestError, _refused)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _internal_error)
+    return app
+
+
+def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
+    store = SqliteStore(config.state_dir / DATABASE_NAME)
+    auth = Auth(store, config.is_loopback)
+    sessions = Sessions(store, config.session_expiry_seconds)
+    checkpoints = Checkpoints(store, auth, config.state_dir)
+    futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds)
+    journal = Journal(config.state_dir / "journal", config.journal_segment_bytes)
+    recordings = Recordings(config.state_dir / "recordings")
+    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings)
+    operations = Operations(dispatch, store, checkpoints, samplers, recordings)
+    of_run = RunServices(futures, journal, operations, sessions, dispatch.status, config.seq_gap_seconds)
+    runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
+    return Services(config, dispatch, store, auth, sessions, checkpoints, runs, samplers, futures, journal, recordings)
+
+
+@asynccontextmanager
+async def _running(services: Services) -> AsyncIterator[None]:
+    """Opens in the order in which the parts need each other, and closes in the other."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.callback(services.store.close)
+        stack.push_async_callback(services.journal.close)
+        stack.push_async_callback(services.recordings.close)
+        await services.futures.open(services.journal.unfinished())
+        services.journal.forget_earlier()
+        stack.push_async_callback(services.futures.close)
+        await services.checkpoints.start()
+        stack.push_async_callback(services.checkpoints.close)
+        await services.samplers.open()
+        stack.push_async_callback(services.samplers.close)
+        stack.push_async_callback(services.runs.close)
+        services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
+        await services.sessions.start()
+        stack.push_async_callback(services.sessions.close)
+        housekeeping = asyncio.create_task(_keep_house(services))
+        stack.callback(housekeeping.cancel)
         yield
 
-    return FastAPI(title="trainhouse", version=VERSION, lifespan=lifespan)
+
+async def _keep_house(services: Services) -> None:
+    while True:
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        try:
+            await services.runs.save_request_times()
+            await services.futures.expire()
+            await services.recordings.expire()
+        except Exception:
+            # A full disk, say: the next round may find it better.
+            logger.exception("housekeeping failed")
+
+
+async def _refused(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestError)
+    headers = {} if error.retry_after_seconds is None else {"Retry-After": f"{error.retry_after_seconds:g}"}
+    return JSONResponse({"detail": error.message}, error.status, headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return JSONResponse({"detail": describe_errors(list(error.errors()))}, 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == 404 and detail == "Not Found":
+        detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
+    return JSONResponse({"detail": detail}, error.status_code, error.headers)
+
+
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    return JSONResponse({"detail": f"internal error in {request.method} {request.url.path}: the log has it"}, 500)

@@ -108,9 +108,11 @@ class Futures:
         """For one that was not accepted after all."""
         del self._live[future.request_id]
 
-    def get(self, request_id: str) -> Future | None:
-        """The future if memory still has it."""
-        return self._live.get(request_id)
+    async def require(self, request_id: str, tenant_id: str) -> None:
+        """Raises RequestError 404 unless it is there and the tenant's."""
+        future = self._live.get(request_id) or await self._store.get_result(request_id)
+        if future is None or future.tenant_id != tenant_id:
+            raise _unknown(request_id)
 
     async def wait(self, request_id: str, tenant_id: str, seconds: float) -> Result | Pending:
         """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404."""

@@ -39,15 +39,17 @@ class CreateRun:
     optimizer: bool = False
 
 
-Operation = (
-    CreateRun
-    | ForwardBackwardRequest
+Request = (
+    ForwardBackwardRequest
     | OptimStepRequest
     | SaveWeightsRequest
     | SaveWeightsForSamplerRequest
     | SaveWeightsExternalRequest
     | LoadWeightsRequest
 )
+"""An operation of a live run as a client asks for it."""
+
+Operation = CreateRun | Request
 
 
 def kind_of(operation: Operation) -> str:

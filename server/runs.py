@@ -109,7 +109,7 @@ class Run:
         self.last_request_at = time.time()
         if seq_id == 0 and not isinstance(operation, CreateRun):
             seq_id = self._free_seq_id()
-        if seq_id < self._next_seq_id:
+        if 0 <= seq_id < self._next_seq_id:
             return self._submitted_before(seq_id)
         if seq_id not in self._slots:
             self._check_acceptable(seq_id)
@@ -156,6 +156,8 @@ class Run:
         return Submitted(self.request_id(seq_id), seq_id)
 
     def _check_acceptable(self, seq_id: int) -> None:
+        if seq_id < 0:
+            raise RequestError(f"seq_id {seq_id} is negative: number operations 1, 2, 3 and so on")
         if self._unusable is not None:
             raise RequestError(self._unusable, 410)
         if seq_id > self._next_seq_id + MOST_AHEAD:
@@ -350,6 +352,7 @@ class Runs:
         self._services = services
         self._max_lora_rank = max_lora_rank
         self._runs: dict[str, Run] = {}
+        self._ending: set[asyncio.Task[None]] = set()
         self._saved_at = time.time()
 
     async def create(self, tenant: Tenant, request: CreateModelRequest, received: Received) -> Submitted:
@@ -406,7 +409,11 @@ class Runs:
         for run in ended:
             del self._runs[run.record.run_id]
         for run in ended:
-            await run.end(f"session {session_id} of run {run.record.run_id} has ended: create a new one")
+            reason = f"session {session_id} of run {run.record.run_id} has ended: create a new one"
+            # Not awaited: an operation under way may take long.
+            ending = asyncio.create_task(run.end(reason))
+            self._ending.add(ending)
+            ending.add_done_callback(self._ending.discard)
 
     async def save_request_times(self) -> None:
         """For those who list runs."""
@@ -416,6 +423,8 @@ class Runs:
             await self._store.touch_runs(times)
 
     async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
         await asyncio.gather(*(run.stop() for run in self._runs.values()))
 
     async def _create(

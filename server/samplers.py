@@ -52,6 +52,11 @@ class Sampler:
     def free_seq_id(self) -> int:
         return len(self.accepted) if len(self.accepted) not in self.accepted else max(self.accepted) + 1
 
+    def join(self) -> int:
+        """A number for one more client, from 1."""
+        self.num_joined += 1
+        return self.num_joined
+
 
 class Samplers:
     def __init__(
@@ -198,11 +203,9 @@ class Samplers:
             seq_id=seq_id,
         )
 
-    def cancel(self, tenant: Tenant, request_id: str) -> None:
-        """Ends a sampling request that has not ended. Finished, unknown and training requests: no-op."""
-        future = self._futures.get(request_id)
-        if future is not None and future.tenant_id == tenant.id:
-            self._dispatch.cancel(request_id)
+    def cancel(self, request_id: str) -> None:
+        """Ends a sampling request that is under way. Finished, unknown and training requests: no-op."""
+        self._dispatch.cancel(request_id)
 
     async def _require(self, tenant: Tenant, request: SampleRequest) -> Sampler:
         if request.sampling_session_id is None:

@@ -1,0 +1,41 @@
+"""Polling for results, and cancelling."""
+
+from fastapi import APIRouter, Request, Response
+
+from ...schemas.futures import CancelFutureRequest, Pending, RetrieveFutureRequest
+from ..auth import TenantDependency
+from ..bodies import json_body, json_decoder
+from ..services import ServicesDependency
+from .submitting import pending_response, receive_submit, result_response
+
+router = APIRouter(prefix="/api/v1", tags=["futures"])
+
+
+@router.post(
+    "/retrieve_future",
+    openapi_extra=json_body(RetrieveFutureRequest, {"request_id": "3f1c0f6a9d2b4e58:train:0:1"}),
+    responses={408: {"model": Pending, "description": "Not ready yet: ask again at once; this waits by itself."}},
+)
+async def retrieve_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """The result of an accepted operation, as soon as it is there.
+
+    An operation that failed answers 200 with `error` and `category`. Results of forward_backward and sample are
+    protobuf where `Accept` names application/x-protobuf, else JSON.
+    """
+    submit = await receive_submit(request, services, json_decoder(RetrieveFutureRequest))
+    result = await services.futures.wait(submit.content.request_id, tenant.id, services.config.long_poll_seconds)
+    if isinstance(result, Pending):
+        return pending_response(result)
+    return await result_response(request, result)
+
+
+@router.post(
+    "/cancel_future",
+    status_code=204,
+    openapi_extra=json_body(CancelFutureRequest, {"request_id": "3f1c0f6a9d2b4e58:sample:0:0"}),
+)
+async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
+    """Ends a sampling request that is under way. Operations of a run keep their order and are not cancelled."""
+    submit = await receive_submit(request, services, json_decoder(CancelFutureRequest))
+    await services.futures.require(submit.content.request_id, tenant.id)
+    services.samplers.cancel(submit.content.request_id)

@@ -1,0 +1,72 @@
+"""Sampling sessions and sampling requests."""
+
+from fastapi import APIRouter, Request, Response
+
+from ...schemas.sampling import (
+    CreateSamplingSessionRequest,
+    CreateSamplingSessionResponse,
+    JoinSamplingSessionRequest,
+    JoinSamplingSessionResponse,
+    SampleRequest,
+    SamplerInfo,
+)
+from ..auth import TenantDependency
+from ..bodies import json_body, json_decoder
+from ..services import ServicesDependency
+from .submitting import SUBMIT_RESPONSES, answer, receive_submit
+
+router = APIRouter(prefix="/api/v1", tags=["sampling"])
+
+_SAMPLE_BODY = json_body(
+    SampleRequest,
+    {
+        "sampling_session_id": "3f1c0f6a9d2b4e58:sample:0",
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+        "sampling_params": {"max_tokens": 16, "temperature": 0.7},
+        "num_samples": 2,
+    },
+)
+
+
+@router.post(
+    "/create_sampling_session",
+    openapi_extra=json_body(
+        CreateSamplingSessionRequest,
+        {"session_id": "3f1c0f6a9d2b4e58", "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-0.6B"},
+    ),
+)
+async def create_sampling_session(
+    request: Request, services: ServicesDependency, tenant: TenantDependency
+) -> CreateSamplingSessionResponse:
+    """A sampler of a base model, or of a checkpoint (`model_path`), whose weights are loaded at the first sample."""
+    submit = await receive_submit(request, services, json_decoder(CreateSamplingSessionRequest))
+    return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, submit.content))
+
+
+@router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
+async def get_sampler(sampler_id: str, services: ServicesDependency, tenant: TenantDependency) -> SamplerInfo:
+    record = (await services.samplers.get(tenant, sampler_id)).record
+    return SamplerInfo(sampler_id=record.sampler_id, base_model=record.base_model, model_path=record.model_path)
+
+
+@router.post(
+    "/join_sampling_session",
+    openapi_extra=json_body(JoinSamplingSessionRequest, {"sampling_session_id": "3f1c0f6a9d2b4e58:sample:0"}),
+)
+async def join_sampling_session(
+    request: Request, services: ServicesDependency, tenant: TenantDependency
+) -> JoinSamplingSessionResponse:
+    """A number for one more client of a sampling session, unique in it."""
+    submit = await receive_submit(request, services, json_decoder(JoinSamplingSessionRequest))
+    sampler = await services.samplers.get(tenant, submit.content.sampling_session_id)
+    return JoinSamplingSessionResponse(client_counter=sampler.join())
+
+
+@router.post("/sample", openapi_extra=_SAMPLE_BODY, responses=SUBMIT_RESPONSES)
+@router.post("/asample", openapi_extra=_SAMPLE_BODY, responses=SUBMIT_RESPONSES)
+async def sample(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Draws `num_samples` continuations of a prompt, with their log-probabilities at temperature 1."""
+    submit = await receive_submit(request, services, json_decoder(SampleRequest))
+    return await answer(
+        request, services, tenant, await services.samplers.submit(tenant, submit.content, submit.received)
+    )

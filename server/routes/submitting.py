@@ -1,0 +1,139 @@
+"""What the routes that submit operations share: decode or count as refused, hand over, answer."""
+
+import asyncio
+import contextlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+
+from ...schemas.codec import (
+    PROTOBUF,
+    decode_forward_backward_output,
+    decode_sample_response,
+    encode_forward_backward_output_json,
+    encode_sample_response_json,
+    peek_operation,
+)
+from ...schemas.errors import RequestError
+from ...schemas.futures import Pending, SubmitResponse
+from ..auth import Tenant
+from ..bodies import BodyLimits, Decoded, Received, decode_body, receive_body
+from ..futures import Result
+from ..operations import Request as Operation
+from ..runs import Refused
+from ..services import Services
+
+_LARGE_BYTES = 256 << 10
+AnyOperation = TypeVar("AnyOperation", bound=Operation)
+SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
+    200: {
+        "model": SubmitResponse,
+        "description": "Accepted: poll retrieve_future. With `Prefer: wait=SECONDS`: the result, if ready in time.",
+    }
+}
+
+
+@dataclass(frozen=True)
+class Submit(Generic[Decoded]):
+    """A submit's body, as received and decoded."""
+
+    received: Received
+    content: Decoded
+
+
+async def receive_submit(request: Request, services: Services, decode: Callable[[bytes], Decoded]) -> Submit[Decoded]:
+    """For submits without an order. Raises RequestError."""
+    received = await receive_body(request, services.config.max_body_bytes)
+    return Submit(received, await decode_body(received, _limits(services), decode))
+
+
+async def receive_operation(
+    request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], Decoded]
+) -> Submit[Decoded]:
+    """For operations of a run: one that is refused still counts as done, if it shows its seq_id.
+
+    Raises RequestError.
+    """
+    received = await receive_body(request, services.config.max_body_bytes)
+    try:
+        return Submit(received, await decode_body(received, _limits(services), decode))
+    except RequestError as error:
+        await _count_as_refused(services, tenant, kind, received, error)
+        raise
+
+
+async def submit_operation(
+    request: Request, services: Services, tenant: Tenant, submit: Submit[AnyOperation]
+) -> Response:
+    """Hands an operation to its run. Raises RequestError."""
+    operation = submit.content
+    run = await services.runs.get(tenant, operation.model_id or "")
+    submitted = await run.submit(operation.seq_id or 0, operation, submit.received)
+    return await answer(
+        request,
+        services,
+        tenant,
+        SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id),
+    )
+
+
+async def _count_as_refused(
+    services: Services, tenant: Tenant, kind: str, received: Received, error: RequestError
+) -> None:
+    operation = peek_operation(received.body, received.content_type)
+    if operation.model_id is None or not operation.seq_id:
+        return
+    with contextlib.suppress(RequestError):  # of a model that is not there; `error` says what is to be said
+        run = await services.runs.get(tenant, operation.model_id)
+        await run.refuse(operation.seq_id, Refused(kind, error.message, taints=kind == "forward_backward"))
+
+
+async def answer(request: Request, services: Services, tenant: Tenant, submitted: SubmitResponse) -> Response:
+    """The submit's answer; or the result itself, when `Prefer: wait=SECONDS` asks for it and it is there in time."""
+    seconds = _seconds_to_wait(request)
+    if seconds:
+        seconds = min(seconds, services.config.long_poll_seconds)
+        result = await services.futures.wait(submitted.request_id, tenant.id, seconds)
+        if isinstance(result, Result):
+            response = await result_response(request, result)
+            response.headers["Preference-Applied"] = f"wait={seconds:g}"
+            response.headers["X-Request-Id"] = submitted.request_id
+            if submitted.seq_id is not None:
+                response.headers["X-Seq-Id"] = str(submitted.seq_id)
+            return response
+    return JSONResponse(submitted.model_dump(exclude_none=True))
+
+
+async def result_response(request: Request, result: Result) -> Response:
+    """Protobuf where there is one and it is accepted, else JSON."""
+    if result.encoding == "json":
+        return Response(result.body, media_type="application/json")
+    if PROTOBUF in request.headers.get("accept", ""):
+        return Response(result.body, media_type=PROTOBUF)
+    if len(result.body) < _LARGE_BYTES:
+        return _as_json(result)
+    return await asyncio.to_thread(_as_json, result)
+
+
+def pending_response(pending: Pending) -> Response:
+    return JSONResponse(pending.model_dump(exclude_none=True), 408)
+
+
+def _as_json(result: Result) -> Response:
+    if result.encoding == "sample":
+        return JSONResponse(encode_sample_response_json(decode_sample_response(result.body)))
+    return JSONResponse(encode_forward_backward_output_json(decode_forward_backward_output(result.body)))
+
+
+def _seconds_to_wait(request: Request) -> float:
+    """From the header `Prefer: wait=SECONDS` (RFC 7240)."""
+    found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
+    return float(found[1]) if found else 0.0
+
+
+def _limits(services: Services) -> BodyLimits:
+    return BodyLimits(services.config.max_body_bytes, services.config.max_decompressed_bytes)

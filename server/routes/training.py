@@ -1,0 +1,182 @@
+"""Creating models, and the operations of a model being trained: decoded, authorized, handed to its Run."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from fastapi import APIRouter, Request, Response
+
+from ...schemas.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from ...schemas.codec import decode_forward_backward
+from ...schemas.futures import SubmitResponse
+from ...schemas.models import CreateModelRequest
+from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ..auth import TenantDependency
+from ..bodies import json_body, json_decoder, json_or_protobuf_body
+from ..services import ServicesDependency
+from .submitting import SUBMIT_RESPONSES, answer, receive_operation, receive_submit, submit_operation
+
+router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
+
+_MODEL_ID = "3f1c0f6a9d2b4e58:train:0"
+
+_FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
+    "type": "object",
+    "required": ["model_id", "data", "loss_fn"],
+    "properties": {
+        "model_id": {"type": "string"},
+        "seq_id": {"type": "integer", "minimum": 0, "description": "1, 2, 3, ...; left out: the next one"},
+        "loss_fn": {"type": "string", "description": "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ..."},
+        "loss_fn_config": {"type": "object", "additionalProperties": {"type": "number"}},
+        "forward_only": {"type": "boolean", "default": False},
+        "loss_weight": {"type": "number", "default": 1.0},
+        "data": {
+            "type": "array",
+            "items": {
+                "type": "object",
+                "properties": {
+                    "model_input": {
+                        "description": 'token ids, or {"chunks": [{"type": "encoded_text", "tokens": [...]}]}',
+                        "type": "array",
+                        "items": {"type": "integer"},
+                    },
+                    "loss_fn_inputs": {
+                        "type": "object",
+                        "description": "name -> numbers, or {data, dtype, shape}",
+                        "additionalProperties": {"type": "array", "items": {"type": "number"}},
+                    },
+                },
+            },
+        },
+    },
+}
+_FORWARD_BACKWARD_EXAMPLE: dict[str, object] = {
+    "model_id": _MODEL_ID,
+    "data": [
+        {
+            "model_input": [1, 2, 3],
+            "loss_fn_inputs": {"target_tokens": [2, 3, 4], "weights": [0.0, 1.0, 1.0]},
+        }
+    ],
+    "loss_fn": "cross_entropy",
+}
+_FORWARD_BACKWARD_BODY = json_or_protobuf_body(
+    _FORWARD_BACKWARD_SCHEMA, _FORWARD_BACKWARD_EXAMPLE, "trainhouse.wire.ForwardBackwardRequest; may be zstd"
+)
+
+
+@router.post(
+    "/create_model",
+    openapi_extra=json_body(
+        CreateModelRequest,
+        {
+            "session_id": "3f1c0f6a9d2b4e58",
+            "model_seq_id": 0,
+            "base_model": "Qwen/Qwen3-0.6B",
+            "lora_config": {"rank": 32},
+        },
+    ),
+)
+async def create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """A new LoRA adapter on a base model. Its id is `SESSION_ID:train:MODEL_SEQ_ID`."""
+    submit = await receive_submit(request, services, json_decoder(CreateModelRequest))
+    submitted = await services.runs.create(tenant, submit.content, submit.received)
+    return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+
+
+@router.post("/forward_backward", openapi_extra=_FORWARD_BACKWARD_BODY)
+async def forward_backward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Losses are sums over tokens and datums; gradients accumulate until optim_step.
+
+    Protobuf, as the Tinker SDK sends it, or JSON.
+    """
+    submit = await receive_operation(request, services, tenant, "forward_backward", _decoder(request))
+    return await submit_operation(request, services, tenant, submit)
+
+
+@router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
+async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """The same as forward_backward with `forward_only`: losses and log-probabilities, no gradients."""
+    decode = _decoder(request)
+    submit = await receive_operation(
+        request, services, tenant, "forward", lambda body: replace(decode(body), forward_only=True)
+    )
+    return await submit_operation(request, services, tenant, submit)
+
+
+@router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": _MODEL_ID, "adam_params": {}}))
+async def optim_step(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """One AdamW step over the gradients accumulated since the last one, which it consumes.
+
+    It fails, and clears them, where a forward_backward since the last step failed or was refused.
+    """
+    submit = await receive_operation(request, services, tenant, "optim_step", json_decoder(OptimStepRequest))
+    return await submit_operation(request, services, tenant, submit)
+
+
+_SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": _MODEL_ID, "path": "step-100"})
+
+
+@router.post("/save_checkpoint", openapi_extra=_SAVE_BODY)
+@router.post("/save_weights", openapi_extra=_SAVE_BODY)
+async def save_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """Weights and optimizer as of the last optimizer step, as a named checkpoint to go on from.
+
+    Gradients accumulated since that step are not saved, and stay where they are.
+    """
+    submit = await receive_operation(request, services, tenant, "save_weights", json_decoder(SaveWeightsRequest))
+    return await submit_operation(request, services, tenant, submit)
+
+
+@router.post(
+    "/save_weights_for_sampler",
+    openapi_extra=json_body(SaveWeightsForSamplerRequest, {"model_id": _MODEL_ID, "path": "step-100"}),
+)
+async def save_weights_for_sampler(
+    request: Request, services: ServicesDependency, tenant: TenantDependency
+) -> Response:
+    """With `path`: a named checkpoint of the weights alone. Without: a sampling session with the weights of now."""
+    decode = json_decoder(SaveWeightsForSamplerRequest)
+    submit = await receive_operation(request, services, tenant, "save_weights_for_sampler", decode)
+    return await submit_operation(request, services, tenant, submit)
+
+
+@router.post(
+    "/save_weights_external",
+    openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": _MODEL_ID, "path": "export"}),
+)
+async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """The adapter as PEFT files; the checkpoint's external_weights_urls says where to download them."""
+    decode = json_decoder(SaveWeightsExternalRequest)
+    submit = await receive_operation(request, services, tenant, "save_weights_external", decode)
+    return await submit_operation(request, services, tenant, submit)
+
+
+_LOAD_BODY = json_body(
+    LoadWeightsRequest,
+    {"model_id": _MODEL_ID, "path": f"tinker://{_MODEL_ID}/weights/step-100", "optimizer": True},
+)
+
+
+@router.post("/load_checkpoint", openapi_extra=_LOAD_BODY)
+@router.post("/load_weights", openapi_extra=_LOAD_BODY)
+async def load_weights(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """A checkpoint into a live model (model_id), or a new model from it (session_id and model_seq_id).
+
+    Into a live model: gradients accumulated since the last optimizer step are discarded. `optimizer` false: with a
+    fresh optimizer.
+    """
+    submit = await receive_operation(request, services, tenant, "load_weights", json_decoder(LoadWeightsRequest))
+    if submit.content.model_id is not None:
+        return await submit_operation(request, services, tenant, submit)
+    submitted = await services.runs.create_from_checkpoint(tenant, submit.content, submit.received)
+    return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+
+
+def _decoder(request: Request) -> Callable[[bytes], ForwardBackwardRequest]:
+    content_type = request.headers.get("content-type", "application/json")
+    return lambda body: decode_forward_backward(body, content_type)

@@ -102,7 +102,7 @@ class ServerConfig:
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
     ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
     ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
-    ray_gpus_per_rank: float = knob(0.0, "GPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
+    ray_gpus_per_rank: float = knob(1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))

@@ -179,12 +179,16 @@ class Group:
         self._running = []
 
     async def _call(self, pool: Pool, items: list[Item]) -> Sequence[Any]:
-        """One rank per group here, so the first rank's results are the group's."""
-        if isinstance(items[0], Verb):
-            return await pool.call(items[0].method, *items[0].arguments)
-        if isinstance(items[0], Step):
-            return (await pool.call("apply_steps", tuple(items)))[0]
-        return (await pool.call("run_pass", Pass(tuple(items))))[0]  # type: ignore[arg-type]
+        """One answer per item: with one rank per group, that rank's."""
+        match items[0]:
+            case Verb(method, arguments):
+                return await pool.call(method, *arguments)
+            case Step():
+                [answers] = await pool.call("apply_steps", tuple(items))
+            case ForwardBackwardRequest() as operation:
+                [answers] = await pool.call("run_pass", Pass((operation,)))
+        assert len(answers) == len(items), f"{len(answers)} answers to {len(items)} items"
+        return answers
 
     async def _run_slice(self, pool: Pool) -> None:
         work = Slice(
@@ -229,7 +233,9 @@ class Group:
         waiting = [*self._running, *self._queue.take_all(), *self._joining.values(), *self._sampling.values()]
         self._running, self._joining, self._sampling, self._cancelled = [], {}, {}, []
         for each in waiting:
-            _settle(each.answer, Failure(message, "server"))
+            # What was to be dropped is gone.
+            dropped = isinstance(each, _Work) and isinstance(each.item, Verb) and each.item.drops is not None
+            _settle(each.answer, None if dropped else Failure(message, "server"))
 
     async def _restart(self) -> None:
         self.restarting = True

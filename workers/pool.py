@@ -447,8 +447,10 @@ class RayPool(Pool):
         import ray
         from ray.util.placement_group import placement_group
 
-        bundle = {"CPU": self.spec.cpus_per_rank, "GPU": self.spec.gpus_per_rank}
-        bundle = {name: amount for name, amount in bundle.items() if amount}
+        # Ray takes no empty bundle.
+        bundle = {"CPU": self.spec.cpus_per_rank or 0.001}
+        if self.spec.gpus_per_rank:
+            bundle["GPU"] = self.spec.gpus_per_rank
         bundles = [bundle] * len(self.spec.configs)
         placement = self._placement = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
         if not await asyncio.to_thread(placement.wait, self._placement_timeout_seconds):

@@ -1,0 +1,42 @@
+"""Bytes <-> the types of this package: protobuf, JSON and zstd. The only place that knows wire formats.
+
+What a client sent is refused with RequestError and a reason; what a server sent (the decoders for our client) with
+ValueError. Arrays come out C-contiguous, writable and of the dtypes that the types promise.
+"""
+
+from .compression import decompress
+from .formats import JSON, PROTOBUF, is_json, is_protobuf
+from .outputs import (
+    decode_forward_backward_output,
+    encode_forward_backward_output,
+    encode_forward_backward_output_json,
+)
+from .peek import PeekedOperation, peek_operation
+from .requests import decode_forward_backward, encode_forward_backward_request
+from .samples import decode_sample_response, encode_sample_response, encode_sample_response_json
+from .tensors import MAX_DENSE_BYTES, CsrLayout, csr_layout_from_json, tensor_from_json, tensor_to_json
+from .values import JsonObject
+
+__all__ = [
+    "JSON",
+    "MAX_DENSE_BYTES",
+    "PROTOBUF",
+    "CsrLayout",
+    "JsonObject",
+    "PeekedOperation",
+    "csr_layout_from_json",
+    "decode_forward_backward",
+    "decode_forward_backward_output",
+    "decode_sample_response",
+    "decompress",
+    "encode_forward_backward_output",
+    "encode_forward_backward_output_json",
+    "encode_forward_backward_request",
+    "encode_sample_response",
+    "encode_sample_response_json",
+    "is_json",
+    "is_protobuf",
+    "peek_operation",
+    "tensor_from_json",
+    "tensor_to_json",
+]

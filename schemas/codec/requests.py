@@ -1,0 +1,270 @@
+"""forward_backward requests: from protobuf, from JSON, and to protobuf."""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .. import trainhouse_wire_pb2 as wire
+from ..errors import RequestError
+from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
+from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
+from .invalid import Invalid, at_place, refused_with_400, shown
+from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
+from .values import (
+    JsonObject,
+    json_boolean,
+    json_integer,
+    json_list,
+    json_number,
+    json_object,
+    json_text,
+    numeric_array,
+    to_float32,
+)
+
+
+def decode_forward_backward(
+    body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES
+) -> ForwardBackwardRequest:
+    """A forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
+
+    Loss inputs come out as the loss functions take them: `target_tokens` int64, all others float32, CSR made dense.
+    Raises RequestError: 400 with the place and the reason, 415 for another content type.
+    """
+    with refused_with_400():
+        if is_protobuf(content_type):
+            return _request_from_protobuf(body, Budget(max_dense_bytes))
+        if is_json(content_type):
+            return _request_from_json(body, Budget(max_dense_bytes))
+    raise RequestError(f"content type {shown(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415)
+
+
+def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
+    """The protobuf body of a forward_backward (see ForwardBackwardRequest). Raises ValueError on an unknown dtype."""
+    message = wire.ForwardBackwardRequest(
+        model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
+    )
+    if request.loss_weight != 1.0:
+        message.loss_weight = request.loss_weight
+    for key, value in request.loss_fn_config.items():
+        if isinstance(value, str):
+            message.loss_fn_config_v2[key].text = value
+        else:
+            message.loss_fn_config_v2[key].number = value
+    for datum in request.data:
+        _datum_to_protobuf(datum, message.data.add())
+    return message.SerializeToString()
+
+
+def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardRequest:
+    message = wire.ForwardBackwardRequest()
+    parse_protobuf(message, body)
+    return _checked(
+        ForwardBackwardRequest(
+            model_id=message.model_id,
+            seq_id=message.seq_id,
+            data=tuple(_datum_from_protobuf(index, datum, budget) for index, datum in enumerate(message.data)),
+            loss_fn=message.loss_fn,
+            loss_fn_config=_loss_config_from_protobuf(message),
+            forward_only=message.forward_only,
+            loss_weight=message.loss_weight if message.HasField("loss_weight") else 1.0,
+        )
+    )
+
+
+def _loss_config_from_protobuf(message: wire.ForwardBackwardRequest) -> Mapping[str, float | str]:
+    if not message.loss_fn_config_v2:
+        return dict(message.loss_fn_config)
+    return {
+        key: value.text if value.WhichOneof("value") == "text" else value.number
+        for key, value in message.loss_fn_config_v2.items()
+    }
+
+
+def _datum_from_protobuf(index: int, message: wire.Datum, budget: Budget) -> Datum:
+    try:
+        return Datum(
+            tokens=_tokens_from_protobuf(message.model_input),
+            loss_fn_inputs={
+                name: _input_from_protobuf(name, tensor, budget) for name, tensor in message.loss_fn_inputs.items()
+            },
+            model_input_spans=tuple(_span_from_protobuf(span) for span in message.model_input_spans),
+            loss_fn_input_spans=tuple(_span_from_protobuf(span) for span in message.loss_fn_input_spans),
+        )
+    except Invalid as error:
+        raise Invalid(f"data[{index}]: {error}") from None
+
+
+def _tokens_from_protobuf(chunks: Sequence[wire.Chunk]) -> np.ndarray:
+    pieces = [_chunk_tokens(chunk) for chunk in chunks]
+    if not pieces or not any(piece.size for piece in pieces):
+        raise Invalid("model_input has no tokens")
+    return pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
+
+
+def _chunk_tokens(chunk: wire.Chunk) -> np.ndarray:
+    kind = chunk.WhichOneof("chunk")
+    if kind == "encoded_text":
+        return array_of(chunk.encoded_text.tokens, np.int32)
+    raise Invalid(_refusal_of_chunk(kind))
+
+
+def _input_from_protobuf(name: str, tensor: wire.Tensor, budget: Budget) -> np.ndarray:
+    try:
+        return _as_loss_input(name, read_tensor(tensor, budget))
+    except Invalid as error:
+        raise Invalid(f"loss_fn_inputs[{shown(name)}]: {error}") from None
+
+
+def _span_from_protobuf(message: wire.ProvenanceSpan) -> ProvenanceSpan:
+    match message.WhichOneof("span"):
+        case "prompt_tokens":
+            span = message.prompt_tokens
+            return _checked_span(ProvenanceSpan("prompt", span.sequence_id, span.offset, span.length))
+        case "sampled_tokens":
+            span = message.sampled_tokens
+            return _checked_span(ProvenanceSpan("sampled", span.sequence_id, span.offset, span.length))
+        case _:
+            raise Invalid("a provenance span says neither prompt_tokens nor sampled_tokens")
+
+
+def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
+    message.model_input.add().encoded_text.tokens = bytes_of(datum.tokens, np.int32)
+    for name, array in datum.loss_fn_inputs.items():
+        write_tensor(array, message.loss_fn_inputs[name])
+    for span in datum.model_input_spans:
+        _write_span(span, message.model_input_spans.add())
+    for span in datum.loss_fn_input_spans:
+        _write_span(span, message.loss_fn_input_spans.add())
+
+
+def _write_span(span: ProvenanceSpan, message: wire.ProvenanceSpan) -> None:
+    arm = message.prompt_tokens if span.kind == "prompt" else message.sampled_tokens
+    arm.sequence_id, arm.offset, arm.length = span.sequence_id, span.offset, span.length
+
+
+def _request_from_json(body: bytes, budget: Budget) -> ForwardBackwardRequest:
+    request = json_object(parse_json(body), "the body")
+    forward_only = request.get("forward_only", "forward_input" in request)
+    nested = request.get("forward_backward_input", request.get("forward_input"))
+    content = request if nested is None else json_object(nested, "forward_backward_input")
+    data = json_list(content.get("data", []), "data")
+    return _checked(
+        ForwardBackwardRequest(
+            model_id=json_text(request.get("model_id", ""), "model_id"),
+            seq_id=json_integer(request.get("seq_id", 0), "seq_id"),
+            data=tuple(_datum_from_json(index, datum, budget) for index, datum in enumerate(data)),
+            loss_fn=json_text(content.get("loss_fn", ""), "loss_fn"),
+            loss_fn_config=_loss_config_from_json(content.get("loss_fn_config")),
+            forward_only=json_boolean(forward_only, "forward_only"),
+            loss_weight=json_number(request.get("loss_weight", 1.0), "loss_weight"),
+        )
+    )
+
+
+def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
+    with at_place(f"data[{index}]"):
+        datum = json_object(value, "a datum")
+        inputs = json_object(datum.get("loss_fn_inputs", {}), "loss_fn_inputs")
+        return Datum(
+            tokens=_tokens_from_json(datum.get("model_input")),
+            loss_fn_inputs={name: _input_from_json(name, tensor, budget) for name, tensor in inputs.items()},
+            model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans"),
+            loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans"),
+        )
+
+
+def _tokens_from_json(value: object) -> np.ndarray:
+    """`model_input`: {"chunks": [...]}, or the token ids as a plain list."""
+    if isinstance(value, list):
+        chunks: list[object] = [{"type": "encoded_text", "tokens": value}]
+    else:
+        chunks = json_list(json_object(value, "model_input").get("chunks"), "model_input.chunks")
+    pieces = [_chunk_tokens_from_json(chunk) for chunk in chunks]
+    if not pieces or not any(piece.size for piece in pieces):
+        raise Invalid("model_input has no tokens")
+    return np.concatenate(pieces)
+
+
+def _chunk_tokens_from_json(value: object) -> np.ndarray:
+    chunk = json_object(value, "a chunk")
+    kind = chunk.get("type", "encoded_text")
+    if kind != "encoded_text":
+        raise Invalid(_refusal_of_chunk(kind))
+    with at_place("tokens"):
+        tokens = numeric_array(json_list(chunk.get("tokens"), "tokens"), integer=True)
+        if tokens.ndim != 1:
+            raise Invalid("token ids must be a flat list")
+        if tokens.size and not -(2**31) <= tokens.min() <= tokens.max() < 2**31:
+            raise Invalid("a token id does not fit 32 bits")
+        return tokens.astype(np.int32)
+
+
+def _input_from_json(name: str, value: object, budget: Budget) -> np.ndarray:
+    json_text(name, "an input name")
+    with at_place(f"loss_fn_inputs[{shown(name)}]"):
+        if isinstance(value, list):
+            return _as_loss_input(name, numeric_array(value, integer=_is_integer_input(name)))
+        return _as_loss_input(name, dense_from_json(value, 0, budget, integer=_is_integer_input(name)))
+
+
+def _spans_from_json(value: object, place: str) -> tuple[ProvenanceSpan, ...]:
+    return tuple(_span_from_json(json_object(span, place)) for span in json_list(value or [], place))
+
+
+def _span_from_json(span: JsonObject) -> ProvenanceSpan:
+    kind = span.get("kind")
+    if kind not in ("prompt", "sampled"):
+        raise Invalid(f"provenance span kind {shown(kind)} must be prompt or sampled")
+    return _checked_span(
+        ProvenanceSpan(
+            kind="prompt" if kind == "prompt" else "sampled",
+            sequence_id=json_text(span.get("sequence_id", ""), "sequence_id"),
+            offset=json_integer(span.get("offset", 0), "offset"),
+            length=json_integer(span.get("length"), "length"),
+        )
+    )
+
+
+def _loss_config_from_json(value: object) -> Mapping[str, float | str]:
+    config = json_object({} if value is None else value, "loss_fn_config")
+    return {
+        json_text(key, "a loss_fn_config key"): json_text(entry, key)
+        if isinstance(entry, str)
+        else json_number(entry, f"loss_fn_config[{shown(key)}]")
+        for key, entry in config.items()
+    }
+
+
+def _checked(request: ForwardBackwardRequest) -> ForwardBackwardRequest:
+    if not request.model_id:
+        raise Invalid("model_id is missing: send the id that create_model answered")
+    if not request.data:
+        raise Invalid("data is empty: send at least one datum")
+    if not math.isfinite(request.loss_weight):
+        raise Invalid(f"loss_weight is {request.loss_weight}: it must be finite")
+    return request
+
+
+def _checked_span(span: ProvenanceSpan) -> ProvenanceSpan:
+    if not span.sequence_id or span.offset < 0 or span.length < 0:
+        raise Invalid(f"provenance span {shown(span)} needs a sequence_id, offset >= 0 and length >= 0")
+    return span
+
+
+def _refusal_of_chunk(kind: object) -> str:
+    return f"a model_input chunk of type {shown(kind)} is not supported: send encoded_text chunks only"
+
+
+def _is_integer_input(name: str) -> bool:
+    return name == "target_tokens"
+
+
+def _as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
+    """The dtype that losses take: int64 for target_tokens, float32 for everything else."""
+    if not _is_integer_input(name):
+        return to_float32(array)
+    if array.dtype.kind == "f":
+        raise Invalid(f"{name} must be int64, not {array.dtype.name}")
+    return array.astype(np.int64, copy=False)

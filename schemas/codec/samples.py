@@ -1,0 +1,130 @@
+"""Sample responses."""
+
+import numpy as np
+
+from .. import trainhouse_wire_pb2 as wire
+from ..sampling import SampledSequence, SampleResponse, TopkLogprobs
+from .formats import parse_protobuf
+from .tensors import (
+    MAX_DENSE_BYTES,
+    Budget,
+    CsrLayout,
+    array_of,
+    bytes_of,
+    read_tensor,
+    shaped,
+    tensor_to_json,
+    write_target_logprobs,
+    write_tensor,
+)
+from .values import JsonObject, json_numbers
+
+_EMPTY_LOGPROB = -99999.0
+
+
+def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | None = None) -> bytes:
+    """Protobuf. target_layout: that of the request's target_prompt_logprobs, if it was CSR."""
+    message = wire.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
+    for sequence in response.sequences:
+        _write_sequence(sequence, message.sequences.add())
+    if response.prompt_logprobs is not None:
+        message.prompt_logprobs = bytes_of(response.prompt_logprobs, np.float32)
+    if response.topk_prompt_logprobs is not None:
+        _write_topk(response.topk_prompt_logprobs, message.topk_prompt_logprobs)
+    if response.target_prompt_logprobs is not None:
+        write_target_logprobs(response.target_prompt_logprobs, target_layout, message.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None and response.prompt_alt_logprobs is not None:
+        write_tensor(response.prompt_alt_tokens, message.prompt_alt_tokens.tokens)
+        write_tensor(response.prompt_alt_logprobs, message.prompt_alt_tokens.logprobs)
+    return message.SerializeToString()
+
+
+def encode_sample_response_json(response: SampleResponse) -> JsonObject:
+    """For a reply in JSON: what was not asked for is absent, NaN is null, tensors are dense TensorData.
+
+    Top-k rows are lists of [token_id, logprob], null where nothing was scored.
+    """
+    answer: JsonObject = {"sequences": [_sequence_to_json(sequence) for sequence in response.sequences]}
+    if response.prompt_logprobs is not None:
+        answer["prompt_logprobs"] = json_numbers(response.prompt_logprobs)
+    if response.topk_prompt_logprobs is not None:
+        answer["topk_prompt_logprobs"] = _topk_to_json(response.topk_prompt_logprobs)
+    if response.target_prompt_logprobs is not None:
+        answer["target_prompt_logprobs"] = tensor_to_json(response.target_prompt_logprobs)
+    if response.prompt_alt_tokens is not None and response.prompt_alt_logprobs is not None:
+        answer["prompt_alt_tokens"] = {
+            "tokens": tensor_to_json(response.prompt_alt_tokens),
+            "logprobs": tensor_to_json(response.prompt_alt_logprobs),
+        }
+    return {**answer, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens, "type": "sample"}
+
+
+def decode_sample_response(body: bytes) -> SampleResponse:
+    """From protobuf. Raises ValueError."""
+    message = wire.SampleResponse()
+    parse_protobuf(message, body)
+    budget = Budget(MAX_DENSE_BYTES)
+    has_alternatives = message.HasField("prompt_alt_tokens")
+    return SampleResponse(
+        sequences=tuple(_read_sequence(sequence) for sequence in message.sequences),
+        prompt_logprobs=array_of(message.prompt_logprobs, np.float32) if message.prompt_logprobs else None,
+        topk_prompt_logprobs=_read_topk(message.topk_prompt_logprobs) if message.topk_prompt_logprobs.k else None,
+        target_prompt_logprobs=read_tensor(message.target_prompt_logprobs, budget)
+        if message.HasField("target_prompt_logprobs")
+        else None,
+        prompt_alt_tokens=read_tensor(message.prompt_alt_tokens.tokens, budget).astype(np.int32)
+        if has_alternatives
+        else None,
+        prompt_alt_logprobs=read_tensor(message.prompt_alt_tokens.logprobs, budget) if has_alternatives else None,
+        prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+    )
+
+
+def _write_sequence(sequence: SampledSequence, message: wire.SampledSequence) -> None:
+    message.stop_reason = wire.STOP_REASON_STOP if sequence.stop_reason == "stop" else wire.STOP_REASON_LENGTH
+    message.tokens = bytes_of(sequence.tokens, np.int32)
+    message.logprobs = bytes_of(sequence.logprobs, np.float32)
+    if sequence.topk_logprobs is not None:
+        _write_topk(sequence.topk_logprobs, message.topk_sampled_logprobs)
+
+
+def _write_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
+    message.length, message.k = topk.token_ids.shape
+    message.token_ids = bytes_of(topk.token_ids, np.int32)
+    message.logprobs = bytes_of(topk.logprobs, np.float32)
+
+
+def _read_sequence(message: wire.SampledSequence) -> SampledSequence:
+    return SampledSequence(
+        stop_reason="length" if message.stop_reason == wire.STOP_REASON_LENGTH else "stop",
+        tokens=array_of(message.tokens, np.int32),
+        logprobs=array_of(message.logprobs, np.float32),
+        topk_logprobs=_read_topk(message.topk_sampled_logprobs) if message.topk_sampled_logprobs.k else None,
+    )
+
+
+def _read_topk(message: wire.TopkLogprobs) -> TopkLogprobs:
+    shape = (message.length, message.k)
+    return TopkLogprobs(
+        token_ids=shaped(array_of(message.token_ids, np.int32), shape),
+        logprobs=shaped(array_of(message.logprobs, np.float32), shape),
+    )
+
+
+def _sequence_to_json(sequence: SampledSequence) -> JsonObject:
+    answer: JsonObject = {
+        "stop_reason": sequence.stop_reason,
+        "tokens": sequence.tokens.tolist(),
+        "logprobs": json_numbers(sequence.logprobs),
+    }
+    if sequence.topk_logprobs is not None:
+        answer["topk_logprobs"] = _topk_to_json(sequence.topk_logprobs)
+    return answer
+
+
+def _topk_to_json(topk: TopkLogprobs) -> list[list[list[float]] | None]:
+    rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
+    cells = (
+        [[token, logprob] for token, logprob in zip(*row, strict=True) if logprob != _EMPTY_LOGPROB] for row in rows
+    )
+    return [row or None for row in cells]

@@ -1,0 +1,216 @@
+"""Arrays <-> the tensors of both formats: dense, and CSR made dense within a limit."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .. import trainhouse_wire_pb2 as wire
+from .invalid import Invalid, at_place, refused_with_400, shown
+from .values import JsonObject, json_integer, json_list, json_numbers, json_object, numeric_array, to_float32
+
+MAX_DENSE_BYTES = 1 << 30
+"""Most bytes that the sparse tensors of one request may take once dense."""
+
+
+_MAX_DIMENSIONS = 8
+DTYPES: dict[int, np.dtype] = {
+    wire.DTYPE_FLOAT32: np.dtype("<f4"),
+    wire.DTYPE_INT64: np.dtype("<i8"),
+    wire.DTYPE_INT32: np.dtype("<i4"),
+    wire.DTYPE_BFLOAT16: np.dtype("<u2"),
+}
+
+
+DTYPE_NUMBERS: dict[str, wire.DType] = {
+    "float32": wire.DTYPE_FLOAT32,
+    "int64": wire.DTYPE_INT64,
+    "int32": wire.DTYPE_INT32,
+}
+
+
+class Budget:
+    """Bounds what the sparse tensors of one request allocate together."""
+
+    def __init__(self, num_bytes: int) -> None:
+        self.num_bytes = num_bytes
+
+    def take(self, num_bytes: int) -> None:
+        self.num_bytes -= num_bytes
+        if self.num_bytes < 0:
+            raise Invalid(
+                f"sparse tensors of one request exceed the limit of dense bytes by {-self.num_bytes}: "
+                "send fewer datums in one call, or narrower tensors"
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class CsrLayout:
+    """Which cells of a [rows, columns] tensor a CSR tensor lists: crow_indices int64 [rows + 1], col_indices int64."""
+
+    shape: tuple[int, int]
+    crow_indices: np.ndarray
+    col_indices: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """int64: the row of each listed cell."""
+        return np.repeat(np.arange(self.shape[0], dtype=np.int64), np.diff(self.crow_indices))
+
+
+def tensor_from_json(
+    value: object, fill: float = 0, name: str = "tensor", max_dense_bytes: int = MAX_DENSE_BYTES
+) -> np.ndarray:
+    """A dense int64 or float32 array from JSON TensorData {data, dtype, shape?, sparse_crow_indices?, ...}.
+
+    fill: the value of the cells that a CSR tensor leaves out (-1 for target_prompt_logprobs). Raises RequestError.
+    """
+    with refused_with_400(), at_place(name):
+        return dense_from_json(value, fill, Budget(max_dense_bytes), integer=None)
+
+
+def tensor_to_json(array: np.ndarray) -> JsonObject:
+    """Dense TensorData: {data, dtype, shape}, NaN and infinities as null."""
+    array = public_dtype(array)
+    return {"data": json_numbers(array), "dtype": array.dtype.name, "shape": list(array.shape)}
+
+
+def csr_layout_from_json(value: object) -> CsrLayout | None:
+    """The layout of JSON TensorData, None where it is dense: the answer to a CSR question keeps its layout.
+
+    Raises RequestError.
+    """
+    with refused_with_400():
+        tensor = json_object(value, "the tensor")
+        return _csr_layout_from_json(tensor, _json_shape(tensor)) if _is_csr(tensor) else None
+
+
+def read_tensor(tensor: wire.Tensor, budget: Budget) -> np.ndarray:
+    """Dense, whichever encoding; without a shape one-dimensional."""
+    shape = checked_shape(tensor.shape)
+    match tensor.WhichOneof("encoding"):
+        case "dense":
+            return shaped(widened(tensor.dense, tensor.dtype), shape)
+        case "sparse_csr":
+            csr = tensor.sparse_csr
+            crow_indices, col_indices = array_of(csr.crow_indices, np.int64), array_of(csr.col_indices, np.int64)
+            values = widened(csr.values, tensor.dtype)
+            return _densified(values, _checked_csr(shape, crow_indices, col_indices), 0, budget)
+        case _:
+            # proto3 writes nothing for an empty tensor whose bytes were never set
+            return shaped(widened(b"", tensor.dtype), shape)
+
+
+def write_tensor(array: np.ndarray, message: wire.Tensor) -> None:
+    array = array if array.dtype.name in DTYPE_NUMBERS else public_dtype(array)
+    message.dense = bytes_of(array, array.dtype)
+    message.dtype = DTYPE_NUMBERS[array.dtype.name]
+    message.shape.extend(array.shape)
+
+
+def write_target_logprobs(logprobs: np.ndarray, layout: CsrLayout | None, message: wire.Tensor) -> None:
+    if layout is None:
+        return write_tensor(logprobs, message)
+    message.dtype = wire.DTYPE_FLOAT32
+    message.shape.extend(layout.shape)
+    message.sparse_csr.values = bytes_of(logprobs[layout.rows, layout.col_indices], np.float32)
+    message.sparse_csr.crow_indices = bytes_of(layout.crow_indices, np.int64)
+    message.sparse_csr.col_indices = bytes_of(layout.col_indices, np.int64)
+    return None
+
+
+def dense_from_json(value: object, fill: float, budget: Budget, integer: bool | None) -> np.ndarray:
+    """integer: the dtype where the tensor names none (None: it must name one)."""
+    tensor = json_object(value, "a tensor")
+    dtype = tensor.get("dtype", {True: "int64", False: "float32", None: None}[integer])
+    if dtype not in ("int64", "float32"):
+        raise Invalid(f"unknown dtype {shown(dtype)}: send int64 or float32")
+    values = numeric_array(json_list(tensor.get("data"), "data"), integer=dtype == "int64")
+    shape = _json_shape(tensor)
+    if _is_csr(tensor):
+        return _densified(values.reshape(-1), _csr_layout_from_json(tensor, shape), fill, budget)
+    return shaped(values, shape)
+
+
+def _is_csr(tensor: JsonObject) -> bool:
+    return tensor.get("sparse_crow_indices") is not None
+
+
+def _json_shape(tensor: JsonObject) -> tuple[int, ...]:
+    shape = tensor.get("shape")
+    if shape is None:
+        return ()
+    return checked_shape([json_integer(size, "shape") for size in json_list(shape, "shape")])
+
+
+def _csr_layout_from_json(tensor: JsonObject, shape: tuple[int, ...]) -> CsrLayout:
+    crow_indices = numeric_array(json_list(tensor["sparse_crow_indices"], "sparse_crow_indices"), integer=True)
+    col_indices = numeric_array(json_list(tensor.get("sparse_col_indices"), "sparse_col_indices"), integer=True)
+    return _checked_csr(shape, crow_indices.reshape(-1), col_indices.reshape(-1))
+
+
+def checked_shape(shape: Sequence[int]) -> tuple[int, ...]:
+    if len(shape) > _MAX_DIMENSIONS or any(not 0 <= size < 2**31 for size in shape):
+        raise Invalid(f"shape {shown(list(shape))} is out of bounds: at most {_MAX_DIMENSIONS} sizes from 0 to 2^31-1")
+    return tuple(shape)
+
+
+def shaped(values: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    if not shape:
+        return values
+    if values.size != math.prod(shape):
+        raise Invalid(f"shape {list(shape)} asks for {math.prod(shape)} values; the tensor has {values.size}")
+    return values.reshape(shape)
+
+
+def _checked_csr(shape: tuple[int, ...], crow_indices: np.ndarray, col_indices: np.ndarray) -> CsrLayout:
+    if len(shape) != 2:
+        raise Invalid(f"a CSR tensor needs a shape of two sizes, not {list(shape)}")
+    num_rows, num_columns = shape
+    if crow_indices.shape != (num_rows + 1,):
+        raise Invalid(f"a CSR tensor of {num_rows} rows needs {num_rows + 1} row pointers, not {crow_indices.size}")
+    if crow_indices[0] != 0 or crow_indices[-1] != col_indices.size or (np.diff(crow_indices) < 0).any():
+        raise Invalid(f"CSR row pointers must rise from 0 to the {col_indices.size} column indices")
+    if col_indices.size and (col_indices.min() < 0 or col_indices.max() >= num_columns):
+        raise Invalid(f"a CSR column index lies outside of the {num_columns} columns")
+    layout = CsrLayout((num_rows, num_columns), crow_indices, col_indices)
+    rows = layout.rows
+    if ((np.diff(col_indices) <= 0) & (rows[1:] == rows[:-1])).any():
+        raise Invalid("CSR column indices must rise within a row")
+    return layout
+
+
+def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: Budget) -> np.ndarray:
+    if values.size != layout.col_indices.size:
+        raise Invalid(f"a CSR tensor has {values.size} values for {layout.col_indices.size} column indices")
+    budget.take(math.prod(layout.shape) * values.itemsize)
+    dense = np.full(layout.shape, fill, dtype=values.dtype)
+    dense[layout.rows, layout.col_indices] = values
+    return dense
+
+
+def widened(data: bytes, dtype_number: int) -> np.ndarray:
+    """Flat values; bfloat16 (the upper half of a float32) comes out as float32."""
+    dtype = DTYPES.get(dtype_number)
+    if dtype is None:
+        raise Invalid(f"unknown dtype {dtype_number}: send 1 float32, 2 int64, 3 int32 or 4 bfloat16")
+    values = array_of(data, dtype)
+    return (values.astype(np.uint32) << 16).view(np.float32) if dtype_number == wire.DTYPE_BFLOAT16 else values
+
+
+def array_of(data: bytes, dtype: np.typing.DTypeLike) -> np.ndarray:
+    """A writable copy: torch warns about arrays over read-only bytes."""
+    little = np.dtype(dtype).newbyteorder("<")
+    if len(data) % little.itemsize:
+        raise Invalid(f"{len(data)} bytes are not a whole number of {little.name} values")
+    return np.frombuffer(data, dtype=little).astype(dtype)
+
+
+def bytes_of(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:
+    return array.astype(np.dtype(dtype).newbyteorder("<"), copy=False).tobytes()
+
+
+def public_dtype(array: np.ndarray) -> np.ndarray:
+    """float32 or int64, the two dtypes that TensorData names."""
+    return to_float32(array) if array.dtype.kind == "f" else array.astype(np.int64, copy=False)

@@ -82,6 +82,11 @@ class Futures:
             await self._write([_lost(header) for header in lost[start : start + _MOST_PER_WRITE]])
         self._writer = asyncio.create_task(self._write_behind())
 
+    @property
+    def num_stored(self) -> int:
+        """Of the results in memory, those that are durable."""
+        return len(self._stored)
+
     def create(
         self,
         request_id: str,

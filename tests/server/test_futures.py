@@ -1,0 +1,147 @@
+"""Futures over a real store: waiting, keeping, surviving a restart, staying small."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.errors import RequestError
+from trainhouse.schemas.futures import Pending
+from trainhouse.server.futures import Futures, Result
+from trainhouse.server.journal import Header
+from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
+
+pytestmark = pytest.mark.anyio
+
+TENANT = "alice"
+
+
+@pytest.fixture
+async def open_futures(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Callable]:
+    """Opening the same directory again = a restart; `unfinished` is what the journal tells then."""
+    store = SqliteStore(tmp_path / DATABASE_NAME)
+    await store.ensure_tenant(TenantRecord(TENANT, TENANT, 0.0))
+
+    async def open_futures(unfinished=(), **options) -> Futures:
+        futures = Futures(tmp_path / "results", store, options.pop("ttl_seconds", 3600.0), **options)
+        await futures.open(unfinished)
+        return futures
+
+    async with AsyncExitStack() as stack:
+        stack.callback(store.close)
+        yield open_futures
+
+
+def header(request_id: str) -> Header:
+    return Header("optim_step", TENANT, request_id.rpartition(":")[0], 1, request_id)
+
+
+async def wait_until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+async def test_a_waiter_gets_the_result_as_soon_as_it_is_there(open_futures) -> None:
+    futures = await open_futures()
+    future = futures.create("r:1", TENANT)
+    waiting = asyncio.create_task(futures.wait("r:1", TENANT, 30))
+    await asyncio.sleep(0.01)
+    futures.resolve(future, Result(b"{}"))
+    assert await waiting == Result(b"{}")
+    assert await futures.wait("r:1", TENANT, 30) == Result(b"{}")
+    await futures.close()
+
+
+async def test_a_wait_that_ends_without_a_result_says_what_it_waits_for(open_futures) -> None:
+    futures = await open_futures()
+    futures.create("r:1", TENANT, lambda: Pending(queue_state_reason="two operations come first"))
+    assert await futures.wait("r:1", TENANT, 0.01) == Pending(queue_state_reason="two operations come first")
+    await futures.close()
+
+
+async def test_a_failure_is_a_result_with_its_category(open_futures) -> None:
+    futures = await open_futures()
+    futures.fail(futures.create("r:1", TENANT), "rank 0 is too small", "user")
+    result = await futures.wait("r:1", TENANT, 1)
+    assert json.loads(result.body) == {"error": "rank 0 is too small", "category": "user"}
+    await futures.close()
+
+
+async def test_unknown_and_foreign_requests_are_not_found(open_futures) -> None:
+    futures = await open_futures()
+    futures.create("r:1", TENANT)
+    for request_id, tenant in (("r:2", TENANT), ("r:1", "bob")):
+        with pytest.raises(RequestError, match="unknown") as refusal:
+            await futures.wait(request_id, tenant, 1)
+        assert refusal.value.status == 404
+    await futures.close()
+
+
+async def test_results_survive_a_restart(open_futures) -> None:
+    first = await open_futures()
+    stored = []
+    future = first.create("r:1", TENANT, on_stored=lambda: stored.append(1))
+    first.resolve(future, Result(b"\x01\x02", "forward_backward"))
+    await wait_until(lambda: bool(stored))
+    await first.close()
+    second = await open_futures([header("r:1")])
+    assert await second.wait("r:1", TENANT, 1) == Result(b"\x01\x02", "forward_backward")
+    with pytest.raises(RequestError):
+        await second.wait("r:1", "bob", 1)
+    await second.close()
+
+
+async def test_closing_writes_what_was_not_written_yet(open_futures) -> None:
+    first = await open_futures()
+    for number in range(3):
+        first.resolve(first.create(f"r:{number}", TENANT), Result(bytes([number])))
+    await first.close()
+    second = await open_futures()
+    assert [(await second.wait(f"r:{number}", TENANT, 1)).body for number in range(3)] == [b"\x00", b"\x01", b"\x02"]
+    await second.close()
+
+
+async def test_what_was_accepted_but_not_finished_is_answered_as_lost(open_futures) -> None:
+    futures = await open_futures([header("r:1"), header("r:1")])
+    answer = json.loads((await futures.wait("r:1", TENANT, 1)).body)
+    assert answer["category"] == "server"
+    assert "server restarted" in answer["error"] and "checkpoint" in answer["error"]
+    await futures.close()
+
+
+async def test_memory_lets_go_of_stored_results_and_reads_them_again(open_futures) -> None:
+    futures = await open_futures(memory_bytes=3000)
+    for number in range(10):
+        futures.resolve(futures.create(f"r:{number}", TENANT), Result(bytes([number]) * 1000))
+    await wait_until(lambda: futures.num_stored == 3)
+    for number in range(10):
+        assert (await futures.wait(f"r:{number}", TENANT, 1)).body == bytes([number]) * 1000
+    await futures.close()
+
+
+async def test_results_go_after_their_time(open_futures) -> None:
+    futures = await open_futures(ttl_seconds=0.0)
+    futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
+    await wait_until(lambda: futures.num_stored == 1)
+    await futures.expire()
+    with pytest.raises(RequestError, match="no longer kept"):
+        await futures.wait("r:1", TENANT, 1)
+    await futures.close()
+
+
+async def test_two_thousand_waiting_futures_cost_nothing(open_futures) -> None:
+    futures = await open_futures()
+    created = [futures.create(f"r:{number}", TENANT) for number in range(2000)]
+    waiting = [asyncio.create_task(futures.wait(f"r:{number}", TENANT, 30)) for number in range(2000)]
+    await asyncio.sleep(0.1)
+    cpu_started = time.process_time()
+    await asyncio.sleep(0.5)
+    assert time.process_time() - cpu_started < 0.1
+    for future in created:
+        futures.resolve(future, Result(b"{}"))
+    assert await asyncio.gather(*waiting) == [Result(b"{}")] * 2000
+    await futures.close()

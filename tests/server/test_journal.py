@@ -1,0 +1,129 @@
+"""The journal and its segments: what was appended is there after a crash, what is done goes."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.journal import Header, Journal, read_journal
+from trainhouse.server.segments import Place, Segments, read_segment
+
+pytestmark = pytest.mark.anyio
+
+
+def header(seq_id: int, **values) -> Header:
+    return Header("optim_step", "tenant", "session:train:0", seq_id, f"session:train:0:{seq_id}", **values)
+
+
+def segment_files(directory: Path) -> list[Path]:
+    return sorted(directory.glob("*.segment"))
+
+
+async def test_entries_come_back_as_they_were_appended(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1 << 20)
+    written = [(header(1, drawn={"seed": 7}), b"body \x00\xff"), (header(2, refused="too large"), b"")]
+    for entry in written:
+        await journal.append(*entry)
+    await journal.close()
+    (segment,) = segment_files(tmp_path)
+    assert [(entry.header, entry.body) for entry in read_journal(segment)] == written
+
+
+def test_an_entry_survives_kill_9_as_soon_as_append_has_returned(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, os, signal
+from trainhouse.server.journal import Header, Journal
+from pathlib import Path
+async def main():
+    journal = Journal(Path({str(tmp_path)!r}), 1 << 20)
+    await journal.append(Header("optim_step", "t", "r", 1, "r:1"), b"body")
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    process = subprocess.run([sys.executable, "-c", program], timeout=60, check=False)
+    assert process.returncode == -9
+    (segment,) = segment_files(tmp_path)
+    assert [entry.body for entry in read_journal(segment)] == [b"body"]
+
+
+@pytest.mark.parametrize("num_lost", [1, 3, 30])
+async def test_a_torn_tail_ends_the_segment_at_the_last_whole_entry(
+    tmp_path: Path, num_lost: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(tmp_path, 1 << 20)
+    for seq_id in (1, 2, 3):
+        await journal.append(header(seq_id), bytes(20))
+    await journal.close()
+    (segment,) = segment_files(tmp_path)
+    os.truncate(segment, segment.stat().st_size - num_lost)
+    assert [entry.header.seq_id for entry in read_journal(segment)] == [1, 2]
+    assert "torn" in caplog.text
+
+
+async def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, 1 << 20)
+    places = [await segments.append({"number": number}, bytes(20)) for number in range(3)]
+    await segments.close()
+    (segment,) = segment_files(tmp_path)
+    damaged = bytearray(segment.read_bytes())
+    damaged[places[1].offset + 30] ^= 1
+    segment.write_bytes(damaged)
+    assert [record.header["number"] for record in read_segment(segment)] == [0]
+
+
+async def test_a_file_that_is_no_segment_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "00000000.segment").write_bytes(b"something else")
+    assert list(read_segment(tmp_path / "00000000.segment")) == []
+    assert "not a segment" in caplog.text
+
+
+async def test_records_are_read_at_their_places(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, 200)
+    places = [await segments.append({"number": number}, bytes([number]) * 50) for number in range(10)]
+    assert {place.segment for place in places} > {0}
+    for number in (7, 0, 9):
+        assert (await segments.read(Place.parse(str(places[number])))).body == bytes([number]) * 50
+    with pytest.raises(ValueError, match="no whole record"):
+        await segments.read(Place(0, places[0].offset + 1))
+    await segments.close()
+
+
+async def test_a_segment_goes_when_everything_in_it_is_done(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 200)
+    places = [await journal.append(header(seq_id), bytes(100)) for seq_id in range(1, 5)]
+    assert len(segment_files(tmp_path)) == 4
+    journal.release(places[0])
+    journal.release(places[2])
+    assert [int(path.stem) for path in segment_files(tmp_path)] == [places[1].segment, places[3].segment]
+    journal.release(places[1])
+    await journal.close()
+    assert [int(path.stem) for path in segment_files(tmp_path)] == [places[3].segment]
+
+
+async def test_what_an_earlier_process_left_is_told_and_then_forgotten(tmp_path: Path) -> None:
+    first = Journal(tmp_path, 1 << 20)
+    await first.append(header(1))
+    await first.append(header(2, refused="no"))
+    await first.close()
+    second = Journal(tmp_path, 1 << 20)
+    assert [unfinished.seq_id for unfinished in second.unfinished()] == [1]
+    second.forget_earlier()
+    place = await second.append(header(3))
+    await second.close()
+    (segment,) = segment_files(tmp_path)
+    assert place.segment == int(segment.stem) == 1
+
+
+async def test_a_journal_that_cannot_be_written_refuses_and_recovers(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "journal", 1 << 20)
+    (tmp_path / "journal").rmdir()
+    with pytest.raises(RequestError, match="free space") as refusal:
+        await journal.append(header(1))
+    assert refusal.value.status == 503
+    (tmp_path / "journal").mkdir()
+    await journal.append(header(1))
+    await journal.close()
+    (segment,) = segment_files(tmp_path / "journal")
+    assert [entry.header.seq_id for entry in read_journal(segment)] == [1]

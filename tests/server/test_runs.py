@@ -1,0 +1,320 @@
+"""Run: the order of operations, duplicates, refusals, gaps and the end, over a real journal and real futures.
+
+What operations do is no matter here; these note that they were performed, and fail when told to.
+"""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
+from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.schemas.futures import Pending
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
+from trainhouse.server.bodies import Received
+from trainhouse.server.futures import Futures, Result
+from trainhouse.server.journal import Journal, read_journal
+from trainhouse.server.operations import CreateRun
+from trainhouse.server.runs import MOST_AHEAD, Refused, Run, RunServices
+from trainhouse.server.sessions import Sessions
+from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
+
+pytestmark = pytest.mark.anyio
+
+RUN_ID = "session:train:0"
+RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
+BODY = Received(b"as received")
+
+
+@dataclass
+class Noting:
+    """Operations that note what they were asked to do."""
+
+    performed: list[Any] = field(default_factory=list)
+    failing: dict[int, Exception] = field(default_factory=dict)
+    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    infos: dict = field(default_factory=dict)
+
+    async def perform(self, run: RunRecord, operation: Any) -> Result:
+        await self.may_go_on.wait()
+        seq_id = getattr(operation, "seq_id", 0)
+        self.performed.append(seq_id)
+        await asyncio.sleep(0)
+        if seq_id in self.failing:
+            raise self.failing[seq_id]
+        return Result(json.dumps({"seq_id": seq_id}).encode())
+
+    async def clear_gradients(self, run: RunRecord) -> None:
+        self.performed.append("clear")
+
+    async def drop(self, run: RunRecord) -> None:
+        self.performed.append("drop")
+
+
+@dataclass
+class Bench:
+    run: Run
+    operations: Noting
+    futures: Futures
+    journal_directory: Path
+
+    async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
+        datum = Datum(np.array([1], np.int32))
+        request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
+        return (await self.run.submit(seq_id, request, BODY)).request_id
+
+    async def optim_step(self, seq_id: int) -> str:
+        return (await self.run.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id), BODY)).request_id
+
+    async def result(self, seq_id: int, seconds: float = 10) -> dict:
+        result = await self.futures.wait(f"{RUN_ID}:{seq_id}", "alice", seconds)
+        assert isinstance(result, Result), result
+        return json.loads(result.body)
+
+
+@pytest.fixture
+async def make_bench(tmp_path: Path, anyio_backend: str) -> AsyncIterator:
+    async with AsyncExitStack() as stack:
+        store = SqliteStore(tmp_path / DATABASE_NAME)
+        stack.callback(store.close)
+        await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
+        journal = Journal(tmp_path / "journal", 1 << 20)
+        stack.push_async_callback(journal.close)
+        futures = Futures(tmp_path / "results", store, 3600.0)
+        await futures.open(())
+        stack.push_async_callback(futures.close)
+
+        async def make(gap_seconds: float = 330.0, hold: bool = False) -> Bench:
+            operations = Noting()
+            if not hold:
+                operations.may_go_on.set()
+            sessions = Sessions(store, 300.0)
+            services = RunServices(futures, journal, operations, sessions, lambda model: f"busy: {model}", gap_seconds)
+            run = Run(RECORD, services)
+            stack.push_async_callback(run.stop)
+            await run.submit(0, CreateRun(), BODY)
+            return Bench(run, operations, futures, tmp_path / "journal")
+
+        yield make
+
+
+async def test_out_of_order_submits_run_in_order(make_bench) -> None:
+    bench = await make_bench()
+    for seq_id in (3, 2, 5, 4, 1):
+        assert await bench.forward_backward(seq_id) == f"{RUN_ID}:{seq_id}"
+    assert await bench.result(5) == {"seq_id": 5}
+    assert bench.operations.performed == [0, 1, 2, 3, 4, 5]
+
+
+async def test_a_submit_is_answered_before_its_turn(make_bench) -> None:
+    """Protocol rule 6: the SDK sends chunk 1 only after the later ones were answered."""
+    bench = await make_bench(hold=True)
+    async with asyncio.timeout(5):
+        await bench.forward_backward(2)
+        await bench.forward_backward(1)
+    assert bench.operations.performed == []
+    bench.operations.may_go_on.set()
+    assert await bench.result(2) == {"seq_id": 2}
+
+
+async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench) -> None:
+    bench = await make_bench(hold=True)
+    assert len({await bench.optim_step(1) for _ in range(3)}) == 1
+    assert len(set(await asyncio.gather(*(bench.optim_step(2) for _ in range(5))))) == 1
+    bench.operations.may_go_on.set()
+    await bench.result(2)
+    assert await bench.optim_step(1) == f"{RUN_ID}:1"
+    assert await bench.forward_backward(2) == f"{RUN_ID}:2", "body differences are ignored"
+    await bench.optim_step(3)
+    await bench.result(3)
+    assert bench.operations.performed == [0, 1, 2, 3]
+
+
+async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.optim_step(2)
+    await bench.run.refuse(1, Refused("forward_backward", "not protobuf", taints=True))
+    (segment,) = bench.journal_directory.glob("*.segment")
+    entries = list(read_journal(segment))
+    assert [(entry.header.kind, entry.header.seq_id, entry.header.refused, entry.body) for entry in entries] == [
+        ("create_model", 0, None, b"as received"),
+        ("optim_step", 2, None, b"as received"),
+        ("forward_backward", 1, "not protobuf", b""),
+    ]
+
+
+async def test_a_refused_seq_id_counts_as_done(make_bench) -> None:
+    bench = await make_bench()
+    await bench.run.refuse(1, Refused("optim_step", "learning_rate is -1", taints=False))
+    await bench.forward_backward(2)
+    assert await bench.result(2) == {"seq_id": 2}
+    with pytest.raises(RequestError, match=r"learning_rate is -1.*next seq_id"):
+        await bench.optim_step(1)
+    await bench.run.refuse(2, Refused("forward_backward", "late", taints=True))
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}, "an accepted operation cannot be refused afterwards"
+
+
+async def test_a_failure_does_not_wedge_the_next_operations(make_bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench = await make_bench()
+    bench.operations.failing = {
+        1: OperationError("token 900 is not in the vocabulary"),
+        2: RequestError("there is no checkpoint", 404),
+        3: RuntimeError("a bug"),
+    }
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id, forward_only=True)
+    await bench.optim_step(4)
+    assert await bench.result(1) == {"error": "token 900 is not in the vocabulary", "category": "user"}
+    assert await bench.result(2) == {"error": "there is no checkpoint", "category": "user"}
+    internal = await bench.result(3)
+    assert internal["category"] == "server" and "a bug" not in internal["error"]
+    assert "a bug" in caplog.text
+    assert await bench.result(4) == {"seq_id": 4}
+
+
+@pytest.mark.parametrize("how", ["failed", "refused"])
+async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench, how: str) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    if how == "failed":
+        bench.operations.failing = {2: OperationError("loss is NaN")}
+        await bench.forward_backward(2)
+    else:
+        await bench.run.refuse(2, Refused("forward_backward", "loss is NaN", taints=True))
+    await bench.optim_step(3)
+    failed = await bench.result(3)
+    assert failed["category"] == "user"
+    assert "forward_backward with seq_id 2" in failed["error"] and "loss is NaN" in failed["error"]
+    assert bench.operations.performed[-1] == "clear"
+    await bench.forward_backward(4)
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+
+
+async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench) -> None:
+    bench = await make_bench()
+    bench.operations.failing = {number: OperationError("no") for number in (1, 2, 4)}
+    await bench.forward_backward(1, forward_only=True)
+    await bench.run.submit(2, SaveWeightsRequest(model_id=RUN_ID, seq_id=2, path="a"), BODY)
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    await bench.forward_backward(4)
+    await bench.run.submit(5, LoadWeightsRequest(model_id=RUN_ID, seq_id=5, path="tinker://a/weights/b"), BODY)
+    await bench.optim_step(6)
+    assert await bench.result(6) == {"seq_id": 6}
+
+
+async def test_a_gap_is_explained_and_given_up_in_time(make_bench) -> None:
+    bench = await make_bench(gap_seconds=0.5)
+    await bench.forward_backward(3)
+    await bench.result(0)
+    waiting = await bench.futures.wait(f"{RUN_ID}:3", "alice", 0.05)
+    assert isinstance(waiting, Pending)
+    assert waiting.queue_state == "paused_capacity" and "seq_id 1" in (waiting.queue_state_reason or "")
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed == [0, 3]
+    with pytest.raises(RequestError, match=r"within 0\.5 s"):
+        await bench.forward_backward(1)
+    await bench.optim_step(4)
+    assert "seq_id 1" in (await bench.result(4))["error"], "what never came may have been a part of the batch"
+
+
+async def test_a_gap_that_is_filled_in_time_is_none(make_bench) -> None:
+    bench = await make_bench(gap_seconds=0.3)
+    await bench.forward_backward(2)
+    await asyncio.sleep(0.15)
+    await bench.forward_backward(1)
+    await bench.result(2)
+    await asyncio.sleep(0.3)
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed == [0, 1, 2, 3]
+
+
+async def test_pollers_hear_how_many_operations_come_first(make_bench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    assert await bench.futures.wait(f"{RUN_ID}:0", "alice", 0.01) == Pending(queue_state_reason="busy: tiny")
+    waiting = await bench.futures.wait(f"{RUN_ID}:2", "alice", 0.01)
+    assert waiting == Pending(queue_state_reason="2 operations of this run come first")
+
+
+async def test_left_out_seq_ids_are_given_in_order(make_bench) -> None:
+    bench = await make_bench()
+    seq_ids = [
+        (await bench.run.submit(0, OptimStepRequest(model_id=RUN_ID), BODY)).seq_id,
+        (await bench.run.submit(0, OptimStepRequest(model_id=RUN_ID), BODY)).seq_id,
+    ]
+    assert seq_ids == [1, 2]
+    assert "seq_id" in await bench.result(2)
+
+
+@pytest.mark.parametrize("seq_id", [-1, MOST_AHEAD + 2])
+async def test_impossible_seq_ids_are_refused(make_bench, seq_id: int) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    with pytest.raises(RequestError, match=str(seq_id)):
+        await bench.forward_backward(seq_id)
+    await bench.run.refuse(seq_id, Refused("optim_step", "no", taints=False))
+    await bench.optim_step(1)
+    assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench) -> None:
+    bench = await make_bench(hold=True)
+    bench.operations.failing = {0: OperationError("no room for rank 4")}
+    await bench.optim_step(1)
+    bench.operations.may_go_on.set()
+    assert (await bench.result(0))["error"] == "no room for rank 4"
+    assert "could not be created: no room for rank 4" in (await bench.result(1))["error"]
+    with pytest.raises(RequestError, match="no room") as refusal:
+        await bench.optim_step(2)
+    assert refusal.value.status == 410
+
+
+async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench) -> None:
+    bench = await make_bench(hold=True)
+    await bench.optim_step(1)
+    await bench.optim_step(4)
+    await asyncio.sleep(0.05)
+    ending = asyncio.create_task(bench.run.end("the session has ended"))
+    await asyncio.sleep(0.05)
+    assert not ending.done()
+    bench.operations.may_go_on.set()
+    await ending
+    assert await bench.result(0) == {"seq_id": 0}
+    assert [(await bench.result(seq_id))["error"] for seq_id in (1, 4)] == ["the session has ended"] * 2
+    assert bench.operations.performed == [0, "drop"]
+
+
+async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try_works(make_bench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    with pytest.raises(RequestError, match="free space"):
+        await bench.optim_step(1)
+    aside.rename(bench.journal_directory)
+    await bench.optim_step(1)
+    assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_thousand_operations_take_a_moment(make_bench) -> None:
+    """Half a millisecond each where nothing else runs; the bound is for a busy machine."""
+    bench = await make_bench()
+    started = time.perf_counter()
+    for seq_id in range(1, 1001):
+        await bench.optim_step(seq_id)
+    await bench.result(1000)
+    assert time.perf_counter() - started < 10

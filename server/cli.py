@@ -122,7 +122,7 @@ Sizes in bytes may be written 256MiB."""
 
 def _knob_table(entries: Sequence[Field], *more: tuple[str, str]) -> str:
     rows = [(f"{flag_of(entry)} {_metavar(entry)}", _described(entry)) for entry in entries]
-    rows += [("--config FILE", "TOML file: max_lora_rank = 64 is --max-lora-rank 64"), *more]
+    rows += [("--config FILE", "TOML: max_lora_rank = 64 is --max-lora-rank 64"), *more]
     width = max(len(flag) for flag, _ in rows)
     return "\n".join(f"  {flag:<{width}}  {text}" for flag, text in rows)
 

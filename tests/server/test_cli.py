@@ -1,0 +1,207 @@
+"""The command line as a user meets it: help, refusals in one line, keys, and real server processes."""
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+from trainhouse.schemas.version import VERSION
+from trainhouse.server.cli import main, serve_help, serve_help_all
+from trainhouse.server.config import ServerConfig
+
+from ..live import LiveServer, live_server
+
+SOON_SECONDS = 15
+
+
+def trainhouse(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "trainhouse.server", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | environment,
+    )
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    """What a command that is refused says: one line on standard error."""
+    assert main(arguments) != 0
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert len(captured.err.splitlines()) == 1
+    return captured.err
+
+
+# Help and refusals
+
+
+def test_the_help_of_serve_fits_one_screen() -> None:
+    lines = serve_help().splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_full_help_names_every_knob() -> None:
+    text = serve_help_all()
+    for name in ServerConfig.__dataclass_fields__:
+        assert f"--{name.replace('_', '-')}".removesuffix("s") in text
+    assert max(map(len, text.splitlines())) <= 120
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h", "--help-all"])
+def test_help_ends_with_success(flag: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", flag])
+    assert ended.value.code == 0
+    assert capsys.readouterr().out.startswith("usage: trainhouse serve")
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"trainhouse {VERSION}\n"
+
+
+def test_wrong_usage_is_refused_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["serve", "--base-model", "x", "--prt", "1"]) == 2
+    assert "unknown argument --prt: did you mean --port?" in capsys.readouterr().err
+    assert "base_models is not given" in refusal(capsys, "serve")
+    assert "there is no /no/such" in refusal(capsys, "serve", "--base-model", "a=/no/such")
+    missing = str(tmp_path / "missing.toml")
+    assert "missing.toml cannot be read" in refusal(capsys, "serve", "--config", missing)
+
+
+def start_refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: str) -> str:
+    return refusal(capsys, "serve", "--base-model=x/y", f"--state-dir={tmp_path}", "--port=0", *flags)
+
+
+def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        message = start_refusal(capsys, tmp_path, f"--port={port}")
+    assert f"cannot listen on 127.0.0.1 port {port}: something listens there already" in message
+
+
+def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert "this machine has no such address" in start_refusal(capsys, tmp_path, "--host=203.0.113.1")
+
+
+def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--host=0.0.0.0")
+    assert "no API key is in force: make one with `trainhouse keys create NAME`" in message
+
+
+def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    assert "cannot be used: File exists" in start_refusal(capsys, tmp_path / "file")
+
+
+def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "model").mkdir()
+    done = trainhouse("serve", f"--base-model=m={tmp_path}/model", "--port=0", f"--state-dir={tmp_path}/state")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("trainhouse serve: error: ")
+    assert "Traceback" not in done.stderr
+
+
+# Keys
+
+
+def test_keys_are_created_listed_and_revoked(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = f"--state-dir={tmp_path}"
+    assert main(["keys", "create", "alice", place]) == 0
+    key = capsys.readouterr().out.strip()
+    assert key.startswith("tml-")
+    assert main(["keys", "list", place]) == 0
+    listed = capsys.readouterr().out
+    assert "alice" in listed and key not in listed
+    number = listed.splitlines()[-1].split()[0]
+    assert main(["keys", "revoke", number, place]) == 0
+    assert "is revoked" in capsys.readouterr().out
+    assert "there is no key" in refusal(capsys, "keys", "revoke", number, place)
+    assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+
+# Real processes
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path_factory.mktemp("cli")) as started:
+        yield started
+
+
+def test_a_server_says_where_it_is_and_what_to_paste(server: LiveServer) -> None:
+    assert httpx.get(f"{server.url}/api/v1/healthz").json() == {"status": "ok"}
+    log = server.log.read_text()
+    assert "loading tiny/qwen3 from" in log
+    assert f"ready: {server.url} serves tiny/qwen3" in log
+    assert f"export TINKER_BASE_URL={server.url} TINKER_API_KEY=tml-local" in log
+    assert f'trainhouse.ServiceClient("{server.url}", "tml-local")' in log
+
+
+def test_a_second_server_on_the_same_state_directory_is_refused(server: LiveServer) -> None:
+    done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
+    assert done.returncode == 1
+    assert f"is in use by the server with process id {server.process.pid}" in done.stderr
+    assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
+
+
+def descendants(server: LiveServer) -> list[psutil.Process]:
+    return psutil.Process(server.process.pid).children(recursive=True)
+
+
+def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
+        children = descendants(server)
+        assert children
+        started = time.monotonic()
+        server.process.send_signal(signal.SIGINT)
+        assert server.process.wait(SOON_SECONDS) == 0
+        assert time.monotonic() - started < SOON_SECONDS
+        _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
+        assert alive == []
+        assert not (tmp_path / "ready").exists()
+
+
+def test_a_termination_while_loading_ends_the_server_and_its_workers(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    arguments = ["serve", f"--base-model=m={tiny_models['qwen3']}", "--port=0", f"--state-dir={tmp_path}"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "trainhouse.server", *arguments], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline().startswith("loading")
+    time.sleep(0.5)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.terminate()
+    assert "ready:" not in process.stdout.read()
+    process.stdout.close()
+    assert process.wait(SOON_SECONDS) == 0
+    assert psutil.wait_procs(children, timeout=SOON_SECONDS)[1] == []
+
+
+# Imports
+
+MODULES = """
+import importlib, pkgutil, sys, trainhouse.client, trainhouse.schemas, trainhouse.server
+for package in (trainhouse.client, trainhouse.schemas, trainhouse.server):
+    for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+        if not module.name.endswith("__main__"):
+            importlib.import_module(module.name)
+print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modules) > 500)
+"""
+
+
+def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[] True"

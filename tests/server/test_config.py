@@ -1,0 +1,207 @@
+"""Where knobs come from, what they may be, and that each one is read by something."""
+
+import ast
+from collections.abc import Iterator
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from trainhouse.server.config import (
+    ConfigError,
+    ServedModel,
+    ServerConfig,
+    knob_of,
+    load_config,
+    parse_bytes,
+    parse_served_model,
+    state_dir_of,
+)
+from trainhouse.workers.config import WorkerConfig
+from trainhouse.workers.dispatch import DispatchConfig
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = {"base_models": ["a/b"]}
+
+
+def config_of(**flags: str) -> ServerConfig:
+    return load_config({**MODEL, **flags}, {}, None)
+
+
+def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_default(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("port = 1\nthreads = 1\nmax_lora_rank = 1\n")
+    environment = {"TRAINHOUSE_PORT": "2", "TRAINHOUSE_THREADS": "2", "OTHER": "x"}
+    config = load_config({**MODEL, "port": "3"}, environment, file)
+    assert (config.port, config.threads, config.max_lora_rank, config.micro_batch_tokens) == (3, 2, 1, 4096)
+
+
+def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(
+        'base_models = ["a/b=/", "c"]\nstate_dir = "s"\nlong_poll_seconds = 3\nkv_cache_bytes = "2GiB"\n'
+        'dtype = "float32"\nmax_context_length = 99\n'
+    )
+    environment = {
+        "TRAINHOUSE_BASE_MODELS": "a/b=/, c",
+        "TRAINHOUSE_STATE_DIR": "s",
+        "TRAINHOUSE_LONG_POLL_SECONDS": "3",
+        "TRAINHOUSE_KV_CACHE_BYTES": "2147483648",
+        "TRAINHOUSE_DTYPE": "float32",
+        "TRAINHOUSE_MAX_CONTEXT_LENGTH": "99",
+    }
+    assert load_config({}, {}, file) == load_config({}, environment, None)
+    config = load_config({}, {}, file)
+    assert config.base_models == (ServedModel("a/b", "/"), ServedModel("c", "c"))
+    assert (config.state_dir, config.long_poll_seconds, config.max_context_length) == (Path("s"), 3.0, 99)
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ({"port": "70000"}, "port is 70000: expected from 0 to 65535"),
+        ({"port": "http"}, "--port is 'http': expected an integer"),
+        ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
+        ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
+        ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
+        ({"slice_milliseconds": "nan"}, "slice_milliseconds is nan: expected above 0"),
+        ({"long_poll_seconds": "60"}, "long_poll_seconds is 60.0: expected from 0 to 44"),
+        ({"max_body_bytes": "1TiB"}, "--max-body-bytes is '1TiB': expected a number of bytes, such as"),
+        ({"max_body_bytes": "2GiB"}, "max_decompressed_bytes 1073741824 is below max_body_bytes 2147483648"),
+        ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
+        ({"ray_cpus_per_rank": "1"}, "ray_cpus_per_rank has no effect with pool local"),
+        ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
+        ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
+        ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),
+    ],
+)
+def test_bad_values_are_refused_with_the_value_and_the_remedy(flags: dict[str, str], reason: str) -> None:
+    with pytest.raises(ConfigError) as refusal:
+        config_of(**flags)
+    assert reason in str(refusal.value)
+
+
+def test_a_server_needs_a_base_model() -> None:
+    with pytest.raises(ConfigError, match="base_models is not given: expected at least one"):
+        load_config({}, {}, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("prot = 1", "unknown key 'prot': did you mean port?"),
+        ("zzz = 1", "unknown key 'zzz': see `trainhouse serve --help-all`"),
+        ("port = 1.5", "port in .* is 1.5: expected an integer"),
+        ("port = true", "port in .* is True: expected an integer"),
+        ("port = [1]", r"port in .* is \[1\]: expected an integer"),
+        ('port = ["1"]', r"port in .* is \['1'\]: expected an integer"),
+        ("pool = 3", "pool in .* is 3: expected a text"),
+        ("port = ", "is not valid TOML"),
+    ],
+)
+def test_mistakes_in_the_file_are_named(text: str, reason: str, tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=reason):
+        load_config(MODEL, {}, file)
+
+
+def test_a_missing_file_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"/no/such\.toml cannot be read: No such file"):
+        load_config(MODEL, {}, Path("/no/such.toml"))
+
+
+def test_a_misspelt_environment_variable_is_refused_and_a_foreign_one_left_alone() -> None:
+    foreign = {
+        "TRAINHOUSE_API_KEY": "tml-x",
+        "TRAINHOUSE_PORT_8000_TCP": "tcp://10.0.0.1:8000",
+        "TRAINHOUSE_CONFIG": "",
+    }
+    assert load_config(MODEL, foreign, None) == config_of()
+    with pytest.raises(ConfigError, match="TRAINHOUSE_MAX_LORA_RANKS: did you mean max_lora_rank"):
+        load_config(MODEL, {"TRAINHOUSE_MAX_LORA_RANKS": "3"}, None)
+
+
+def test_sizes_may_have_a_unit() -> None:
+    assert [parse_bytes(text) for text in ("7", "1KiB", "1.5MiB", "2 GiB", "1MB")] == [
+        7,
+        1024,
+        3 << 19,
+        2 << 30,
+        10**6,
+    ]
+    for text in ("", "1.5", "-1", "1TiB", "x"):
+        with pytest.raises(ValueError):
+            parse_bytes(text)
+
+
+def test_a_served_name_is_an_alias_of_where_the_model_is() -> None:
+    assert parse_served_model("Qwen/Qwen3-8B=~/models") == ServedModel("Qwen/Qwen3-8B", str(Path.home() / "models"))
+
+
+@pytest.mark.parametrize(
+    ("host", "loopback"),
+    [("127.0.0.1", True), ("127.9.9.9", True), ("::1", True), ("localhost", True), ("0.0.0.0", False), ("::", False)],
+)
+def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) -> None:
+    assert config_of(host=host).is_loopback is loopback
+
+
+def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
+    config = load_config(
+        {"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", "threads": "3", "kv_cache_bytes": "5"},
+        {},
+        None,
+    )
+    dispatch = config.dispatch_config()
+    assert isinstance(dispatch, DispatchConfig)
+    assert (dispatch.pool, dispatch.ray_address) == ("ray", "auto")
+    assert [model.model.name for model in dispatch.models] == ["a", "b"]
+    assert [(model.threads, model.kv_cache_bytes) for model in dispatch.models] == [(3, 5), (3, 5)]
+
+
+def test_the_state_directory_is_known_without_a_base_model() -> None:
+    assert state_dir_of({}, {}, None) == Path(".trainhouse")
+    assert state_dir_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == Path("x")
+
+
+def test_the_example_configuration_is_valid() -> None:
+    file = ROOT / "deploy" / "example.toml"
+    with pytest.raises(ConfigError, match=r"there is no /models/Qwen3-0\.6B"):
+        load_config({}, {}, file)
+    assert load_config(MODEL, {}, file).pool == "local"
+
+
+# Every knob is read
+
+
+def attributes_of_configs(package: str) -> Iterator[str]:
+    """The x of every `config.x`, `self._config.x` and so on; `model.x` too, as the dispatch calls a WorkerConfig."""
+    for path in (ROOT / package).rglob("*.py"):
+        if path == ROOT / "server" / "config.py":
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                owner = node.value
+                name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
+                if "config" in name or name == "model":
+                    yield node.attr
+
+
+def test_every_knob_is_read_where_its_value_arrives() -> None:
+    handed_on = {entry.name for target in (WorkerConfig, DispatchConfig) for entry in fields(target)}
+    read_in_server, read_in_workers = set(attributes_of_configs("server")), set(attributes_of_configs("workers"))
+    unread = {
+        entry.name
+        for entry in fields(ServerConfig)
+        if entry.name not in (read_in_workers if entry.name in handed_on else read_in_server)
+    }
+    assert unread == set()
+    assert "no_such_knob" not in read_in_server | read_in_workers
+
+
+def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
+    defaults = config_of()
+    for entry in fields(ServerConfig):
+        assert knob_of(entry).help
+        if entry.name != "base_models":
+            assert getattr(defaults, entry.name) == entry.default

@@ -1,0 +1,116 @@
+"""Keys: made, shown, revoked; and who is let in without."""
+
+from pathlib import Path
+
+import httpx
+import pytest
+from tinker.cli.auth_api import SelfApiKeyResponse
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, list_keys, require_keys, revoke_key
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.workers.config import ServedModel
+
+from .api import ALICE, BOB, Api, Clock, running_api
+
+pytestmark = pytest.mark.anyio
+
+
+async def ask(api: Api, headers: dict[str, str]) -> httpx.Response:
+    return await (await api.client(None)).post("/api/v1/client/config", headers=headers, json={})
+
+
+async def test_no_key_is_refused_with_the_remedy(api: Api) -> None:
+    response = await ask(api, {})
+    assert response.status_code == 401
+    assert "TINKER_API_KEY" in response.json()["detail"]
+
+
+async def test_a_key_of_another_kind_is_refused(api: Api) -> None:
+    response = await ask(api, {"X-API-Key": "sk-123"})
+    assert response.status_code == 401
+    assert "tml-" in response.json()["detail"] and "sk-123" not in response.text
+
+
+async def test_a_bearer_token_is_a_key_too(api: Api) -> None:
+    assert (await ask(api, {"Authorization": f"Bearer {ALICE}"})).status_code == 200
+    assert (await ask(api, {"Authorization": "Basic abc"})).status_code == 401
+
+
+async def test_on_loopback_each_key_is_its_own_tenant(api: Api) -> None:
+    alice, bob = await api.tenant(ALICE), await api.tenant(BOB)
+    assert alice.id != bob.id
+    assert await api.tenant(ALICE) == alice
+    assert ALICE not in alice.id + alice.name
+
+
+async def test_once_a_key_was_made_loopback_is_closed_to_others(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    (info,) = await list_keys(api.services.store)
+    await revoke_key(api.services.store, info.key_id)
+    assert (await ask(api, {"X-API-Key": ALICE})).status_code == 401
+    assert (await ask(api, {"X-API-Key": key})).status_code == 401
+
+
+async def test_keys_are_stored_as_hashes_and_listed_by_name(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    other = await create_key(api.services.store, "team")
+    assert key.startswith("tml-") and len(key) > 40 and key != other
+    assert [info.name for info in await list_keys(api.services.store)] == ["team", "team"]
+    assert await api.tenant(key) == await api.tenant(other)
+    stored = b"".join(file.read_bytes() for file in api.services.config.state_dir.glob(f"{DATABASE_NAME}*"))
+    assert key.encode() not in stored
+
+
+async def test_a_key_revoked_by_another_process_is_refused_soon(tmp_path: Path) -> None:
+    store, clock = SqliteStore(tmp_path / "store.db"), Clock()
+    auth = Auth(store, loopback=False, clock=clock)
+    key = await create_key(store, "team")
+    assert (await auth.authenticate(key)).name == "team"
+
+    beside = SqliteStore(tmp_path / "store.db")
+    await revoke_key(beside, (await list_keys(beside))[0].key_id)
+    beside.close()
+    assert (await auth.authenticate(key)).name == "team"
+    clock.now += CACHE_SECONDS
+    with pytest.raises(RequestError, match="revoked"):
+        await auth.authenticate(key)
+    store.close()
+
+
+async def test_revoking_what_is_not_in_force_says_so(api: Api) -> None:
+    with pytest.raises(ValueError, match="no key 7 in force"):
+        await revoke_key(api.services.store, 7)
+
+
+async def test_other_addresses_need_keys(tmp_path: Path) -> None:
+    store = SqliteStore(tmp_path / "store.db")
+    here, everywhere = (
+        ServerConfig(base_models=(ServedModel("m", "m/m"),), host=host) for host in ("127.0.0.1", "0.0.0.0")
+    )
+    await require_keys(here, store)
+    with pytest.raises(ValueError, match=r"0\.0\.0\.0.*trainhouse keys create"):
+        await require_keys(everywhere, store)
+    await create_key(store, "team")
+    await require_keys(everywhere, store)
+    store.close()
+
+
+async def test_beyond_loopback_an_unknown_key_is_refused(tmp_path: Path) -> None:
+    async with running_api(tmp_path, host="0.0.0.0") as api:
+        assert (await ask(api, {"X-API-Key": ALICE})).status_code == 401
+
+
+async def test_a_key_sees_itself_and_revokes_itself(api: Api) -> None:
+    open_key = await (await api.client(ALICE)).get("/api/v1/auth/apikey/me")
+    assert SelfApiKeyResponse.model_validate(open_key.json()).key_id == 0
+    key = await create_key(api.services.store, "team")
+    client = await api.client(key)
+    own = SelfApiKeyResponse.model_validate((await client.get("/api/v1/auth/apikey/me")).json())
+    assert (own.name, own.key_id) == ("team", 1)
+    assert (await client.delete("/api/v1/auth/apikey/me")).status_code == 204
+    assert (await client.get("/api/v1/auth/apikey/me")).status_code == 401
+
+
+async def test_a_key_that_was_never_made_cannot_be_revoked(api: Api) -> None:
+    assert (await (await api.client(ALICE)).delete("/api/v1/auth/apikey/me")).status_code == 404

@@ -1,0 +1,347 @@
+"""Checkpoints: published whole or not at all, aged, shared, copied and downloaded; nobody else's business."""
+
+import asyncio
+import hashlib
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+from sqlalchemy.exc import SQLAlchemyError
+from tinker import types
+from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.server.store import CheckpointRecord, RunRecord
+
+from .api import ALICE, BOB, LORA, MODEL, Api, running_api
+
+pytestmark = pytest.mark.anyio
+
+
+def files_below(api: Api) -> list[str]:
+    root = api.services.config.state_dir / "checkpoints"
+    return sorted(path.name for path in root.rglob("*") if path.is_file())
+
+
+def exists(record: CheckpointRecord) -> bool:
+    return Path(record.directory).is_dir()
+
+
+def weights_of(record: CheckpointRecord) -> bytes:
+    return (Path(record.directory) / "adapter_model.safetensors").read_bytes()
+
+
+async def listed(api: Api, run: RunRecord, key: str = ALICE) -> dict[str, types.Checkpoint]:
+    response = await (await api.client(key)).get(f"/api/v1/training_runs/{run.run_id}/checkpoints")
+    if response.status_code == 404:
+        return {}
+    answer = types.CheckpointsListResponse.model_validate(response.json())
+    return {checkpoint.checkpoint_id: checkpoint for checkpoint in answer.checkpoints}
+
+
+def url(run: RunRecord, checkpoint_id: str, action: str = "") -> str:
+    return f"/api/v1/training_runs/{run.run_id}/checkpoints/{checkpoint_id}{action}"
+
+
+async def test_a_checkpoint_is_published_with_sizes_and_hashes(api: Api) -> None:
+    run = await api.run()
+    record = await api.save(run, content=b"0123456789")
+    manifest = json.loads((Path(record.directory) / "manifest.json").read_text())
+    assert manifest["tinker_path"] == f"tinker://{run.run_id}/weights/a" == record.tinker_path
+    assert manifest["lora"]["rank"] == LORA.rank
+    assert manifest["files"]["adapter_model.safetensors"] == {
+        "size_bytes": 10,
+        "sha256": hashlib.sha256(b"0123456789").hexdigest(),
+    }
+    assert record.size_bytes == 12
+    assert (await listed(api, run))["weights/a"].size_bytes == 12
+
+
+async def test_nothing_is_listed_before_the_block_is_left(api: Api) -> None:
+    run = await api.run()
+    async with api.services.checkpoints.writing(run, "weights", "a", overwrite=False) as staging:
+        (staging / "file").write_bytes(b"x")
+        assert await listed(api, run) == {}
+    assert list(await listed(api, run)) == ["weights/a"]
+
+
+@pytest.mark.parametrize("error", [OperationError("the worker died", "server"), asyncio.CancelledError()])
+async def test_an_exception_while_writing_leaves_nothing(api: Api, error: BaseException) -> None:
+    run = await api.run()
+    with pytest.raises(type(error)):
+        async with api.services.checkpoints.writing(run, "weights", "a", overwrite=False) as staging:
+            (staging / "file").write_bytes(b"x")
+            raise error
+    assert (files_below(api), await listed(api, run)) == ([], {})
+
+
+async def test_a_row_that_cannot_be_written_leaves_no_files(api: Api) -> None:
+    stranger = RunRecord("unknown:train:0", "unknown", "nobody", MODEL, LORA, 1.0, 1.0)
+    with pytest.raises((SQLAlchemyError, OperationError)):
+        await api.save(stranger)
+    assert files_below(api) == []
+
+
+@pytest.mark.parametrize("num_turns", [0, 1, 2, 4, 8, 16, 32])
+async def test_a_caller_cancelled_at_any_moment_leaves_row_and_files_together(api: Api, num_turns: int) -> None:
+    run = await api.run()
+    saving = asyncio.create_task(api.save(run))
+    for _ in range(num_turns):
+        await asyncio.sleep(0.001)
+    saving.cancel()
+    await asyncio.gather(saving, return_exceptions=True)
+    assert bool(files_below(api)) == bool(await listed(api, run))
+
+
+async def test_names_that_could_leave_their_place_are_refused(api: Api) -> None:
+    run = await api.run()
+    for name in ("", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "x" * 129, "ä"):
+        with pytest.raises(OperationError, match="is not allowed"):
+            await api.save(run, name)
+    assert files_below(api) == []
+    await api.save(run, "x" * 128)
+
+
+async def test_a_name_in_use_needs_overwrite(api: Api) -> None:
+    run = await api.run()
+    first = await api.save(run, content=b"first")
+    with pytest.raises(OperationError, match="overwrite=True") as refused:
+        await api.save(run, content=b"second")
+    assert refused.value.category == "user"
+    assert weights_of(first) == b"first"
+    await api.save(run, kind="sampler_weights", content=b"of another kind")
+
+    second = await api.save(run, content=b"second", overwrite=True)
+    assert weights_of(second) == b"second"
+    assert not exists(first)
+    assert set(await listed(api, run)) == {"weights/a", "sampler_weights/a"}
+
+
+async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: Path) -> None:
+    async with running_api(tmp_path) as api:
+        run = await api.run()
+        record = await api.save(run)
+        kind = Path(record.directory).parent
+        (kind / ".staging-torn").mkdir()
+        (kind / ".staging-torn" / "adapter_model.safetensors").write_bytes(b"half")
+        (kind / "b.00000000").mkdir()  # renamed, but the server died before its row was written
+        elsewhere = kind.parent.parent / "of_another_database" / "weights" / "c.00000000"
+        elsewhere.mkdir(parents=True)
+        assert list(await listed(api, run)) == ["weights/a"]
+    async with running_api(tmp_path) as api:
+        assert list(await listed(api, run)) == ["weights/a"]
+        assert [path.name for path in kind.iterdir()] == [Path(record.directory).name]
+        assert elsewhere.exists()
+
+
+async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:
+    async with running_api(tmp_path / "here") as api:
+        run = await api.run()
+        await api.save(run, content=b"moved")
+    (tmp_path / "here").rename(tmp_path / "there")
+    async with running_api(tmp_path / "there") as api:
+        record = await api.services.checkpoints.resolve(await api.tenant(), f"tinker://{run.run_id}/weights/a")
+        assert weights_of(record) == b"moved"
+
+
+async def test_what_expires_is_gone_at_once_and_deleted_soon(api: Api) -> None:
+    run = await api.run()
+    record = await api.save(run, ttl_seconds=3600)
+    kept = await api.save(run, "kept")
+    expires_at = (await listed(api, run))["weights/a"].expires_at
+    assert expires_at == datetime.fromtimestamp(api.clock.now + 3600, UTC)
+    api.clock.now += 3600
+    assert list(await listed(api, run)) == ["weights/kept"]
+    with pytest.raises(RequestError, match="no checkpoint"):
+        await api.services.checkpoints.resolve(await api.tenant(), record.tinker_path)
+    await api.services.checkpoints.expire()
+    assert not exists(record) and exists(kept)
+
+
+async def test_an_expired_name_is_free_again(api: Api) -> None:
+    run = await api.run()
+    await api.save(run, ttl_seconds=3600)
+    api.clock.now += 3600
+    await api.save(run, content=b"new")
+    assert (await listed(api, run))["weights/a"].expires_at is None
+
+
+async def test_ttl_can_be_set_and_lifted(api: Api) -> None:
+    run = await api.run()
+    await api.save(run)
+    client = await api.client()
+    assert (await client.put(url(run, "weights/a", "/ttl"), json={"ttl_seconds": 7200})).status_code == 204
+    expires_at = (await listed(api, run))["weights/a"].expires_at
+    assert expires_at is not None and expires_at.timestamp() == api.clock.now + 7200
+    assert (await client.put(url(run, "weights/a", "/ttl"), json={"ttl_seconds": None})).status_code == 204
+    assert (await listed(api, run))["weights/a"].expires_at is None
+    assert (await client.put(url(run, "weights/a", "/ttl"), json={"ttl_seconds": 5})).status_code in (400, 422)
+
+
+async def test_delete_removes_row_and_files(api: Api) -> None:
+    run = await api.run()
+    await api.save(run)
+    client = await api.client()
+    assert (await client.delete(url(run, "weights/a"))).status_code == 204
+    assert (files_below(api), await listed(api, run)) == ([], {})
+    assert (await client.delete(url(run, "weights/a"))).status_code == 404
+
+
+async def test_what_is_public_others_read_but_do_not_change(api: Api) -> None:
+    run = await api.run(ALICE)
+    record = await api.save(run)
+    alice, bob = await api.client(ALICE), await api.client(BOB)
+    bobs = await api.tenant(BOB)
+    assert (await alice.post(url(run, "weights/a", "/publish"))).status_code == 204
+    assert (await listed(api, run))["weights/a"].public
+    assert await api.services.checkpoints.resolve(bobs, record.tinker_path)
+    assert list(await listed(api, run, BOB)) == ["weights/a"]
+    assert (await bob.delete(url(run, "weights/a"))).status_code == 403
+    assert (await bob.delete(url(run, "weights/a", "/publish"))).status_code == 403
+    assert (await alice.delete(url(run, "weights/a", "/publish"))).status_code == 204
+    with pytest.raises(RequestError, match="not yours to read"):
+        await api.services.checkpoints.resolve(bobs, record.tinker_path)
+
+
+async def test_what_is_private_others_cannot_tell_from_what_is_not_there(api: Api) -> None:
+    run = await api.run(ALICE)
+    await api.save(run)
+    bob = await api.client(BOB)
+    path = f"tinker://{run.run_id}/weights/a"
+    answers = [
+        await bob.delete(url(run, "weights/a")),
+        await bob.post(url(run, "weights/a", "/publish")),
+        await bob.delete(url(run, "weights/a", "/publish")),
+        await bob.put(url(run, "weights/a", "/ttl"), json={"ttl_seconds": 3600}),
+        await bob.get(url(run, "weights/a", "/external_weights_urls")),
+        await bob.get(f"/api/v1/training_runs/{run.run_id}/checkpoints"),
+        await bob.post("/api/v1/weights_info", json={"tinker_path": path}),
+        await bob.post("/api/v1/copy_weights", json={"source_path": path}),
+    ]
+    assert [answer.status_code for answer in answers] == [404] * len(answers)
+    assert list(await listed(api, run)) == ["weights/a"]
+
+
+async def test_the_owners_key_is_an_access_token(api: Api) -> None:
+    run = await api.run(ALICE)
+    record = await api.save(run)
+    bob = await api.tenant(BOB)
+    assert await api.services.checkpoints.resolve(bob, record.tinker_path, access_token=ALICE)
+    with pytest.raises(RequestError):
+        await api.services.checkpoints.resolve(bob, record.tinker_path, access_token="tml-somebody")
+
+
+@pytest.mark.parametrize(
+    "path", ["weights/a", "tinker://r/weights", "tinker://r/other/a", "tinker://r/weights/a/b", ""]
+)
+async def test_what_is_no_path_is_told_apart_from_what_is_missing(api: Api, path: str) -> None:
+    response = await (await api.client()).post("/api/v1/weights_info", json={"tinker_path": path})
+    assert response.status_code == 400 and "tinker://RUN_ID/weights/NAME" in response.json()["detail"]
+
+
+async def test_weights_info_tells_how_to_load_it(api: Api) -> None:
+    record = await api.save(await api.run())
+    response = await (await api.client()).post("/api/v1/weights_info", json={"tinker_path": record.tinker_path})
+    info = types.WeightsInfoResponse.model_validate(response.json())
+    assert (info.base_model, info.is_lora, info.lora_rank, info.train_unembed) == (MODEL, True, 8, False)
+    assert info.optimizer_config.type == "adamw"
+
+
+async def urls_of(api: Api, run: RunRecord, checkpoint_id: str, key: str = ALICE) -> types.ExternalWeightsUrlsResponse:
+    response = await (await api.client(key)).get(url(run, checkpoint_id, "/external_weights_urls"))
+    return types.ExternalWeightsUrlsResponse.model_validate(response.json())
+
+
+async def fetch(api: Api, signed_url: str) -> httpx.Response:
+    """Without a key."""
+    parts = urlsplit(signed_url)
+    return await (await api.client(None)).get(f"{parts.path}?{parts.query}")
+
+
+@pytest.mark.parametrize("kind", ["weights", "sampler_weights", "external_weights"])
+async def test_signed_urls_download_every_file_without_a_key(api: Api, kind: str) -> None:
+    run = await api.run()
+    await api.save(run, kind=kind, content=b"the weights")
+    signed = await urls_of(api, run, f"{kind}/a")
+    assert set(signed.urls) == {"adapter_model.safetensors", "adapter_config.json"}
+    assert signed.expires.timestamp() > api.clock.now
+    response = await fetch(api, signed.urls["adapter_model.safetensors"])
+    assert (response.status_code, response.content) == (200, b"the weights")
+    assert response.headers["Content-Length"] == "11"
+
+
+async def test_a_signature_holds_for_one_file_one_time_and_one_version(api: Api) -> None:
+    run = await api.run()
+    await api.save(run, kind="external_weights")
+    good = (await urls_of(api, run, "external_weights/a")).urls["adapter_config.json"]
+    assert (await fetch(api, good)).status_code == 200
+    expires = str(int(api.clock.now) + 3600)
+    forged = [
+        good.replace("adapter_config.json", "adapter_model.safetensors"),
+        good.replace("adapter_config.json", "manifest.json"),
+        good.replace("adapter_config.json", "..%2F..%2F..%2F..%2Ftrainhouse.db"),
+        good.replace(expires, str(int(expires) + 1)),
+        good[:-1] + ("0" if good[-1] != "0" else "1"),
+        good.replace("external_weights/a", "external_weights/b"),
+    ]
+    assert len({good, *forged}) == 7
+    assert [(await fetch(api, one)).status_code for one in forged] == [403] * 6
+    await api.save(run, kind="external_weights", overwrite=True)
+    assert (await fetch(api, good)).status_code == 403
+
+
+async def test_signed_urls_expire(api: Api) -> None:
+    run = await api.run()
+    await api.save(run, kind="external_weights")
+    (good, *_) = (await urls_of(api, run, "external_weights/a")).urls.values()
+    api.clock.now += 3600
+    response = await fetch(api, good)
+    assert response.status_code == 403 and "expired" in response.json()["detail"]
+
+
+async def test_signed_urls_outlive_a_restart(tmp_path: Path) -> None:
+    async with running_api(tmp_path) as api:
+        run = await api.run()
+        await api.save(run, kind="external_weights")
+        (good, *_) = (await urls_of(api, run, "external_weights/a")).urls.values()
+    async with running_api(tmp_path) as api:
+        assert (await fetch(api, good)).status_code == 200
+
+
+async def copy(api: Api, key: str, **body: object) -> httpx.Response:
+    headers = {"X-Idempotency-Key": str(body.pop("idempotency_key", "one"))}
+    return await (await api.client(key)).post("/api/v1/copy_weights", json=body, headers=headers)
+
+
+async def test_a_copy_is_the_tenants_own_and_outlives_its_source(api: Api) -> None:
+    run = await api.run(ALICE)
+    source = await api.save(run, content=b"shared", user_metadata={"k": "v"})
+    await (await api.client(ALICE)).post(url(run, "weights/a", "/publish"))
+    response = await copy(api, BOB, source_path=source.tinker_path, destination_project_id="p")
+    path = types.CopyWeightsResponse.model_validate(response.json()).tinker_path
+    await (await api.client(ALICE)).delete(url(run, "weights/a"))
+
+    record = await api.services.checkpoints.resolve(await api.tenant(BOB), path)
+    assert (record.kind, record.name, record.lora, record.user_metadata) == ("weights", "a", LORA, {"k": "v"})
+    assert weights_of(record) == b"shared"
+    copied_run = await api.services.store.get_run(record.run_id)
+    session = await api.services.store.get_session(copied_run.session_id)
+    assert (session.project_id, session.end) == ("p", "success")
+    with pytest.raises(RequestError):
+        await api.services.checkpoints.resolve(await api.tenant(ALICE), path)
+
+
+async def test_a_copy_asked_for_twice_is_made_once(api: Api) -> None:
+    source = await api.save(await api.run())
+    paths = [(await copy(api, ALICE, source_path=source.tinker_path)).json()["tinker_path"] for _ in range(2)]
+    assert paths[0] == paths[1]
+    another = await copy(api, ALICE, source_path=source.tinker_path, idempotency_key="two")
+    assert another.json()["tinker_path"] != paths[0]
+
+
+async def test_a_copy_with_the_owners_key_as_token(api: Api) -> None:
+    source = await api.save(await api.run(ALICE))
+    response = await copy(api, BOB, source_path=source.tinker_path, weights_access_token=ALICE, ttl_seconds=3600)
+    record = await api.services.checkpoints.resolve(await api.tenant(BOB), response.json()["tinker_path"])
+    assert record.expires_at == api.clock.now + 3600

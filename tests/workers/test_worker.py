@@ -1,0 +1,260 @@
+"""The worker's verbs together, on one rank in this process."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from peft import LoraConfig as PeftLoraConfig
+from peft import get_peft_model
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse, SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.verbs import Failure, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.worker import Worker
+from transformers import AutoModelForCausalLM
+
+from ..tiny import KINDS
+
+LORA = LoraConfig(rank=4, seed=11)
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1)
+
+
+def config(directory: Path, **knobs: object) -> WorkerConfig:
+    return WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs)
+
+
+@pytest.fixture(scope="module")
+def module_worker(tiny_models: dict[str, Path]) -> Worker:
+    return Worker(config(tiny_models["qwen3"], max_lora_rank=8))
+
+
+@pytest.fixture
+def worker(module_worker: Worker) -> Iterator[Worker]:
+    """With a run named "run"."""
+    module_worker.create_run(RunSpec("run", LORA))
+    yield module_worker
+    module_worker.drop_run("run")
+
+
+def some_data(*lengths: int) -> tuple[Datum, ...]:
+    random = np.random.default_rng(5)
+    rows = [random.integers(0, 512, length + 1) for length in lengths]
+    return tuple(
+        Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": np.ones(len(row) - 1, np.float32)})
+        for row in rows
+    )
+
+
+DATA = some_data(9, 20, 9, 3)
+
+
+def train(worker: Worker, run_id: str = "run", data: tuple[Datum, ...] = DATA) -> ForwardBackwardOutput:
+    (output,) = worker.run_pass(Pass((ForwardBackwardRequest(run_id, 1, data, "cross_entropy"),)))
+    assert isinstance(output, ForwardBackwardOutput), output
+    return output
+
+
+def step(worker: Worker, run_id: str = "run", params: AdamParams = ADAM) -> dict[str, float] | Failure:
+    (metrics,) = worker.apply_steps((Step(run_id, params),))
+    return metrics
+
+
+def loss(worker: Worker, run_id: str = "run") -> float:
+    request = ForwardBackwardRequest(run_id, 1, DATA, "cross_entropy", forward_only=True)
+    (output,) = worker.run_pass(Pass((request,)))
+    assert isinstance(output, ForwardBackwardOutput)
+    return output.metrics["loss:sum"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_lowers_the_loss_on_every_kind_of_model(kind: str, tiny_models: dict[str, Path]) -> None:
+    worker = Worker(config(tiny_models[kind]))
+    info = worker.create_run(RunSpec("run", LORA))
+    assert info.num_parameters > 0
+    assert any("q_proj" in name for name in info.target_modules)
+    first = train(worker).metrics["loss:sum"]
+    for _ in range(5):
+        assert isinstance(step(worker), dict)
+        train(worker)
+    assert loss(worker) < 0.7 * first
+
+
+def test_it_describes_its_model(worker: Worker) -> None:
+    info = worker.info()
+    assert (info.name, info.architecture, info.dtype, info.device) == ("tiny", "Qwen3ForCausalLM", "float32", "cpu")
+    assert (info.vocab_size, info.max_context_length, info.eos_token_ids) == (512, 1024, (2,))
+    assert info.num_parameters == 139648
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")
+def test_a_step_equals_peft_and_torch_adamw(worker: Worker, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    lora = LoraConfig(rank=4, seed=11, train_unembed=False)
+    worker.create_run(RunSpec("peft", lora))
+    worker.save_run("peft", str(tmp_path), optimizer=False)
+    base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
+    targets = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    model = get_peft_model(base, PeftLoraConfig(r=4, lora_alpha=32, target_modules=targets))
+    model.load_adapter(str(tmp_path), "default", is_trainable=True)
+    optimizer = torch.optim.AdamW(
+        [p for p in model.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1
+    )
+    for _ in range(2):
+        optimizer.zero_grad()
+        for datum in DATA:
+            logits = model(torch.from_numpy(datum.tokens.astype(np.int64))[None]).logits[0]
+            targets_of_datum = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
+            torch.nn.functional.cross_entropy(logits, targets_of_datum, reduction="sum").backward()
+        optimizer.step()
+        train(worker, "peft")
+        step(worker, "peft", AdamParams(learning_rate=1e-2, eps=1e-8, weight_decay=0.1))
+    with torch.no_grad():
+        logits = model(torch.from_numpy(DATA[1].tokens.astype(np.int64))[None]).logits[0]
+    expected = torch.log_softmax(logits, -1).gather(
+        1, torch.from_numpy(DATA[1].loss_fn_inputs["target_tokens"])[:, None]
+    )
+    found = train(worker, "peft").loss_fn_outputs[1]["logprobs"]
+    worker.drop_run("peft")
+    np.testing.assert_allclose(found, expected.squeeze(1).numpy(), rtol=1e-4, atol=1e-4)
+    with pytest.raises(AssertionError):  # one more step is told apart
+        np.testing.assert_allclose(train(worker).loss_fn_outputs[1]["logprobs"], found, rtol=1e-4, atol=1e-4)
+
+
+def test_at_learning_rate_zero_nothing_moves(worker: Worker) -> None:
+    outputs = []
+    for _ in range(10):
+        outputs.append(train(worker))
+        step(worker, params=AdamParams(learning_rate=0.0, weight_decay=0.1))
+    assert len({output.metrics["loss:sum"] for output in outputs}) == 1
+    assert len({output.loss_fn_outputs[1]["logprobs"].tobytes() for output in outputs}) == 1
+
+
+def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
+    alone = loss(worker)
+    worker.create_run(RunSpec("other", LoraConfig(rank=8, seed=3, train_mlp=False)))
+    train(worker, "other")
+    step(worker, "other")
+    assert loss(worker) == alone
+    assert loss(worker, "other") < alone
+    worker.drop_run("other")
+
+
+def test_the_good_operations_of_a_pass_are_answered_beside_the_bad(worker: Worker) -> None:
+    good = ForwardBackwardRequest("run", 1, DATA, "cross_entropy", forward_only=True)
+    bad = ForwardBackwardRequest("run", 2, (), "cross_entropy", forward_only=True)
+    results = worker.run_pass(Pass((good, bad, good)))
+    assert [type(result) for result in results] == [ForwardBackwardOutput, Failure, ForwardBackwardOutput]
+
+
+def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(worker: Worker) -> None:
+    train(worker)
+    worker.run_pass(Pass((ForwardBackwardRequest("run", 1, (), "cross_entropy"),)))
+    refused = step(worker)
+    assert isinstance(refused, Failure)
+    assert "batch is empty" in refused.message
+    train(worker)
+    assert isinstance(step(worker), dict)
+
+
+def test_gradients_can_be_discarded(worker: Worker) -> None:
+    train(worker)
+    worker.clear_gradients("run")
+    refused = step(worker)
+    assert isinstance(refused, Failure)
+    assert "no gradients" in refused.message
+
+
+def test_a_saved_run_goes_on_as_if_never_interrupted(worker: Worker, tmp_path: Path) -> None:
+    train(worker)
+    step(worker)
+    worker.save_run("run", str(tmp_path), optimizer=True)
+    train(worker)
+    step(worker)
+    expected = loss(worker)
+    worker.create_run(RunSpec("resumed", LORA))
+    train(worker, "resumed")  # pending gradients, which loading discards
+    worker.load_run("resumed", str(tmp_path), optimizer=True)
+    train(worker, "resumed")
+    step(worker, "resumed")
+    assert loss(worker, "resumed") == expected
+    worker.load_run("resumed", str(tmp_path), optimizer=False)
+    train(worker, "resumed")
+    step(worker, "resumed")
+    assert loss(worker, "resumed") != expected
+    worker.drop_run("resumed")
+
+
+def sample(worker: Worker, adapter_id: str | None) -> SampleResponse:
+    job = SampleJob("job", adapter_id, DATA[0].tokens, SamplingParams(max_tokens=8, seed=1, temperature=1.0), (), ())
+    result = worker.sample_slice(Slice((job,), (), 10.0))
+    for _ in range(100):
+        if result.finished:
+            break
+        result = worker.sample_slice(Slice((), (), 10.0))
+    response = result.finished["job"]
+    assert isinstance(response, SampleResponse), response
+    return response
+
+
+def test_samplers_score_as_the_trainer_does(worker: Worker, tmp_path: Path) -> None:
+    for _ in range(3):
+        train(worker)
+        step(worker)
+    worker.copy_adapter("run", "sampler")
+    (sequence,) = sample(worker, "sampler").sequences
+    row = np.concatenate([DATA[0].tokens, sequence.tokens])
+    datum = Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:].astype(np.int64)})
+    logprobs = train(worker, data=(datum,)).loss_fn_outputs[0]["logprobs"][-len(sequence.tokens) :]
+    np.testing.assert_allclose(sequence.logprobs, logprobs, atol=1e-4)
+    (of_base,) = sample(worker, None).sequences
+    assert not np.allclose(of_base.logprobs, logprobs, atol=1e-4)
+    worker.save_run("run", str(tmp_path), optimizer=False)
+    worker.load_adapter("loaded", str(tmp_path))
+    assert sample(worker, "loaded").sequences[0].tokens.tolist() == sequence.tokens.tolist()
+    worker.drop_adapter("sampler")
+    worker.drop_adapter("loaded")
+
+
+def test_a_sampler_keeps_the_weights_it_was_given(worker: Worker) -> None:
+    worker.copy_adapter("run", "sampler")
+    before = sample(worker, "sampler").sequences[0].logprobs
+    train(worker)
+    step(worker)
+    np.testing.assert_array_equal(sample(worker, "sampler").sequences[0].logprobs, before)
+    worker.copy_adapter("run", "sampler")
+    assert not np.array_equal(sample(worker, "sampler").sequences[0].logprobs, before)
+    worker.drop_adapter("sampler")
+
+
+def test_memory_is_told_by_purpose(worker: Worker) -> None:
+    before = worker.memory()
+    assert before["base_weights"] == worker.info().num_parameters * 4
+    train(worker)
+    weights_scratch_and_accumulator = 3 * 4 * 10496
+    assert worker.memory()["adapters"] == weights_scratch_and_accumulator == 3 * before["adapters"]
+
+
+def test_refusals_name_the_run_and_the_remedy(worker: Worker, tmp_path: Path) -> None:
+    with pytest.raises(OperationError, match="rank 9 exceeds max_lora_rank 8"):
+        worker.create_run(RunSpec("new", LoraConfig(rank=9)))
+    with pytest.raises(OperationError, match="run run exists"):
+        worker.create_run(RunSpec("run", LORA))
+    for verb in (
+        lambda: worker.clear_gradients("gone"),
+        lambda: worker.save_run("gone", str(tmp_path), optimizer=True),
+        lambda: worker.load_run("gone", str(tmp_path), optimizer=True),
+        lambda: worker.copy_adapter("gone", "sampler"),
+    ):
+        with pytest.raises(OperationError, match="run gone is not on this worker"):
+            verb()
+    assert isinstance(step(worker, "gone"), Failure)
+    worker.drop_run("gone")
+    worker.drop_adapter("gone")
+
+
+def test_a_context_longer_than_the_model_is_refused_at_start(tiny_models: dict[str, Path]) -> None:
+    with pytest.raises(ValueError, match="max_context_length 2048 exceeds the 1024 positions"):
+        Worker(config(tiny_models["llama"], max_context_length=2048))

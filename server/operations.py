@@ -111,6 +111,8 @@ class Operations:
             await self._load(run, operation.checkpoint, operation.optimizer)
         await self._store.insert_run(run)
         self.infos[run.run_id] = info
+        if operation.checkpoint is not None:
+            return _json(LoadWeightsResponse(path=operation.checkpoint.tinker_path, model_id=run.run_id))
         return _json(CreateModelResponse(model_id=run.run_id))
 
     async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:

@@ -97,7 +97,7 @@ class RemoteLoop:
     def __init__(self, url: str, data: Batches) -> None:
         self.service = tinker.ServiceClient(base_url=url, api_key="tml-bench")
         self.data = {name: [datum(row) for row in rows] for name, rows in data.items()}
-        self.client = self.service.create_lora_training_client(MODEL, rank=RANK, seed=0, train_unembed=False)
+        self.client = self.service.create_lora_training_client(MODEL, rank=RANK, seed=0, train_unembed=False).result(60)
 
     def train(self, name: str, num_steps: int) -> float:
         started = time.perf_counter()

@@ -203,17 +203,27 @@ def _decode(
     keys, values = packing.cache.of_layer(_layer_index(module), key)
     keys[step.slots, :, step.lengths] = key[0].transpose(0, 1)
     values[step.slots, :, step.lengths] = value[0].transpose(0, 1)
-    q = query[0].transpose(0, 1) * scaling
+    q = query[0].transpose(0, 1)
     if step.row_of_slot is not None:
         q = q[step.row_of_slot]
     count, num_heads, kv_heads = q.shape[0], q.shape[1], keys.shape[1]
     k, v = keys[:count, :, : step.span], values[:count, :, : step.span]
-    scores = torch.matmul(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k.transpose(2, 3))
-    scores = scores.masked_fill_(step.out_of_sight(window), float("-inf"))
-    out = torch.matmul(torch.softmax(scores, dim=-1, dtype=torch.float32).to(v.dtype), v).flatten(1, 2)
+    out = _attend_once(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k, v, step.out_of_sight(window), scaling)
+    out = out.flatten(1, 2)
     if step.row_of_slot is not None:
         out = out[step.slots]
     return out.unsqueeze(0)
+
+
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scaling: float) -> Tensor:
+    """q [n, kv_heads, queries, head_dim] against k and v [n, kv_heads, span, head_dim].
+
+    Plain products take half the time of the fused kernel on the CPU, but would round scores to a low precision.
+    """
+    if q.dtype != torch.float32:
+        return scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scaling)
+    scores = torch.matmul(q * scaling, k.transpose(2, 3)).masked_fill_(hidden, float("-inf"))
+    return torch.matmul(torch.softmax(scores, dim=-1), v)
 
 
 def _layer_index(module: nn.Module) -> int:

@@ -337,21 +337,23 @@ FILTERS = [(1.0, -1, 1.0), (0.5, -1, 1.0), (1.7, 12, 1.0), (1.0, -1, 0.7), (0.8,
 
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
 def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
-    logits = torch.randn(400, generator=torch.Generator().manual_seed(3)) * 2
+    logits = (torch.randn(400, generator=torch.Generator().manual_seed(3)) * 2).log_softmax(-1)
     params = SamplingParams(temperature=temperature, top_k=top_k, top_p=top_p)
     keys = np.array([noise_key(5, 0, i) for i in range(100)], dtype=np.uint64)
     noise = torch.from_numpy(uniforms(keys[:, None], np.arange(NUM_DRAWS // 100)).ravel()).float()
     # Rows with other parameters beside them, as in a real batch.
     others = [SamplingParams(temperature=0), SamplingParams(top_k=1), SamplingParams(top_p=1e-6)]
     choice = Choice.of([params] * NUM_DRAWS + others, 400, torch.device("cpu"))
-    tokens = choose(logits.expand(NUM_DRAWS + 3, -1), choice, torch.cat([noise, torch.tensor([0.99] * 3)]))
+    tokens = choose(
+        logits.log_softmax(-1).expand(NUM_DRAWS + 3, -1), choice, torch.cat([noise, torch.tensor([0.99] * 3)])
+    )
     assert tokens[-3:].tolist() == [int(logits.argmax())] * 3
     assert abs(chi_square(tokens[:-3].numpy(), filtered(logits, temperature, top_k, top_p))) < 4
     assert chi_square(tokens[:-3].numpy(), filtered(logits, 2 * temperature, top_k, 1.0)) > 8
 
 
 def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) -> None:
-    logits = torch.randn(1, 2000, generator=torch.Generator().manual_seed(4)) * 0.1
+    logits = (torch.randn(1, 2000, generator=torch.Generator().manual_seed(4)) * 0.1).log_softmax(-1)
     choice = Choice.of([SamplingParams(top_p=0.9)], 2000, torch.device("cpu"))
     exact = filtered(logits[0], 1.0, -1, 0.9)
     likely, unlikely = exact > 0, exact == 0

@@ -16,11 +16,11 @@ _NUCLEUS_HEAD = 256
 class Choice:
     """How each of n rows chooses: their parameters as tensors, made once for a batch that decodes together.
 
-    temperature: float32 [n, 1], 1 where greedy. greedy: bool [n], None when no row is.
+    temperature: float32 [n, 1], 1 where greedy; None when all are 1. greedy: bool [n], None when no row is.
     top_k_rows, top_p_rows: int64, the rows that filter, with top_k int64 [rows, 1] and top_p float32 [rows, 1].
     """
 
-    temperature: Tensor
+    temperature: Tensor | None
     greedy: Tensor | None
     all_greedy: bool
     top_k_rows: Tensor
@@ -33,8 +33,9 @@ class Choice:
         greedy = [p.temperature == 0 for p in params]
         with_k = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size and not greedy[row]]
         with_p = [row for row, p in enumerate(params) if p.top_p < 1 and not greedy[row]]
+        temperature = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
         return cls(
-            temperature=torch.tensor([[p.temperature or 1.0] for p in params], device=device),
+            temperature=temperature if bool((temperature != 1).any()) else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
             top_k_rows=torch.tensor(with_k, dtype=torch.int64, device=device),
@@ -44,17 +45,20 @@ class Choice:
         )
 
 
-def choose(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
-    """logits float32 [n, vocab], uniform float32 [n] in [0, 1); returns token ids int64 [n]."""
+def choose(log_softmax: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
+    """log_softmax float32 [n, vocab], uniform float32 [n] in [0, 1); returns token ids int64 [n]."""
     if choice.all_greedy:
-        return logits.argmax(-1)
-    probabilities = torch.softmax(logits / choice.temperature, dim=-1)
+        return log_softmax.argmax(-1)
+    if choice.temperature is None:
+        probabilities = log_softmax.exp()
+    else:
+        probabilities = torch.softmax(log_softmax / choice.temperature, dim=-1)
     if len(choice.top_k_rows):
         probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
     if len(choice.top_p_rows):
         probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
     tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
-    return tokens if choice.greedy is None else torch.where(choice.greedy, logits.argmax(-1), tokens)
+    return tokens if choice.greedy is None else torch.where(choice.greedy, log_softmax.argmax(-1), tokens)
 
 
 def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:

@@ -257,13 +257,12 @@ class NativeSampler:
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
         """The next token of every row of the batch, from its hidden state [rows, hidden]."""
-        logits = self._head.logits_of_segments(hidden, batch.segments)
+        log_softmax = torch.log_softmax(self._head.logits_of_segments(hidden, batch.segments), dim=-1)
         noise = uniforms(batch.noise_keys, np.array([row.length for row in batch.rows]))
-        tokens = choose(logits, batch.choice, torch.from_numpy(noise).to(logits))
-        normalizer = logits.logsumexp(-1, keepdim=True)
-        logprobs = (logits.gather(1, tokens[:, None]) - normalizer).squeeze(1)
+        tokens = choose(log_softmax, batch.choice, torch.from_numpy(noise).to(log_softmax))
+        logprobs = log_softmax.gather(1, tokens[:, None]).squeeze(1)
         if batch.top:
-            top = top_logprobs(logits, normalizer, batch.top)
+            top = top_logprobs(log_softmax, batch.top)
             for row, ids, values in zip(batch.rows, top.token_ids, top.logprobs, strict=True):
                 row.top.append(TopkLogprobs(ids, values))
         for row, token, logprob in zip(batch.rows, tokens.tolist(), logprobs.tolist(), strict=True):

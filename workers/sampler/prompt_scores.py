@@ -40,21 +40,20 @@ def score_prompt(job: SampleJob, hidden: Tensor, logits_of: Callable[[Tensor], T
     for start in range(0 if scores_every_row else first, length - 1, chunk):
         # Row i of the hidden states predicts the token at position i + 1.
         rows = np.arange(start, min(start + chunk, length - 1))
-        logits = logits_of(hidden[rows[0] : rows[-1] + 1])
-        normalizer = logits.logsumexp(-1, keepdim=True)
+        log_softmax = torch.log_softmax(logits_of(hidden[rows[0] : rows[-1] + 1]), dim=-1)
         skipped = max(0, first - start)
-        _score_tokens(job, scores, rows[skipped:], logits[skipped:], normalizer[skipped:])
-        _score_targets(job, scores, rows, logits, normalizer)
-        _draw_alternatives(job, scores, rows, logits, normalizer)
+        _score_tokens(job, scores, rows[skipped:], log_softmax[skipped:])
+        _score_targets(job, scores, rows, log_softmax)
+        _draw_alternatives(job, scores, rows, log_softmax)
     return scores
 
 
-def top_logprobs(logits: Tensor, normalizer: Tensor, k: int) -> TopkLogprobs:
-    """logits [n, vocab], normalizer [n, 1]; cells beyond the vocabulary are empty."""
-    top = empty_top(len(logits), k)
-    best = logits.topk(min(k, logits.shape[1]))
+def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
+    """log_softmax [n, vocab]; cells beyond the vocabulary are empty."""
+    top = empty_top(len(log_softmax), k)
+    best = log_softmax.topk(min(k, log_softmax.shape[1]))
     top.token_ids[:, : best.indices.shape[1]] = best.indices.cpu().numpy()
-    top.logprobs[:, : best.indices.shape[1]] = (best.values - normalizer).cpu().numpy()
+    top.logprobs[:, : best.indices.shape[1]] = best.values.cpu().numpy()
     return top
 
 
@@ -73,37 +72,35 @@ def _empty_scores(job: SampleJob) -> PromptScores:
     )
 
 
-def _score_tokens(job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor) -> None:
+def _score_tokens(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
     if scores.logprobs is not None:
-        scores.logprobs[rows + 1] = _logprobs_of(job.prompt[rows + 1, None], logits, normalizer)[:, 0]
+        scores.logprobs[rows + 1] = _logprobs_of(job.prompt[rows + 1, None], log_softmax)[:, 0]
     if scores.top is not None:
-        top = top_logprobs(logits, normalizer, job.topk_prompt_logprobs)
+        top = top_logprobs(log_softmax, job.topk_prompt_logprobs)
         scores.top.token_ids[rows + 1], scores.top.logprobs[rows + 1] = top.token_ids, top.logprobs
 
 
-def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor) -> None:
+def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
     if scores.targets is None or job.target_prompt_tokens is None:
         return
     targets = job.target_prompt_tokens[rows]
-    logprobs = _logprobs_of(np.maximum(targets, 0), logits, normalizer)
+    logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
     scores.targets[rows] = np.where(targets >= 0, logprobs, 0.0)
 
 
-def _draw_alternatives(
-    job: SampleJob, scores: PromptScores, rows: np.ndarray, logits: Tensor, normalizer: Tensor
-) -> None:
+def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
     """At the request's temperature, unfiltered by top_k and top_p; at temperature 0 all draws are the likeliest."""
     if scores.alternative_tokens is None or scores.alternative_logprobs is None:
         return
     temperature, num_draws = job.params.temperature, job.prompt_alt_tokens_k
     if temperature == 0:
-        drawn = logits.argmax(-1, keepdim=True).expand(-1, num_draws)
+        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, num_draws)
     else:
-        noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(logits)
-        drawn = invert_cdf(torch.softmax(logits / temperature, dim=-1), noise)
+        noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(log_softmax)
+        drawn = invert_cdf(torch.softmax(log_softmax / temperature, dim=-1), noise)
     tokens = drawn.cpu().numpy()
     scores.alternative_tokens[rows] = tokens
-    scores.alternative_logprobs[rows] = _logprobs_of(tokens, logits, normalizer)
+    scores.alternative_logprobs[rows] = _logprobs_of(tokens, log_softmax)
 
 
 def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
@@ -114,7 +111,7 @@ def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
     return uniforms(np.array(keys, dtype=np.uint64), positions[:, None])
 
 
-def _logprobs_of(tokens: np.ndarray, logits: Tensor, normalizer: Tensor) -> np.ndarray:
+def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:
     """tokens [n, k] -> float32 [n, k]"""
-    index = torch.from_numpy(tokens.astype(np.int64)).to(logits.device)
-    return (logits.gather(1, index) - normalizer).cpu().numpy()
+    index = torch.from_numpy(tokens.astype(np.int64)).to(log_softmax.device)
+    return log_softmax.gather(1, index).cpu().numpy()

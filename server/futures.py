@@ -26,6 +26,8 @@ _MEMORY_BYTES = 128 << 20
 _MOST_IN_MEMORY = 100_000
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
+_LINGER_SECONDS = 0.02
+"""What comes within this time of the first result is written together with it."""
 
 Encoding = Literal["json", "forward_backward", "sample"]
 
@@ -71,6 +73,7 @@ class Futures:
         self._stored_bytes = 0
         self._unstored: list[Future] = []
         self._has_unstored = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()
         self._writer: asyncio.Task[None] | None = None
         self._closing = False
 
@@ -84,7 +87,7 @@ class Futures:
 
     @property
     def num_stored(self) -> int:
-        """Of the results in memory, those that are durable."""
+        """Results that are durable and in memory."""
         return len(self._stored)
 
     def create(
@@ -126,13 +129,24 @@ class Futures:
             return await self._load(request_id, tenant_id)
         if future.tenant_id != tenant_id:
             raise _unknown(request_id)
+        deadline = asyncio.timeout(seconds)
         try:
-            async with asyncio.timeout(seconds):
+            async with deadline:
+                self._deadlines.add(deadline)
                 await future.done.wait()
         except TimeoutError:
             return future.pending()
+        finally:
+            self._deadlines.discard(deadline)
         assert future.result is not None
         return future.result
+
+    def stop_waiting(self) -> None:
+        """Ends all waits as if their time had come."""
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
 
     async def expire(self) -> None:
         """Lets go of results that are older than the time they are kept for."""
@@ -166,6 +180,7 @@ class Futures:
             if not self._unstored:
                 self._has_unstored.clear()
                 await self._has_unstored.wait()
+                await asyncio.sleep(_LINGER_SECONDS)
                 continue
             batch = self._unstored[:_MOST_PER_WRITE]
             try:

@@ -47,7 +47,9 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
 
             app = create_app(config, dispatch)
             async with app.router.lifespan_context(app):
-                await _Http(config, app, announce).run_until_cancelled(listener)
+                await _Http(config, app, announce, app.state.services.futures.stop_waiting).run_until_cancelled(
+                    listener
+                )
 
 
 @contextlib.contextmanager
@@ -166,9 +168,11 @@ async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn, with our signal handling and a call once it listens."""
+    """uvicorn, with our signal handling, a call once it listens and one when it has closed its doors."""
 
-    def __init__(self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None], on_closed: Callable[[], None]
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -182,6 +186,7 @@ class _Http(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
+        self._on_closed = on_closed
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
         """Serves; on cancellation lets open requests end."""
@@ -197,6 +202,11 @@ class _Http(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
+        asyncio.get_running_loop().call_soon(self._on_closed)
+        await super().shutdown(sockets)
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -159,16 +160,32 @@ def descendants(server: LiveServer) -> list[psutil.Process]:
     return psutil.Process(server.process.pid).children(recursive=True)
 
 
+def waiting_poll(server: LiveServer) -> Future[httpx.Response]:
+    """A poll for an operation whose predecessor never comes."""
+    http = httpx.Client(base_url=f"{server.url}/api/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
+    session = http.post("/create_session", json={"sdk_version": "0"}).json()["session_id"]
+    create = {"session_id": session, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 1}}
+    created = http.post("/create_model", json=create).json()["request_id"]
+    model_id = http.post("/retrieve_future", json={"request_id": created}).json()["model_id"]
+    early = http.post("/optim_step", json={"model_id": model_id, "seq_id": 2, "adam_params": {}}).json()["request_id"]
+    return ThreadPoolExecutor(1).submit(http.post, "/retrieve_future", json={"request_id": early})
+
+
 def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path) as server:
         children = descendants(server)
         assert children
+        poll = waiting_poll(server)
+        time.sleep(1)
+        assert not poll.done()
         started = time.monotonic()
         server.process.send_signal(signal.SIGINT)
         assert server.process.wait(SOON_SECONDS) == 0
         assert time.monotonic() - started < SOON_SECONDS
         _, alive = psutil.wait_procs(children, timeout=SOON_SECONDS)
         assert alive == []
+        assert poll.result().status_code == 408
+        assert "Traceback" not in server.log.read_text()
         assert not (tmp_path / "ready").exists()
 
 

@@ -55,7 +55,7 @@ class WorkerDispatch:
             model.model.name: Group(model, self._new_pool, config.slice_milliseconds)
             for model in _with_threads(config.models)
         }
-        self._group_of: dict[str, Group] = {}  # by id of run, sampler adapter and sampling job
+        self._group_of: dict[str, Group] = {}  # by id of run and sampler adapter
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
@@ -130,15 +130,11 @@ class WorkerDispatch:
 
     async def sample(self, base_model: str, job: SampleJob) -> SampleResponse:
         """A caller that is cancelled cancels the job."""
-        group = self._group_of[job.job_id] = self._group(base_model)
-        try:
-            return await group.sample(job)
-        finally:
-            del self._group_of[job.job_id]
+        return await self._group(base_model).sample(job)
 
     def cancel(self, job_id: str) -> None:
         """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""
-        if group := self._group_of.get(job_id):
+        for group in self._groups.values():
             group.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:

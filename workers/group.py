@@ -75,6 +75,7 @@ class Group:
             raise ValueError(f"base model {model.name} does not load from {model.source}: {error}") from error
         on_progress(f"{model.name} ready in {time.monotonic() - started:.1f} s")
         self._lane = asyncio.create_task(self._run_lane())
+        self._lane.add_done_callback(self._lane_ended)
 
     async def close(self) -> None:
         self._closed = True
@@ -105,14 +106,15 @@ class Group:
 
     async def sample(self, job: SampleJob) -> SampleResponse:
         if job.job_id in self._joining or job.job_id in self._sampling:
-            raise ValueError(f"sampling job {job.job_id} is under way already")
+            raise OperationError(f"sampling request {job.job_id} is under way already", "server")
         self._check_usable(job.adapter_id)
         waiting = self._joining[job.job_id] = _Sampling(job, asyncio.get_running_loop().create_future())
         self._wake.set()
         try:
             return await waiting.answer
-        finally:
+        except asyncio.CancelledError:
             self.cancel(job.job_id)
+            raise
 
     def cancel(self, job_id: str) -> None:
         """Before it joined, the job is dropped; after, the next slice leaves it out. Finished or unknown: no-op."""
@@ -143,6 +145,13 @@ class Group:
             except WorkerDied as death:
                 self._lose(death)
                 await self._restart()
+
+    def _lane_ended(self, lane: "asyncio.Task[None]") -> None:
+        """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
+        if not lane.cancelled():
+            logger.critical("the lane of %s crashed", self._config.model.name, exc_info=lane.exception())
+            self._closed = True
+            self._fail_all(f"base model {self._config.model.name} is out of service after an internal error")
 
     async def _serve(self) -> None:
         pool = self._opened()

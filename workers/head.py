@@ -63,14 +63,6 @@ class HeadOutput:
     sums: Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, eq=False)
-class TopLogprobs:
-    """token_ids int64 [n, k] and their logprobs float32 [n, k], likeliest first."""
-
-    token_ids: Tensor
-    logprobs: Tensor
-
-
 class Head:
     """Stateless but for the frozen weights. `pair` is the adapter's part of the output head, None where it has none."""
 
@@ -103,11 +95,6 @@ class Head:
         """hidden [n, hidden], targets int64 [n] or [n, K] -> float32 of the targets' shape."""
         parts = [_gather(self._log_softmax(hidden[rows], pair), targets[rows]) for rows in self._chunks(len(hidden))]
         return torch.cat(parts)
-
-    @torch.no_grad()
-    def top_logprobs(self, hidden: Tensor, pair: LoraPair | None, k: int) -> TopLogprobs:
-        tops = [self._log_softmax(hidden[rows], pair).topk(k) for rows in self._chunks(len(hidden))]
-        return TopLogprobs(torch.cat([top.indices for top in tops]), torch.cat([top.values for top in tops]))
 
     @torch.no_grad()
     def loss(self, hidden: Tensor, pair: LoraPair | None, objective: Objective) -> HeadOutput:

@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.training import ForwardBackwardOutput
@@ -26,11 +27,11 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Loads the base model. Raises ValueError or OSError when it cannot be served."""
+        """Loads the base model. Raises ValueError when it cannot be served."""
         tune_allocator()
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self._name = config.model.name
-        self._base = BaseModel(config)
+        self._base = _load(config)
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank)
         self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
@@ -109,6 +110,17 @@ class Worker:
         if run_id not in self._adapters:
             raise OperationError(f"run {run_id} is not on this worker: create it or load its checkpoint", "server")
         return self._adapters.get(run_id)
+
+
+def _load(config: WorkerConfig) -> BaseModel:
+    """Raises ValueError on a model that is not there, not whole or not supported."""
+    source = config.model.source
+    if source.startswith(("/", ".")) and not Path(source).is_dir():
+        raise ValueError(f"{source} is no directory: give the model's directory or its hub id")
+    try:
+        return BaseModel(config)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{source} is not readable: {error}") from error
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:

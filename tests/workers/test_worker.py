@@ -255,6 +255,19 @@ def test_refusals_name_the_run_and_the_remedy(worker: Worker, tmp_path: Path) ->
     worker.drop_adapter("gone")
 
 
+def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="nowhere is no directory"):
+        Worker(config(tmp_path / "nowhere"))
+    with pytest.raises(ValueError, match="Unrecognized model"):
+        Worker(config(tmp_path))
+    (tmp_path / "config.json").write_bytes((tiny_models["llama"] / "config.json").read_bytes())
+    with pytest.raises(ValueError, match=r"no \.safetensors weights"):
+        Worker(config(tmp_path))
+    (tmp_path / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(ValueError, match="is not readable"):
+        Worker(config(tmp_path))
+
+
 def test_a_context_longer_than_the_model_is_refused_at_start(tiny_models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="max_context_length 2048 exceeds the 1024 positions"):
         Worker(config(tiny_models["llama"], max_context_length=2048))

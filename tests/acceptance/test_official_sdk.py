@@ -40,8 +40,10 @@ def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
 
 
 @pytest.fixture(scope="module")
-def rest(server: LiveServer) -> tinker.RestClient:
-    return tinker.RestClient(base_url=server.url, api_key="tml-acceptance")
+def rest(server: LiveServer) -> Iterator[tinker.RestClient]:
+    client = tinker.RestClient(base_url=server.url, api_key="tml-acceptance")
+    yield client
+    client.holder.close()
 
 
 @pytest.fixture
@@ -334,7 +336,7 @@ def test_external_weights_download_as_a_peft_adapter(rest: tinker.RestClient, ma
     train(client, batch(), 1)
     path = client.save_weights_external("export").result(60).path
     run_id, _, name = path.removeprefix("tinker://").split("/")
-    urls = rest.get_external_weights_urls(run_id, f"external_weights/{name}").result(60).urls
+    urls = rest.get_external_weights_urls(path).result(60).urls
     for file, url in urls.items():
         with urlopen(url, timeout=30) as response:
             (tmp_path / file).write_bytes(response.read())

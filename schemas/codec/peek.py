@@ -2,10 +2,10 @@
 
 import json
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from .compression import ZSTD_MAGIC, decompressed_prefix
+from .fields import protobuf_fields
 from .formats import is_protobuf
 
 _PEEK_BYTES = 1 << 20
@@ -33,14 +33,14 @@ def peek_operation(prefix: bytes, content_type: str) -> PeekedOperation:
 
 def _peek_protobuf(prefix: bytes) -> PeekedOperation:
     """Fields 1 and 2 of ForwardBackwardRequest, as far as the bytes go."""
-    found: dict[int, bytes | int] = {}
-    for number, value in _protobuf_fields(prefix):
+    found: dict[int, memoryview | int | None] = {}
+    for number, value in protobuf_fields(memoryview(prefix)):
         found.setdefault(number, value)
         if 1 in found and 2 in found:
             break
     model_id, seq_id = found.get(1), found.get(2)
     return PeekedOperation(
-        _peeked_id(model_id) if isinstance(model_id, bytes) else None,
+        _peeked_id(bytes(model_id)) if isinstance(model_id, memoryview) else None,
         seq_id if isinstance(seq_id, int) and seq_id < 2**31 else None,
     )
 
@@ -50,41 +50,6 @@ def _peeked_id(model_id: bytes) -> str | None:
         return model_id.decode() if 0 < len(model_id) <= _MAX_ID_BYTES else None
     except UnicodeDecodeError:
         return None
-
-
-def _protobuf_fields(data: bytes) -> Iterator[tuple[int, bytes | int]]:
-    """(field number, value) of varint and length-delimited fields until the bytes end or make no sense."""
-    position = 0
-    while (tag := _varint(data, position)) is not None:
-        number, wire_type, position = tag.value >> 3, tag.value & 7, tag.end
-        if wire_type in (1, 5):
-            position += 8 if wire_type == 1 else 4
-            continue
-        if wire_type not in (0, 2) or (value := _varint(data, position)) is None:
-            return
-        position = value.end
-        if wire_type == 0:
-            yield number, value.value
-            continue
-        position += value.value
-        if position > len(data):
-            return
-        yield number, data[value.end : position]
-
-
-@dataclass(frozen=True)
-class _Varint:
-    value: int
-    end: int
-
-
-def _varint(data: bytes, position: int) -> _Varint | None:
-    value = 0
-    for index, byte in enumerate(data[position : position + 10]):
-        value |= (byte & 0x7F) << (7 * index)
-        if byte < 0x80:
-            return _Varint(value, position + index + 1)
-    return None
 
 
 _JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[{}\[\]:]|[^\s{}\[\],:"]++')

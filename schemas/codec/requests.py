@@ -8,6 +8,7 @@ import numpy as np
 from .. import trainhouse_wire_pb2 as wire
 from ..errors import RequestError
 from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
+from .fields import check_num_messages
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .invalid import Invalid, at_place, refused_with_400, shown
 from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
@@ -23,6 +24,11 @@ from .values import (
     to_float32,
 )
 
+MAX_JSON_BYTES = 64 << 20
+"""Parsed JSON takes twenty times its size and more."""
+_MAX_UNCOUNTED_BYTES = 16 << 20
+_MAX_MESSAGES = 1_000_000
+
 
 def decode_forward_backward(
     body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES
@@ -30,8 +36,10 @@ def decode_forward_backward(
     """A forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
 
     Loss inputs come out as the loss functions take them: `target_tokens` int64, all others float32, CSR made dense.
-    Raises RequestError: 400 with the place and the reason, 415 for another content type.
+    Raises RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
     """
+    if is_json(content_type) and len(body) > MAX_JSON_BYTES:
+        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
     with refused_with_400():
         if is_protobuf(content_type):
             return _request_from_protobuf(body, Budget(max_dense_bytes))
@@ -58,6 +66,8 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
 
 
 def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardRequest:
+    if len(body) > _MAX_UNCOUNTED_BYTES:
+        check_num_messages(body, _MAX_MESSAGES)
     message = wire.ForwardBackwardRequest()
     parse_protobuf(message, body)
     return _checked(

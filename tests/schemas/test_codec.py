@@ -307,6 +307,25 @@ def test_unknown_content_types_are_refused_with_415() -> None:
     assert refusal.value.status == 415
 
 
+@pytest.mark.parametrize("message", [b"\x1a\x00", b"\x1a\x80\x20" + b"\x0a\x00" * 2048])
+def test_a_body_of_millions_of_empty_messages_is_refused_before_it_is_parsed(message: bytes) -> None:
+    body = message * ((17 << 20) // len(message))
+    with pytest.raises(RequestError, match="more than 1000000 datums, chunks, inputs and spans"):
+        decode(body)
+
+
+def test_a_large_body_of_a_few_datums_decodes() -> None:
+    tokens = np.zeros(5 << 20, np.int32)
+    request = ForwardBackwardRequest("M", 1, (Datum(tokens, {"target_tokens": tokens.astype(np.int64)}),), "ppo")
+    assert_same_request(decode(codec.encode_forward_backward_request(request)), request)
+
+
+def test_too_much_json_is_refused_with_413() -> None:
+    with pytest.raises(RequestError, match="bytes of JSON; the limit is 67108864: send protobuf") as refusal:
+        codec.decode_forward_backward(b"[" + b"{}," * (24 << 20), codec.JSON)
+    assert refusal.value.status == 413
+
+
 # JSON requests
 
 

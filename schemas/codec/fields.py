@@ -1,0 +1,61 @@
+"""Protobuf's fields without a parser: for bodies that one cannot read, or should not be given."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import islice
+
+from .invalid import Invalid
+
+_NUM_DATA = 3
+"""ForwardBackwardRequest.data"""
+
+
+def check_num_messages(body: bytes, limit: int) -> None:
+    """Raises Invalid when a forward_backward body has more messages, two levels deep, than `limit`.
+
+    A parser spends a hundred bytes and more on a message, which takes two in the body: a body below the limit of
+    bytes could take many times the memory.
+    """
+    num_fields = 0
+    for number, value in protobuf_fields(memoryview(body)):
+        num_fields += 1
+        if number == _NUM_DATA and isinstance(value, memoryview):
+            num_fields += sum(1 for _ in islice(protobuf_fields(value), limit + 1))
+        if num_fields > limit:
+            raise Invalid(f"the body has more than {limit} datums, chunks, inputs and spans: send it in several calls")
+
+
+def protobuf_fields(data: memoryview) -> Iterator[tuple[int, memoryview | int | None]]:
+    """(field number, value; None for fixed-width numbers) until the bytes end or make no sense."""
+    position = 0
+    while (tag := _varint(data, position)) is not None:
+        number, wire_type, position = tag.value >> 3, tag.value & 7, tag.end
+        if wire_type in (1, 5):
+            position += 8 if wire_type == 1 else 4
+            yield number, None
+            continue
+        if wire_type not in (0, 2) or (value := _varint(data, position)) is None:
+            return
+        position = value.end
+        if wire_type == 0:
+            yield number, value.value
+            continue
+        position += value.value
+        if position > len(data):
+            return
+        yield number, data[value.end : position]
+
+
+@dataclass(frozen=True)
+class _Varint:
+    value: int
+    end: int
+
+
+def _varint(data: memoryview, position: int) -> _Varint | None:
+    value = 0
+    for index, byte in enumerate(data[position : position + 10]):
+        value |= (byte & 0x7F) << (7 * index)
+        if byte < 0x80:
+            return _Varint(value, position + index + 1)
+    return None

@@ -56,10 +56,14 @@ class Auth:
             raise RequestError(
                 "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
             )
-        tenant = (await self._look_up(key)).tenant
+        tenant = await self.tenant_of(key)
         if tenant is None:
-            raise RequestError(self._refusal(key), status=401)
+            raise RequestError(_refusal(key), status=401)
         return tenant
+
+    async def tenant_of(self, key: str) -> Tenant | None:
+        """None for a key that is not in force."""
+        return (await self._look_up(key)).tenant
 
     async def key_of(self, key: str) -> ApiKeyRecord | None:
         """The record behind a key in force; None for the keys of an open loopback server."""
@@ -97,10 +101,11 @@ class Auth:
         await self._store.ensure_tenant(TenantRecord(tenant.id, tenant.name, time.time()))
         return tenant
 
-    def _refusal(self, key: str) -> str:
-        if not key.startswith(KEY_PREFIX):
-            return f"the API key does not start with {KEY_PREFIX}: use a key made by `trainhouse keys create NAME`"
-        return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
+
+def _refusal(key: str) -> str:
+    if not key.startswith(KEY_PREFIX):
+        return f"the API key does not start with {KEY_PREFIX}: use a key made by `trainhouse keys create NAME`"
+    return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
 
 
 async def current_tenant(request: Request) -> Tenant:

@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
 from .auth import Auth, Tenant
@@ -35,6 +35,7 @@ _STAGING = ".staging-"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _EXPIRY_PERIOD_SECONDS = 10.0
 _READ_BYTES = 1 << 20
+_SECRET_BYTES = 32
 
 
 class Checkpoints:
@@ -177,7 +178,10 @@ class Checkpoints:
 
     async def _expire_in_time(self) -> None:
         while True:
-            await self.expire()
+            try:
+                await self.expire()
+            except SQLAlchemyError:  # a full disk, say: it may go better next time
+                logger.exception("expired checkpoints could not be deleted")
             await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
 
     @asynccontextmanager
@@ -246,7 +250,8 @@ class Checkpoints:
     async def _may_read(self, tenant: Tenant, record: CheckpointRecord, access_token: str | None) -> bool:
         if record.public or record.tenant_id == tenant.id:
             return True
-        return bool(access_token) and (await self._auth.authenticate(access_token)).id == record.tenant_id
+        shown = await self._auth.tenant_of(access_token) if access_token else None
+        return shown is not None and shown.id == record.tenant_id
 
     def _expiry(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else self._clock() + ttl_seconds
@@ -387,9 +392,13 @@ def _sweep(root: Path, runs: Collection[str], published: Collection[str]) -> Non
 
 def _load_secret(file: Path) -> bytes:
     """Made once, readable by this user alone: URLs handed out stay valid over a restart."""
-    try:
-        with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as new:
-            new.write(secrets.token_bytes(32))
-    except FileExistsError:
-        pass
-    return file.read_bytes()
+    if not file.exists():
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
+            handle.write(secrets.token_bytes(_SECRET_BYTES))
+        new.rename(file)
+    secret = file.read_bytes()
+    if len(secret) != _SECRET_BYTES:
+        raise ValueError(f"{file} is damaged: delete it (download URLs handed out before become invalid)")
+    return secret

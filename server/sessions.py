@@ -7,6 +7,8 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from ..schemas.errors import RequestError
 from ..schemas.models import CreateSessionRequest, FinishSessionRequest
 from .auth import Tenant
@@ -106,8 +108,9 @@ class Sessions:
     async def expire(self) -> None:
         """Ends the sessions that were silent for too long."""
         silent_since = self._clock() - self._expiry_seconds
-        for session_id in [one for one, known in self._open.items() if known.heard_at < silent_since]:
-            await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
+        for session_id, known in list(self._open.items()):
+            if known.heard_at < silent_since:
+                await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
     async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
         first = await self._store.end_session(session_id, time.time(), end, detail)
@@ -125,8 +128,11 @@ class Sessions:
         period = min(10.0, self._expiry_seconds / 4)
         while True:
             await asyncio.sleep(period)
-            await self._save_heartbeats()
-            await self.expire()
+            try:
+                await self._save_heartbeats()
+                await self.expire()
+            except SQLAlchemyError:  # a full disk, say: it may go better next time
+                logger.exception("sessions could not be brought up to date")
 
     async def _save_heartbeats(self) -> None:
         """For those who list sessions; the expiry does not read them."""

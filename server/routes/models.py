@@ -65,7 +65,7 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
     )
 
 
-def _served(name: str, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
+async def _served(name: str, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
     """Raises RequestError 404."""
     for model in services.config.base_models:
         if model.name == name:

@@ -289,11 +289,6 @@ class Store:
             RunRecord, select(runs).where(runs.c.session_id == session_id).order_by(runs.c.created_at)
         )
 
-    async def list_open_runs(self) -> tuple[RunRecord, ...]:
-        """Of all tenants, the runs whose session has not ended, in the order they were made."""
-        open_runs = select(runs).join(sessions).where(sessions.c.finished_at.is_(None))
-        return await self._all(RunRecord, open_runs.order_by(runs.c.created_at))
-
     async def list_runs(
         self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
     ) -> tuple[tuple[RunRecord, ...], Page]:
@@ -315,10 +310,6 @@ class Store:
                 connection.execute(update(runs).where(runs.c.run_id == run_id).values(last_request_at=requested_at))
 
         await self._write(statements)
-
-    async def delete_run(self, run_id: str) -> None:
-        """For a run that could not be made; it must have no checkpoints."""
-        await self._delete(runs, runs.c.run_id == run_id)
 
     # Checkpoints
 
@@ -412,9 +403,6 @@ class Store:
         query = select(samplers).join(sessions).where(sessions.c.finished_at.is_(None))
         return await self._all(SamplerRecord, query.order_by(samplers.c.created_at))
 
-    async def delete_sampler(self, sampler_id: str) -> None:
-        await self._delete(samplers, samplers.c.sampler_id == sampler_id)
-
     # Results
 
     async def put_results(self, put: Sequence[ResultRecord]) -> None:
@@ -428,10 +416,6 @@ class Store:
 
     async def get_result(self, request_id: str) -> ResultRecord | None:
         return await self._one(ResultRecord, select(results).where(results.c.request_id == request_id))
-
-    async def list_results(self) -> tuple[ResultRecord, ...]:
-        """Oldest first."""
-        return await self._all(ResultRecord, select(results).order_by(results.c.created_at))
 
     async def delete_results(self, created_before: float) -> tuple[ResultRecord, ...]:
         """The deleted ones, so that their payloads can go, too."""

@@ -309,6 +309,17 @@ async def test_signed_urls_outlive_a_restart(tmp_path: Path) -> None:
         assert (await fetch(api, good)).status_code == 200
 
 
+async def test_a_damaged_secret_is_not_used(tmp_path: Path) -> None:
+    """An empty one would let everybody sign."""
+    async with running_api(tmp_path):
+        secret = tmp_path / "url_secret"
+        assert secret.stat().st_mode & 0o777 == 0o600
+    secret.write_bytes(b"")
+    with pytest.raises(ValueError, match="url_secret is damaged"):
+        async with running_api(tmp_path):
+            pass
+
+
 async def copy(api: Api, key: str, **body: object) -> httpx.Response:
     headers = {"X-Idempotency-Key": str(body.pop("idempotency_key", "one"))}
     return await (await api.client(key)).post("/api/v1/copy_weights", json=body, headers=headers)

@@ -44,10 +44,6 @@ class NotFoundError(APIStatusError):
     """404: no such model, run, checkpoint or endpoint, for this API key."""
 
 
-class ConflictError(APIStatusError):
-    """409: the name is taken."""
-
-
 class GoneError(APIStatusError):
     """410: the session has expired, or the result was dropped after its time."""
 
@@ -60,15 +56,9 @@ class InternalServerError(APIStatusError):
     """5xx, and the retries have run out."""
 
 
-_OF_STATUS: dict[int, type[APIStatusError]] = {
-    **dict.fromkeys((400, 413, 415, 422), BadRequestError),
-    401: AuthenticationError,
-    403: PermissionDeniedError,
-    404: NotFoundError,
-    409: ConflictError,
-    410: GoneError,
-    429: RateLimitError,
-}
+_OF_STATUS: dict[int, type[APIStatusError]] = dict.fromkeys((400, 413, 415, 422), BadRequestError)
+_OF_STATUS |= {401: AuthenticationError, 403: PermissionDeniedError, 404: NotFoundError}
+_OF_STATUS |= {410: GoneError, 429: RateLimitError}
 
 
 def status_error(status: int, message: str) -> APIStatusError:

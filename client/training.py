@@ -57,13 +57,13 @@ class TrainingClient:
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None, loss_weight: float = 1.0
     ) -> APIFuture[ForwardBackwardOutput]:
         """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`."""
-        return self._pass(self._request(data, loss_fn, loss_fn_config, loss_weight=loss_weight))
+        return self._pass(self._request(data, loss_fn, loss_fn_config, loss_weight))
 
     def forward(
         self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
         """The same outputs, no gradient."""
-        return self._pass(self._request(data, loss_fn, loss_fn_config, forward_only=True))
+        return self._pass(dataclasses.replace(self._request(data, loss_fn, loss_fn_config), forward_only=True))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
         """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
@@ -76,19 +76,13 @@ class TrainingClient:
         return self._pass(self._request(weighted, "cross_entropy"), custom_loss=float(loss))
 
     def _request(
-        self,
-        data: Sequence[Datum],
-        loss_fn: str,
-        config: LossConfig | None = None,
-        forward_only: bool = False,
-        loss_weight: float = 1.0,
+        self, data: Sequence[Datum], loss_fn: str, config: LossConfig | None = None, loss_weight: float = 1.0
     ) -> ForwardBackwardRequest:
         """For the whole call; its chunks get their numbers in `_pass`."""
         if not data:
             raise ValueError("data is empty: a pass needs at least one datum")
-        return ForwardBackwardRequest(
-            self.model_id, 0, tuple(data), loss_fn, dict(config or {}), forward_only, loss_weight
-        )
+        config = dict(config or {})
+        return ForwardBackwardRequest(self.model_id, 0, tuple(data), loss_fn, config, loss_weight=loss_weight)
 
     def _pass(
         self, request: ForwardBackwardRequest, custom_loss: float | None = None
@@ -197,9 +191,8 @@ class TrainingClient:
         return self.get_info_async().result()
 
     def get_info_async(self) -> APIFuture[GetInfoResponse]:
-        return self._connection.run(
-            self._connection.post("get_info", GetInfoRequest(model_id=self.model_id), GetInfoResponse)
-        )
+        request = GetInfoRequest(model_id=self.model_id)
+        return self._connection.run(self._connection.post("get_info", request, GetInfoResponse))
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()

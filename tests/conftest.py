@@ -1,7 +1,7 @@
 """Shared fixtures: tiny models, made once a session."""
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import trainhouse
 
-from .live import RUNNING
+from .live import RUNNING, LiveServer, live_server, save_byte_tokenizer
 from .tiny import KINDS, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -27,6 +27,15 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind -> directory of a saved random model."""
     root = tmp_path_factory.mktemp("models")
     return {kind: tiny_model(kind, root / kind) for kind in KINDS}
+
+
+@pytest.fixture(scope="session")
+def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """Serves "tiny/chat" (a random Llama with a byte-level tokenizer); clients chunk their batches by five datums."""
+    model = tiny_model("llama", tmp_path_factory.mktemp("chat"))
+    save_byte_tokenizer(model)
+    with live_server({"tiny/chat": model}, tmp_path_factory.mktemp("state"), sdk_max_chunk_datums=5) as server:
+        yield server
 
 
 @pytest.hookimpl(wrapper=True)

@@ -84,3 +84,21 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait(STOP_SECONDS)
         raise
+
+
+def save_byte_tokenizer(directory: Path) -> None:
+    """Beside a tiny model: 0 <pad>, 1 <s>, 2 </s>, then the 256 bytes; with a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<pad>", "<s>", "</s>", *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({name: index for index, name in enumerate(names)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<s>",
+        eos_token="</s>",
+        chat_template="{% for message in messages %}<s>{{ message['content'] }}\n{% endfor %}",
+    ).save_pretrained(directory)

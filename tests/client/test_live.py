@@ -1,0 +1,233 @@
+"""The client against a live server: every verb, sync and async, and what it raises."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import trainhouse
+from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
+
+from ..live import LiveServer
+
+MODEL = "tiny/chat"
+ADAM = AdamParams(learning_rate=1e-2)
+
+
+@pytest.fixture(scope="module")
+def service(shared_server: LiveServer) -> Iterator[ServiceClient]:
+    with ServiceClient(shared_server.url, "tml-client-tests") as client:
+        yield client
+
+
+@pytest.fixture
+def client(service: ServiceClient) -> TrainingClient:
+    return new_client(service)
+
+
+def new_client(service: ServiceClient) -> TrainingClient:
+    return service.create_lora_training_client(MODEL, rank=4, seed=3)
+
+
+def batch(num_datums: int = 2, seed: int = 0) -> list[Datum]:
+    random = np.random.default_rng(seed)
+    return [datum(random.integers(3, 250, random.integers(5, 12)).tolist()) for _ in range(num_datums)]
+
+
+def datum(tokens: Sequence[int]) -> Datum:
+    return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)})
+
+
+def train(client: TrainingClient, data: list[Datum], num_steps: int) -> list[float]:
+    losses = []
+    for _ in range(num_steps):
+        passed, stepped = client.forward_backward(data, "cross_entropy"), client.optim_step(ADAM)
+        losses.append(passed.result(60).metrics["loss:sum"])
+        stepped.result(60)
+    return losses
+
+
+def loss(client: TrainingClient, data: list[Datum]) -> float:
+    return client.forward(data, "cross_entropy").result(60).metrics["loss:sum"]
+
+
+def test_training_halves_the_loss(client: TrainingClient) -> None:
+    losses = train(client, batch(), 20)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_everything_can_be_awaited_in_a_running_loop(shared_server: LiveServer, client: TrainingClient) -> None:
+    expected = train(client, batch(), 2)
+
+    async def same() -> list[float]:
+        async with ServiceClient(shared_server.url, "tml-client-tests") as service:
+            lora = (await new_client(service).get_info_async()).lora_rank
+            client = await service.create_lora_training_client_async(MODEL, trainhouse_lora(lora))
+            losses = []
+            for _ in range(2):
+                passed, stepped = client.forward_backward(batch(), "cross_entropy"), client.optim_step(ADAM)
+                losses.append((await passed).metrics["loss:sum"])
+                await stepped
+            sampler = await client.save_weights_and_get_sampling_client_async()
+            assert len((await sampler.sample([5, 6], 1, SamplingParams(max_tokens=2, stop=[]))).sequences) == 1
+            # As in a notebook: blocking calls work there, too.
+            assert client.get_info().lora_rank == lora
+            return losses
+
+    assert asyncio.run(same()) == expected
+
+
+def trainhouse_lora(rank: int):
+    from trainhouse.schemas.models import LoraConfig
+
+    return LoraConfig(rank=rank, seed=3)
+
+
+def test_a_batch_over_the_chunk_limit_equals_its_parts(service: ServiceClient) -> None:
+    chunked, by_hand = new_client(service), new_client(service)
+    data = batch(12)
+    whole = chunked.forward_backward(data, "cross_entropy").result(60)
+    parts = [by_hand.forward_backward([one], "cross_entropy").result(60) for one in data]
+    assert [len(output["logprobs"]) for output in whole.loss_fn_outputs] == [len(one.tokens) for one in data]
+    assert whole.metrics["loss:sum"] == pytest.approx(sum(part.metrics["loss:sum"] for part in parts), rel=1e-5)
+    before = loss(chunked, data)
+    for one in (chunked, by_hand):
+        one.optim_step(ADAM).result(60)
+    assert loss(chunked, data) == pytest.approx(loss(by_hand, data), rel=1e-4)
+    assert loss(chunked, data) != pytest.approx(before, rel=1e-3)
+
+
+def test_a_weighted_loss_and_a_scaled_step_move_the_weights_alike(service: ServiceClient) -> None:
+    weighted, scaled, plain = (new_client(service) for _ in range(3))
+    # An eps as large as the gradients makes Adam notice their scale.
+    adam = AdamParams(learning_rate=1e-2, eps=1.0)
+    weighted.forward_backward(batch(), "cross_entropy", loss_weight=0.25)
+    weighted.optim_step(adam).result(60)
+    scaled.forward_backward(batch(), "cross_entropy")
+    scaled.optim_step(adam, gradient_scale=0.25).result(60)
+    plain.forward_backward(batch(), "cross_entropy")
+    plain.optim_step(adam).result(60)
+    assert loss(weighted, batch()) == pytest.approx(loss(scaled, batch()), rel=1e-6)
+    assert loss(weighted, batch()) != pytest.approx(loss(plain, batch()), rel=1e-4)
+
+
+def test_resuming_gives_identical_next_losses(service: ServiceClient, client: TrainingClient) -> None:
+    train(client, batch(), 3)
+    path = client.save_state("resume").result(60).path
+    expected = train(client, batch(), 3)
+    assert train(service.create_training_client_from_state_with_optimizer(path), batch(), 3) == expected
+    fresh = train(service.create_training_client_from_state(path), batch(), 3)
+    assert fresh[0] == expected[0] and fresh[2] != expected[2]
+    client.load_state_with_optimizer(path).result(60)
+    assert train(client, batch(), 3) == expected
+
+
+def test_a_custom_loss_in_numpy_equals_the_built_in_one(service: ServiceClient) -> None:
+    custom, built_in = new_client(service), new_client(service)
+
+    def negative_log_likelihood(data: Sequence[object], logprobs: Sequence[np.ndarray]):
+        return -sum(float(one.sum()) for one in logprobs), [-np.ones_like(one) for one in logprobs]
+
+    output = custom.forward_backward_custom(batch(), negative_log_likelihood).result(60)
+    expected = built_in.forward_backward(batch(), "cross_entropy").result(60)
+    assert output.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
+    for one in (custom, built_in):
+        one.optim_step(ADAM).result(60)
+    assert loss(custom, batch()) == pytest.approx(loss(built_in, batch()), rel=1e-5)
+
+
+def test_samplers_of_the_base_of_saved_and_of_live_weights(service: ServiceClient, client: TrainingClient) -> None:
+    train(client, batch(), 5)
+    path = client.save_weights_for_sampler("sampler").result(60).path
+    live = client.save_weights_and_get_sampling_client()
+    saved = service.create_sampling_client(model_path=path)
+    base = service.create_sampling_client(base_model=MODEL)
+    assert saved.base_model == MODEL
+    scores = [sampler.compute_logprobs([5, 6, 7]).result(60) for sampler in (live, saved, base)]
+    assert scores[0][0] is None
+    np.testing.assert_allclose(scores[0][1:], scores[1][1:], atol=1e-5)
+    assert np.abs(np.subtract(scores[0][1:], scores[2][1:])).max() > 1e-2
+
+
+def test_a_sample_carries_its_logprobs_and_its_name(service: ServiceClient) -> None:
+    sampler = service.create_sampling_client(base_model=MODEL)
+    targets = np.asarray([[6], [7]])
+    response = sampler.sample(
+        [5, 6, 7],
+        2,
+        SamplingParams(max_tokens=3, stop=[], seed=1),
+        include_prompt_logprobs=True,
+        target_prompt_logprobs=targets,
+    ).result(60)
+    assert [(len(one.tokens), len(one.logprobs), one.stop_reason) for one in response.sequences] == [
+        (3, 3, "length")
+    ] * 2
+    assert len({one.sequence_id for one in response.sequences} - {None}) == 2
+    assert response.prompt_logprobs is not None and response.target_prompt_logprobs is not None
+    np.testing.assert_allclose(response.target_prompt_logprobs[:, 0], response.prompt_logprobs[1:], atol=1e-5)
+
+
+def test_the_tokenizer_comes_from_the_server(client: TrainingClient) -> None:
+    tokenizer = client.get_tokenizer()
+    assert tokenizer.decode(tokenizer.encode("Grüße, 123")) == "Grüße, 123"
+    assert tokenizer.eos_token_id == 2
+
+
+def test_what_the_server_keeps_can_be_listed_changed_and_deleted(
+    service: ServiceClient, client: TrainingClient, tmp_path: Path
+) -> None:
+    rest = service.create_rest_client()
+    path = client.save_state("kept").result(60).path
+    run = rest.get_training_run(client.model_id).result(60)
+    assert (run.base_model, run.lora_rank) == (MODEL, 4)
+    assert client.model_id in [one.training_run_id for one in rest.list_training_runs().result(60).training_runs]
+    session = rest.get_session(client.model_id.partition(":")[0]).result(60)
+    assert client.model_id in session.training_run_ids
+    rest.set_checkpoint_ttl_from_tinker_path(path, 7200).result(60)
+    rest.publish_checkpoint_from_tinker_path(path).result(60)
+    (listed,) = rest.list_checkpoints(client.model_id).result(60).checkpoints
+    assert (listed.tinker_path, listed.public, listed.expires_at is not None) == (path, True, True)
+    rest.unpublish_checkpoint_from_tinker_path(path).result(60)
+    assert rest.get_weights_info_by_tinker_path(path).result(60).lora_rank == 4
+    export = client.save_weights_external("export").result(60).path
+    names = {one.name for one in rest.download_checkpoint(export, tmp_path / "export").result(60)}
+    assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
+    remaining = rest.list_user_checkpoints().result(60).checkpoints
+    assert export in [one.tinker_path for one in remaining]
+    assert path not in [one.tinker_path for one in remaining]
+
+
+def test_a_failed_operation_says_whose_fault_it_was_and_the_next_one_works(client: TrainingClient) -> None:
+    with pytest.raises(trainhouse.TrainhouseError, match="no_such_loss") as caught:
+        client.forward_backward(batch(), "no_such_loss").result(60)
+    if isinstance(caught.value, trainhouse.RequestFailedError):
+        assert caught.value.category == "user"
+    before = loss(client, batch())
+    client.forward_backward(batch(), "cross_entropy")
+    with pytest.raises(trainhouse.RequestFailedError):
+        # The window held a refused operation.
+        client.optim_step(ADAM).result(60)
+    train(client, batch(), 1)
+    assert loss(client, batch()) != before
+
+
+def test_refusals_have_their_own_exceptions(shared_server: LiveServer, client: TrainingClient) -> None:
+    with ServiceClient(shared_server.url, "not-a-key") as stranger, pytest.raises(trainhouse.AuthenticationError):
+        stranger.get_server_capabilities()
+    with ServiceClient(shared_server.url, "tml-somebody-else") as other:
+        with pytest.raises((trainhouse.NotFoundError, trainhouse.PermissionDeniedError)):
+            other.create_rest_client().get_training_run(client.model_id).result(60)
+        with pytest.raises(trainhouse.TrainhouseError, match="no/such-model"):
+            other.create_lora_training_client("no/such-model")
+
+
+def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, client: TrainingClient) -> None:
+    with pytest.raises(ValueError, match="empty"):
+        client.forward_backward([], "cross_entropy")
+    with pytest.raises(ValueError, match="model_path"):
+        service.create_sampling_client()
+    with pytest.raises(ValueError, match="learning_rate"):
+        client.optim_step(AdamParams(learning_rate=-1))
+    train(client, batch(), 1)

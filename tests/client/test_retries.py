@@ -1,0 +1,118 @@
+"""Answers that get lost: an operation is sent again under its number, and applied once."""
+
+import http.client
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import urlsplit
+
+import pytest
+import trainhouse
+from trainhouse import ServiceClient
+
+from ..live import LiveServer
+from .test_live import MODEL, batch, loss, new_client, train
+
+
+@contextmanager
+def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
+    """Forwards to `target`; of each three POSTs one is answered 503, and one's answer is lost after it took effect.
+
+    Yields its address and the list of faults that it has made.
+    """
+    made: list[str] = []
+    address = urlsplit(target).netloc
+    lock = threading.Lock()
+    turns = iter(range(10**9))
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def handle_any(self) -> None:
+            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+            with lock:
+                turn = next(turns) % 3 if faults and self.command == "POST" else 2
+            if turn == 0:
+                made.append("refused")
+                self.answer(503, {}, b"busy")
+                return
+            connection = http.client.HTTPConnection(address, timeout=60)
+            connection.request(self.command, self.path, body, dict(self.headers.items()))
+            response = connection.getresponse()
+            content = response.read()
+            connection.close()
+            if turn == 1:
+                made.append("lost")
+                self.close_connection = True
+                return
+            self.answer(response.status, {"Content-Type": response.headers.get("Content-Type", "")}, content)
+
+        def answer(self, status: int, headers: dict[str, str], content: bytes) -> None:
+            self.send_response(status)
+            for name, value in (headers | {"Content-Length": str(len(content))}).items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(content)
+
+        def log_message(self, format: str, *args: object) -> None:
+            pass
+
+        do_GET = do_POST = handle_any
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_address[1]}", made
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def losses_through(url: str) -> list[float]:
+    """Two steps on a batch of three chunks, pipelined, then the loss."""
+    with ServiceClient(url, "tml-retries") as service:
+        client = new_client(service)
+        return [*train(client, batch(11), 2), loss(client, batch(11))]
+
+
+def test_lost_and_refused_requests_change_no_step(shared_server: LiveServer) -> None:
+    with proxy(shared_server.url, faults=True) as (url, made):
+        through_faults = losses_through(url)
+    assert {"refused", "lost"} <= set(made)
+    with proxy(shared_server.url, faults=False) as (url, made):
+        assert through_faults == losses_through(url)
+    assert made == []
+
+
+def test_an_unreachable_server_is_named_once_the_retries_end() -> None:
+    with (
+        ServiceClient("http://127.0.0.1:9", retry_seconds=0.1) as service,
+        pytest.raises(trainhouse.APIConnectionError, match=r"127\.0\.0\.1:9.*running there"),
+    ):
+        service.get_server_capabilities()
+
+
+def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
+    service = ServiceClient(shared_server.url, "tml-retries")
+    client = new_client(service)
+    sampler = service.create_sampling_client(base_model=MODEL)
+    waiting = sampler.sample([5], 8, trainhouse.SamplingParams(max_tokens=900, stop=[]))
+    service.close()
+    # Whichever comes first: the end of the session at the server, or that of the client.
+    with pytest.raises(trainhouse.TrainhouseError, match="cancelled|closed"):
+        waiting.result(10)
+    with pytest.raises(trainhouse.TrainhouseError, match="closed"):
+        client.get_info()
+    service.close()
+
+
+def test_giving_up_waiting_takes_nothing_back(shared_server: LiveServer) -> None:
+    with ServiceClient(shared_server.url, "tml-retries") as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+        future = sampler.sample([5], 1, trainhouse.SamplingParams(max_tokens=50, stop=[]))
+        with pytest.raises(TimeoutError):
+            future.result(0)
+        assert len(future.result(60).sequences[0].tokens) == 50

@@ -1,0 +1,87 @@
+"""Each example, run as its first lines say, against a live server."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ..live import LiveServer
+
+ROOT = Path(__file__).resolve().parents[2]
+MODEL = "tiny/chat"
+
+
+def run(*command: object) -> str:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRAINHOUSE_API_KEY": "tml-examples"}
+    done = subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def values(pattern: str, output: str) -> list[float]:
+    return [float(value) for value in re.findall(pattern, output)]
+
+
+def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer) -> None:
+    command = [sys.executable, "examples/sft.py", "--base-url", shared_server.url, "--model", MODEL]
+    options = ["--steps", 6, "--warmup", 2, "--eval-every", 3, "--batch-size", 4, "--learning-rate", 1e-2]
+    output = run(*command, *options)
+    held_out = values(r"held-out loss ([\d.]+)", output)
+    assert held_out[-1] < held_out[0]
+    rates = values(r"learning rate ([\d.e+-]+)", output)
+    assert rates[0] == pytest.approx(5e-3) and max(rates) == rates[1] == pytest.approx(1e-2) and rates[-1] < 2e-3
+    checkpoint = re.search(r"saved (tinker://\S+/step-3)", output)
+    assert checkpoint
+    resumed = run(*command, *options, "--resume", checkpoint[1])
+    assert values(r"held-out loss ([\d.]+)", resumed)[0] == held_out[1]
+    losses = values(r"step .* loss ([\d.]+)", output)
+    assert values(r"step .* loss ([\d.]+)", resumed) == losses[3:]
+
+
+@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -> None:
+    command = [sys.executable, "examples/rl_loop.py", "--base-url", shared_server.url, "--model", MODEL]
+    output = run(*command, "--loss", loss, "--steps", 12, "--samples", 10, "--tokens", 6, "--learning-rate", 1e-2)
+    rewards = values(r"reward ([\d.]+)", output)
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
+
+
+def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
+    output = run("bash", "examples/curl.sh", shared_server.url, MODEL)
+    losses = values(r'"loss:sum": *([\d.]+)', output)
+    assert len(losses) == 3 and losses[2] < losses[0]
+    assert re.search(r'"path": *"tinker://[^"]+/weights/from-curl"', output)
+    assert re.search(r'"tokens": *\[\d+, *\d+, *\d+, *\d+\]', output)
+
+
+def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) -> None:
+    output = run(sys.executable, "examples/official_sdk.py", shared_server.url, MODEL)
+    losses = values(r"loss ([\d.]+)", output)
+    assert losses[-1] < losses[0]
+    assert "saved tinker://" in output and "sampled [" in output
+
+
+def test_the_demo_program_learns_and_shows_it(shared_server: LiveServer) -> None:
+    output = run(
+        *(sys.executable, "-m", "trainhouse.examples.demo", "--base-url", shared_server.url, "--model", MODEL),
+        *("--steps", 4, "--batch-size", 2, "--max-tokens", 4),
+    )
+    assert "Completions before:" in output and "Completions after:" in output
+    assert len(values(r"step .* loss ([\d.]+)", output)) == 4
+    assert "checkpoint tinker://" in output
+
+
+def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_path: Path) -> None:
+    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "rest.md").read_text(), re.DOTALL)
+    script = tmp_path / "rest.sh"
+    # `-o pipefail`: a refused request inside $(...) ends the script, too.
+    script.write_text("set -euxo pipefail\n" + "\n".join(blocks))
+    output = run("env", f"URL={shared_server.url}", "KEY=tml-rest-guide", f"MODEL={MODEL}", "bash", script)
+    assert len(blocks) > 10
+    assert '"error"' not in output
+    assert output.count('"loss:sum"') == 5 and output.count('"stop_reason"') == 4

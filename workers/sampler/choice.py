@@ -11,6 +11,13 @@ from ...schemas.sampling import SamplingParams
 # Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
 _NUCLEUS_HEAD = 256
 
+# Dividing by less overflows before it could make a difference.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _LOWEST_TEMPERATURE
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -30,10 +37,10 @@ class Choice:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Choice":
-        greedy = [p.temperature == 0 for p in params]
+        greedy = [is_greedy(p) for p in params]
         with_k = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size and not greedy[row]]
         with_p = [row for row, p in enumerate(params) if p.top_p < 1 and not greedy[row]]
-        temperature = torch.tensor([[p.temperature or 1.0] for p in params], device=device)
+        temperature = torch.tensor([[1.0 if is_greedy(p) else p.temperature] for p in params], device=device)
         return cls(
             temperature=temperature if bool((temperature != 1).any()) else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,

@@ -12,6 +12,10 @@ from .noise import SAMPLE_STREAM, noise_key
 from .prompt_scores import PromptScores
 from .stopping import Detokenizer, StopStrings
 
+# Of one request.
+MOST_SAMPLES = 1 << 16
+MOST_CELLS = 1 << 24
+
 
 class Row:
     """One sample of a job. tokens, logprobs and top (one row each) are what has been sampled so far."""
@@ -57,6 +61,12 @@ class Row:
         elif len(self.tokens) == self.job.max_new_tokens:
             self.stop_reason = "length"
 
+    def append_top(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
+        """Of the next token; a batch takes as many of the likeliest as any of its rows wants, so maybe too many."""
+        k = self.job.request.topk_sample_logprobs
+        if k:
+            self.top.append(TopkLogprobs(token_ids[:k], logprobs[:k]))
+
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None
         return SampledSequence(
@@ -67,23 +77,18 @@ class Row:
         )
 
     def _top(self) -> TopkLogprobs | None:
-        """The first topk_sample_logprobs of each token: a batch takes as many as any of its rows wants."""
-        k = self.job.request.topk_sample_logprobs
-        if not k:
+        if not self.top:
             return None
-        return TopkLogprobs(
-            np.stack([top.token_ids[:k] for top in self.top]), np.stack([top.logprobs[:k] for top in self.top])
-        )
+        return TopkLogprobs(np.stack([top.token_ids for top in self.top]), np.stack([top.logprobs for top in self.top]))
 
 
 class Job:
-    """number: the order of arrival. num_open: samples that have not ended. Raises OperationError on a bad request.
+    """number: the order of arrival. num_open: samples that have not ended.
 
     max_new_tokens ends every sample at the end of the context; a prompt that fills it gets the one token that follows.
     """
 
     def __init__(self, request: SampleJob, number: int, limits: ModelLimits, tokenizer: Detokenizer | None) -> None:
-        _check(request, limits)
         assert request.params.seed is not None, "the seed is drawn at submit"
         self.request = request
         self.number = number
@@ -99,6 +104,11 @@ class Job:
     @property
     def adapter_id(self) -> str | None:
         return self.request.adapter_id
+
+    @property
+    def weights(self) -> str:
+        """What it samples, for messages."""
+        return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
 
     def result(self) -> SampleResponse:
         scores = self.scores or PromptScores()
@@ -117,7 +127,8 @@ class Job:
         return StopStrings(tokenizer, self.request.stop_strings, self.prompt.tolist())
 
 
-def _check(request: SampleJob, limits: ModelLimits) -> None:
+def check_request(request: SampleJob, limits: ModelLimits) -> None:
+    """Raises OperationError naming what is wrong."""
     prompt = request.prompt
     if not len(prompt):
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
@@ -127,6 +138,9 @@ def _check(request: SampleJob, limits: ModelLimits) -> None:
             " shorten it"
         )
     _check_tokens("prompt", prompt, 0, limits)
+    if "" in request.stop_strings:
+        raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
+    _check_sizes(request, limits)
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and not (request.prompt_logprobs and 1 <= last_n < len(prompt)):
         raise OperationError(
@@ -141,6 +155,27 @@ def _check(request: SampleJob, limits: ModelLimits) -> None:
                 f" {len(prompt) - 1}, K]"
             )
         _check_tokens("target_prompt_logprobs", targets, -1, limits)
+
+
+def _check_sizes(request: SampleJob, limits: ModelLimits) -> None:
+    """What would only fill memory."""
+    if request.num_samples > MOST_SAMPLES:
+        raise OperationError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: split the request")
+    for name, k in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        ("topk_sample_logprobs", request.topk_sample_logprobs),
+    ):
+        if k > limits.vocab_size:
+            raise OperationError(f"{name} {k} exceeds the model's vocabulary of {limits.vocab_size}: lower it")
+    for name, k in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
+        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+    ):
+        if k * len(request.prompt) > MOST_CELLS:
+            raise OperationError(
+                f"{name} {k} at {len(request.prompt)} prompt tokens makes more than {MOST_CELLS} cells: lower it or"
+                " split the request"
+            )
 
 
 def _check_tokens(name: str, tokens: np.ndarray, lowest: int, limits: ModelLimits) -> None:

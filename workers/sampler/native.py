@@ -19,7 +19,7 @@ from torch import Tensor
 from transformers import AutoTokenizer
 
 from ...schemas.errors import OperationError
-from ...schemas.sampling import SampleResponse, TopkLogprobs
+from ...schemas.sampling import SampleResponse
 from ..attention import DecodeStep, Packing, pack_lengths
 from ..batch import ModelLimits
 from ..config import WorkerConfig
@@ -28,7 +28,7 @@ from ..lora import Adapters, Segment
 from ..model import BaseModel
 from ..verbs import Failure, SampleJob, Slice, SliceResult
 from .choice import Choice, choose
-from .jobs import Job, Row
+from .jobs import Job, Row, check_request
 from .noise import uniforms
 from .prompt_scores import score_prompt, top_logprobs, wants_scores
 from .slots import Slots
@@ -78,7 +78,7 @@ class NativeSampler:
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._waiting: deque[Row] = deque()
-        self._slots = Slots(base.config, base.dtype.itemsize, config.kv_cache_bytes, config.head_chunk_tokens)
+        self._slots = self._new_slots()
         self._decoding: Decoding | None = None
         self._finished: dict[str, SampleResponse | Failure] = {}
         self._tokenizer: Detokenizer | None = None
@@ -94,20 +94,39 @@ class NativeSampler:
         self._fail_dropped()
         # Adapters are overwritten between slices, so what holds on to them is made anew.
         self._decoding = None
-        with torch.no_grad():
-            while self._jobs:
-                self._admit()
-                self._decode()
-                if time.monotonic() >= deadline:
-                    break
+        try:
+            self._run_until(deadline)
+        except Exception:
+            # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
+            self._forget_all()
+            raise
         return SliceResult(self._finished, len(self._jobs))
+
+    @torch.no_grad()
+    def _run_until(self, deadline: float) -> None:
+        while self._jobs:
+            self._admit()
+            self._decode()
+            if time.monotonic() >= deadline:
+                break
+
+    def _forget_all(self) -> None:
+        self._jobs.clear()
+        self._waiting.clear()
+        self._slots = self._new_slots()
 
     def cache_bytes(self) -> int:
         return self._slots.cache.num_bytes()
 
+    def _new_slots(self) -> Slots:
+        """A step makes one row of logits a slot."""
+        config = self._config
+        return Slots(self._base.config, self._base.dtype.itemsize, config.kv_cache_bytes, config.head_chunk_tokens)
+
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
         try:
+            check_request(request, self._limits)
             job = Job(request, self._num_joined, self._limits, self._tokenizer_for(request))
             self._check_cache(job)
         except OperationError as error:
@@ -264,7 +283,7 @@ class NativeSampler:
         if batch.top:
             top = top_logprobs(log_softmax, batch.top)
             for row, ids, values in zip(batch.rows, top.token_ids, top.logprobs, strict=True):
-                row.top.append(TopkLogprobs(ids, values))
+                row.append_top(ids, values)
         for row, token, logprob in zip(batch.rows, tokens.tolist(), logprobs.tolist(), strict=True):
             self._append(row, token, logprob)
 
@@ -273,7 +292,7 @@ class NativeSampler:
         if job.request.job_id not in self._jobs:
             return
         if not math.isfinite(logprob):
-            self._fail(job, f"the model's output is not finite: adapter {job.adapter_id} has non-finite weights")
+            self._fail(job, f"the model's output is not finite: see whether the weights of {job.weights} are")
             return
         row.append(token, logprob)
         if row.stop_reason is not None:

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...schemas.sampling import TopkLogprobs
 from ..verbs import SampleJob
-from .choice import invert_cdf
+from .choice import invert_cdf, is_greedy
 from .noise import ALTERNATIVE_STREAM, noise_key, uniforms
 
-EMPTY_LOGPROB = -99999.0
+_EMPTY_LOGPROB = -99999.0
 
 
 @dataclass
@@ -49,23 +49,20 @@ def score_prompt(job: SampleJob, hidden: Tensor, logits_of: Callable[[Tensor], T
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
-    """log_softmax [n, vocab]; cells beyond the vocabulary are empty."""
-    top = empty_top(len(log_softmax), k)
-    best = log_softmax.topk(min(k, log_softmax.shape[1]))
-    top.token_ids[:, : best.indices.shape[1]] = best.indices.cpu().numpy()
-    top.logprobs[:, : best.indices.shape[1]] = best.values.cpu().numpy()
-    return top
+    """log_softmax [n, vocab], k at most the vocabulary's size."""
+    best = log_softmax.topk(k)
+    return TopkLogprobs(best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
 
 
-def empty_top(length: int, k: int) -> TopkLogprobs:
-    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), EMPTY_LOGPROB, np.float32))
+def _empty_top(length: int, k: int) -> TopkLogprobs:
+    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
 
 
 def _empty_scores(job: SampleJob) -> PromptScores:
     length, k, targets = len(job.prompt), job.prompt_alt_tokens_k, job.target_prompt_tokens
     return PromptScores(
         logprobs=np.full(length, np.nan, np.float32) if job.prompt_logprobs else None,
-        top=empty_top(length, job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None,
+        top=_empty_top(length, job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None,
         targets=None if targets is None else np.zeros(targets.shape, np.float32),
         alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
         alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
@@ -92,12 +89,11 @@ def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, l
     """At the request's temperature, unfiltered by top_k and top_p; at temperature 0 all draws are the likeliest."""
     if scores.alternative_tokens is None or scores.alternative_logprobs is None:
         return
-    temperature, num_draws = job.params.temperature, job.prompt_alt_tokens_k
-    if temperature == 0:
-        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, num_draws)
+    if is_greedy(job.params):
+        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, job.prompt_alt_tokens_k)
     else:
         noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(log_softmax)
-        drawn = invert_cdf(torch.softmax(log_softmax / temperature, dim=-1), noise)
+        drawn = invert_cdf(torch.softmax(log_softmax / job.params.temperature, dim=-1), noise)
     tokens = drawn.cpu().numpy()
     scores.alternative_tokens[rows] = tokens
     scores.alternative_logprobs[rows] = _logprobs_of(tokens, log_softmax)

@@ -8,7 +8,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    def decode(self, token_ids: list[int], **options: bool) -> str: ...
+    def decode(self, token_ids: list[int], **_: bool) -> str: ...
 
 
 class StopStrings:

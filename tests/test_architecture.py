@@ -76,13 +76,10 @@ def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
 
 
 def test_the_client_needs_only_the_bare_install() -> None:
-    """httpx, pydantic, numpy and protobuf: nothing of the [server] extra is imported."""
-    code = (
-        "import sys, trainhouse; trainhouse.ServiceClient;"
-        "print(sorted({'fastapi', 'uvicorn', 'sqlalchemy', 'torch', 'zstandard', 'tokenizers'} & set(sys.modules)))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout.strip() == "[]"
+    """httpx, pydantic, numpy and protobuf: it works where nothing of the [server] extra can be imported."""
+    extra = ["fastapi", "ray", "sqlalchemy", "starlette", "tokenizers", "torch", "transformers", "uvicorn", "zstandard"]
+    code = f"import sys; sys.modules.update(dict.fromkeys({extra})); import trainhouse; trainhouse.ServiceClient"
+    subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=60, check=True)
 
 
 def test_the_package_list_is_the_tree() -> None:

@@ -32,7 +32,7 @@ def serve(config: ServerConfig) -> None:
     with locked(config.state_dir), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(_until_signal(_serve(config, listener)))
+            runner.run(until_signal(_serve(config, listener)))
 
 
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
@@ -213,7 +213,7 @@ class _Http(uvicorn.Server):
         yield
 
 
-async def _until_signal(work: Coroutine[object, object, None]) -> None:
+async def until_signal(work: Coroutine[object, object, None]) -> None:
     """Runs `work` until it ends or a signal cancels it; a second signal ends the process."""
     task = asyncio.ensure_future(work)
     num_signals = 0

@@ -16,6 +16,7 @@ import pytest
 from trainhouse.schemas.version import VERSION
 from trainhouse.server.cli import main, serve_help, serve_help_all
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.process import FORCED_STATUS
 
 from ..live import LiveServer, live_server
 
@@ -205,6 +206,26 @@ def test_a_termination_while_loading_ends_the_server_and_its_workers(
     process.stdout.close()
     assert process.wait(SOON_SECONDS) == 0
     assert psutil.wait_procs(children, timeout=SOON_SECONDS)[1] == []
+
+
+STUBBORN = """
+import asyncio, os, signal
+from trainhouse.server.process import until_signal
+
+async def work():
+    os.kill(os.getpid(), signal.SIGINT)
+    try:
+        await asyncio.sleep(60)
+    except asyncio.CancelledError:
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+asyncio.run(until_signal(work()))
+"""
+
+
+def test_a_second_interrupt_ends_a_process_that_does_not_stop() -> None:
+    assert subprocess.run([sys.executable, "-c", STUBBORN], timeout=30).returncode == FORCED_STATUS
 
 
 # Imports

@@ -31,12 +31,15 @@ class Received:
 
 
 class BodyTooLarge(HTTPException):
-    def __init__(self, limit_bytes: int) -> None:
+    """last_piece: the beginning of the one with which the body became too large."""
+
+    def __init__(self, limit_bytes: int, last_piece: bytes = b"") -> None:
         super().__init__(
             413,
             f"the body is larger than {limit_bytes} bytes, which is the limit: send fewer datums in one request, or "
             "start the server with a larger --max-body-bytes",
         )
+        self.last_piece = last_piece
 
 
 class BodyLimit:
@@ -64,7 +67,7 @@ class BodyLimit:
             num_bytes += len(message.get("body", b""))
             if num_bytes > self._limit_bytes:
                 await self._drop_rest(message, receive)
-                raise BodyTooLarge(self._limit_bytes)
+                raise BodyTooLarge(self._limit_bytes, message["body"][:_PREFIX_BYTES])
             return message
 
         return limited
@@ -87,9 +90,9 @@ async def receive_body(request: Request, limit_bytes: int) -> Received:
             if num_kept < most_kept:
                 pieces.append(piece)
                 num_kept += len(piece)
-    except BodyTooLarge:
+    except BodyTooLarge as error:
         too_large = True
-        pieces = [b"".join(pieces)[:_PREFIX_BYTES]]
+        pieces = [b"".join([*pieces, error.last_piece])[:_PREFIX_BYTES]]
     headers = request.headers
     return Received(
         b"".join(pieces), headers.get("content-type", "application/json"), headers.get("content-encoding"), too_large

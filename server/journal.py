@@ -7,7 +7,7 @@ by `forget_earlier`: live state is not rebuilt from it yet, but its operations c
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 
 from ..schemas.errors import RequestError
@@ -52,7 +52,7 @@ class Journal:
     async def append(self, header: Header, body: bytes = b"") -> Place:
         """Returns once the entry survives the death of this process. Raises RequestError 503."""
         try:
-            place = await self._segments.append(asdict(header), body)
+            place = await self._segments.append(vars(header), body)
         except OSError as error:
             raise RequestError(f"the server's journal cannot be written ({error}): free space there", 503) from error
         self._num_open[place.segment] += 1

@@ -1,0 +1,184 @@
+"""A whole server in this process, its worker a real one in a process of its own; and what tests say to it."""
+
+import itertools
+from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+from tinker import types
+from tinker.proto.request_conv import forward_backward_request_to_proto
+from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
+from trainhouse.server.app import create_app
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.services import Services
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.dispatch import WorkerDispatch
+
+MODEL = "tiny/qwen3"
+VOCAB = 512
+PROTOBUF = "application/x-protobuf"
+ALICE, BOB = "tml-alice", "tml-bob"
+ADAM = {"learning_rate": 1e-2}
+
+
+def server_config(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
+    defaults = {"threads": 1, "max_lora_rank": 16, "max_body_bytes": 200_000, "max_decompressed_bytes": 1_000_000}
+    return ServerConfig(base_models=(ServedModel(MODEL, str(model)),), state_dir=state_dir, **(defaults | options))
+
+
+@asynccontextmanager
+async def started_dispatch(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
+    dispatch = WorkerDispatch(config.dispatch_config())
+    await dispatch.start(lambda message: None)
+    try:
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+@asynccontextmanager
+async def running_server(config: ServerConfig, dispatch: WorkerDispatch) -> AsyncIterator["Server"]:
+    """The same `config.state_dir` again = a restart."""
+    app = create_app(config, dispatch)
+    async with app.router.lifespan_context(app), AsyncExitStack() as stack:
+        transport = httpx.ASGITransport(app)
+        clients = {}
+        for key in (ALICE, BOB):
+            client = httpx.AsyncClient(
+                transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": key}, timeout=30
+            )
+            clients[key] = await stack.enter_async_context(client)
+        yield Server(clients, app.state.services)
+
+
+@dataclass
+class Server:
+    clients: dict[str, httpx.AsyncClient]
+    services: Services
+
+    async def post(self, path: str, body: object, key: str = ALICE, status: int = 200, **headers: str) -> Any:
+        """JSON to JSON; the status must be the expected one."""
+        response = await self.clients[key].post(path, json=body, headers=headers)
+        assert response.status_code == status, response.text
+        return response.json() if response.content else None
+
+    async def post_bytes(self, path: str, body: bytes, key: str = ALICE, **headers: str) -> httpx.Response:
+        return await self.clients[key].post(path, content=body, headers=headers)
+
+    async def retrieve(self, request_id: str, key: str = ALICE, accept: str = "application/json") -> httpx.Response:
+        body = {"request_id": request_id}
+        return await self.clients[key].post("retrieve_future", json=body, headers={"Accept": accept})
+
+    async def result(self, request_id: str, key: str = ALICE) -> Any:
+        response = await self.retrieve(request_id, key)
+        assert response.status_code == 200, response.text
+        return response.json()
+
+    async def create_session(self, key: str = ALICE) -> str:
+        return (await self.post("create_session", {"sdk_version": "0.38.0", "tags": []}, key))["session_id"]
+
+    async def create_run(self, key: str = ALICE, session_id: str | None = None, number: int = 0, **lora: Any) -> "Run":
+        session_id = session_id or await self.create_session(key)
+        body = {
+            "session_id": session_id,
+            "model_seq_id": number,
+            "base_model": MODEL,
+            "lora_config": {"rank": 4, "seed": 1} | lora,
+        }
+        created = await self.result((await self.post("create_model", body, key))["request_id"], key)
+        assert created == {"model_id": f"{session_id}:train:{number}", "type": "create_model"}
+        return Run(self, created["model_id"], session_id, key)
+
+
+@dataclass
+class Run:
+    """A client's view of a model: it numbers its operations as the SDK does, also those that were refused."""
+
+    server: Server
+    model_id: str
+    session_id: str
+    key: str = ALICE
+
+    def __post_init__(self) -> None:
+        self.numbers = itertools.count(1)
+
+    async def submit(self, verb: str, /, status: int = 200, seq_id: int | None = None, **fields: Any) -> Any:
+        seq_id = next(self.numbers) if seq_id is None else seq_id
+        return await self.server.post(verb, {"model_id": self.model_id, "seq_id": seq_id} | fields, self.key, status)
+
+    async def do(self, verb: str, /, **fields: Any) -> Any:
+        """Submits, and waits for the result."""
+        return await self.server.result((await self.submit(verb, **fields))["request_id"], self.key)
+
+    def encode(
+        self,
+        data: Sequence[types.Datum],
+        seq_id: int,
+        loss_fn: Any = "cross_entropy",
+        config: dict[str, float | str] | None = None,
+        forward_only: bool = False,
+    ) -> bytes:
+        """By the SDK's own encoder."""
+        given = types.ForwardBackwardInput(data=list(data), loss_fn=loss_fn, loss_fn_config=config)
+        message = forward_backward_request_to_proto(
+            types.ForwardBackwardRequest(model_id=self.model_id, seq_id=seq_id, forward_backward_input=given)
+        )
+        message.forward_only = forward_only
+        return message.SerializeToString()
+
+    async def send(self, body: bytes, path: str = "forward_backward", **headers: str) -> httpx.Response:
+        return await self.server.post_bytes(path, body, self.key, **({"Content-Type": PROTOBUF} | headers))
+
+    async def forward_backward(self, data: Sequence[types.Datum], **options: Any) -> types.ForwardBackwardOutput:
+        response = await self.send(self.encode(data, next(self.numbers), **options))
+        assert response.status_code == 200, response.text
+        result = await self.server.retrieve(response.json()["request_id"], self.key, PROTOBUF)
+        assert result.headers["content-type"] == PROTOBUF, result.text
+        return deserialize_forward_backward_output(result.content)
+
+    async def optim_step(self) -> Any:
+        return await self.do("optim_step", adam_params=ADAM)
+
+    async def train(self, data: Sequence[types.Datum], num_steps: int) -> list[float]:
+        losses = []
+        for _ in range(num_steps):
+            losses.append((await self.forward_backward(data)).metrics["loss:sum"])
+            assert "error" not in await self.optim_step()
+        return losses
+
+
+def datum(tokens: Sequence[int], **inputs: Any) -> types.Datum:
+    given = inputs or {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}
+    arrays = {
+        name: np.asarray(value, np.int64 if name == "target_tokens" else np.float32) for name, value in given.items()
+    }
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={name: types.TensorData.from_numpy(value) for name, value in arrays.items()},
+    )
+
+
+def batch(num_datums: int = 3, seed: int = 0) -> list[types.Datum]:
+    random = np.random.default_rng(seed)
+    return [datum(random.integers(3, VOCAB, random.integers(5, 12)).tolist()) for _ in range(num_datums)]
+
+
+def sample_body(sampler_id: str, seq_id: int = 0, **fields: Any) -> dict[str, Any]:
+    defaults: dict[str, Any] = {
+        "sampling_session_id": sampler_id,
+        "seq_id": seq_id,
+        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]},
+        "sampling_params": {"max_tokens": 4, "seed": 1, "stop": []},
+    }
+    return defaults | fields
+
+
+async def sample(server: Server, body: dict[str, Any], key: str = ALICE) -> types.SampleResponse:
+    submitted = await server.post("asample", body, key)
+    result = await server.retrieve(submitted["request_id"], key, PROTOBUF)
+    assert result.headers["content-type"] == PROTOBUF, result.text
+    return deserialize_sample_response(result.content)

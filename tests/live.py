@@ -49,7 +49,8 @@ def command(
     models: Mapping[str, Path], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    # One thread: tiny models gain nothing from more, and tests share their cores with others.
+    flags += [f"--{name.replace('_', '-')}={value}" for name, value in ({"threads": 1} | dict(options)).items()]
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
     return [sys.executable, "-m", "trainhouse.server", "serve", *fixed, *flags]
 

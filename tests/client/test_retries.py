@@ -17,7 +17,7 @@ from .test_live import MODEL, batch, loss, new_client, train
 
 @contextmanager
 def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
-    """Forwards to `target`; of each three POSTs one is answered 503, and one's answer is lost after it took effect.
+    """Forwards to `target`; of each five POSTs one is answered 503, and one's answer is lost after it took effect.
 
     Yields its address and the list of faults that it has made.
     """
@@ -32,7 +32,7 @@ def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
         def handle_any(self) -> None:
             body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
             with lock:
-                turn = next(turns) % 3 if faults and self.command == "POST" else 2
+                turn = next(turns) % 5 if faults and self.command == "POST" else 1
             if turn == 0:
                 made.append("refused")
                 self.answer(503, {}, b"busy")
@@ -42,7 +42,7 @@ def proxy(target: str, faults: bool) -> Iterator[tuple[str, list[str]]]:
             response = connection.getresponse()
             content = response.read()
             connection.close()
-            if turn == 1:
+            if turn == 2:
                 made.append("lost")
                 self.close_connection = True
                 return

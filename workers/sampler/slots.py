@@ -46,7 +46,7 @@ class Slots:
         cache, num_rows = self.cache, len(self.rows)
         if num_rows <= cache.num_slots and length <= cache.capacity:
             return
-        num_slots = max(cache.num_slots, 1 << (num_rows - 1).bit_length())
+        num_slots = max(cache.num_slots, min(1 << (num_rows - 1).bit_length(), self.most_rows))
         capacity = max(cache.capacity, _blocks(length + length // 2))
         if not self.fits(num_slots, capacity):
             num_slots, capacity = num_rows, _blocks(length)

@@ -102,6 +102,9 @@ class Operations:
         await self._dispatch.clear_gradients(run.run_id)
 
     async def drop(self, run: RunRecord) -> None:
+        """At the end of its session. Raises OperationError."""
+        # Its last operation may have made one more.
+        await self._samplers.end_session(run.session_id)
         self.infos.pop(run.run_id, None)
         await self._dispatch.drop_run(run.run_id)
 

@@ -135,7 +135,10 @@ class Run:
         self._give_up_gaps(reason)
         while self._working is not None:
             await asyncio.wait({self._working})
-        await self._services.operations.drop(self.record)
+        try:
+            await self._services.operations.drop(self.record)
+        except OperationError as error:
+            logger.warning("run %s could not be dropped: %s", self.record.run_id, error)
 
     async def stop(self) -> None:
         """At shutdown: leaves everything as the journal has it."""

@@ -8,6 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
+from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -78,7 +79,7 @@ class Samplers:
         self._recordings = recordings
         self._samplers: dict[str, Sampler] = {}
         self._creating: dict[str, asyncio.Task[str]] = {}
-        self._jobs: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Samplers of sessions that an earlier process left open; ephemeral ones have lost their weights."""
@@ -88,9 +89,9 @@ class Samplers:
                 self._samplers[record.sampler_id].adapter_id = None
 
     async def close(self) -> None:
-        for job in self._jobs:
-            job.cancel()
-        await asyncio.gather(*self._jobs, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
     # Making and finding them
 
@@ -134,14 +135,25 @@ class Samplers:
         raise RequestError(f"there is no sampler {sampler_id}: create one with create_sampling_session", 404)
 
     async def end_session(self, session_id: str) -> None:
-        """Drops the session's samplers, with their adapters; their requests fail."""
+        """Drops the session's samplers; their requests fail. Their adapters go when the worker comes to it."""
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
             for seq_id in sampler.accepted:
                 self._dispatch.cancel(f"{sampler.record.sampler_id}:{seq_id}")
         for adapter_id in {sampler.adapter_id for sampler in ended if sampler.adapter_id}:
+            self._in_background(self._drop_adapter(adapter_id))
+
+    async def _drop_adapter(self, adapter_id: str) -> None:
+        try:
             await self._dispatch.drop_adapter(adapter_id)
+        except OperationError as error:
+            logger.warning("adapter %s could not be dropped: %s", adapter_id, error)
+
+    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
         record = SamplerRecord(
@@ -247,9 +259,7 @@ class Samplers:
             partial(self._pending, sampler.record.base_model),
             partial(self._journal.release, place),
         )
-        task = asyncio.create_task(self._perform(sampler, job, future))
-        self._jobs.add(task)
-        task.add_done_callback(self._jobs.discard)
+        self._in_background(self._perform(sampler, job, future))
 
     def _pending(self, base_model: str) -> Pending:
         return Pending(queue_state_reason=self._dispatch.status(base_model))

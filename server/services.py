@@ -33,7 +33,8 @@ class Services:
     recordings: Recordings
 
 
-def current_services(request: Request) -> Services:
+async def current_services(request: Request) -> Services:
+    """Async although it awaits nothing: FastAPI would run a plain function in a thread, at each request."""
     return request.app.state.services
 
 

@@ -24,6 +24,8 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     """
     submit = await receive_submit(request, services, json_decoder(RetrieveFutureRequest))
     result = await services.futures.wait(submit.content.request_id, tenant.id, services.config.long_poll_seconds)
+    # Whoever polls is alive, also where nobody sends heartbeats; a request id begins with its session's id.
+    services.sessions.heard_of(submit.content.request_id.partition(":")[0])
     if isinstance(result, Pending):
         return pending_response(result)
     return await result_response(request, result)

@@ -41,15 +41,13 @@ def anyio_backend() -> str:
 
 
 @pytest.fixture(scope="module")
-async def dispatch(tiny_models: dict[str, Path], tmp_path_factory, anyio_backend: str) -> AsyncIterator[WorkerDispatch]:
+async def dispatch(tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[WorkerDispatch]:
     async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
         yield dispatch
 
 
 @pytest.fixture(scope="module")
-async def server(
-    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory, anyio_backend: str
-) -> AsyncIterator[Server]:
+async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[Server]:
     config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
     async with running_server(config, dispatch) as running:
         yield running

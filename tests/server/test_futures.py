@@ -20,7 +20,7 @@ TENANT = "alice"
 
 
 @pytest.fixture
-async def open_futures(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Callable]:
+async def open_futures(tmp_path: Path) -> AsyncIterator[Callable]:
     """Opening the same directory again = a restart; `unfinished` is what the journal tells then."""
     store = SqliteStore(tmp_path / DATABASE_NAME)
     await store.ensure_tenant(TenantRecord(TENANT, TENANT, 0.0))

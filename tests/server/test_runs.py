@@ -81,7 +81,7 @@ class Bench:
 
 
 @pytest.fixture
-async def make_bench(tmp_path: Path, anyio_backend: str) -> AsyncIterator:
+async def make_bench(tmp_path: Path) -> AsyncIterator:
     async with AsyncExitStack() as stack:
         store = SqliteStore(tmp_path / DATABASE_NAME)
         stack.callback(store.close)

@@ -182,7 +182,10 @@ class Run:
         )
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
         slot.future = self._services.futures.create(
-            self.request_id(seq_id), self.record.tenant_id, partial(self._pending, seq_id), partial(self._release, slot)
+            self.request_id(seq_id),
+            self.record.tenant_id,
+            partial(self._pending, seq_id),
+            partial(self._release, slot.journaled),
         )
 
     def _add_refusal(self, seq_id: int, refused: Refused) -> None:
@@ -213,8 +216,8 @@ class Run:
                     self._services.futures.forget(slot.future)
             raise
 
-    def _release(self, slot: _Slot) -> None:
-        self._services.journal.release(slot.journaled.result())
+    def _release(self, journaled: asyncio.Task[Place]) -> None:
+        self._services.journal.release(journaled.result())
 
     # Executing
 
@@ -241,7 +244,7 @@ class Run:
     async def _take_turn(self, seq_id: int, slot: _Slot) -> None:
         if isinstance(slot.content, Refused):
             self._remember_refusal(seq_id, slot.content)
-            self._release(slot)
+            self._release(slot.journaled)
             return
         assert slot.future is not None
         try:

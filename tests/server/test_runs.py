@@ -4,8 +4,10 @@ What operations do is no matter here; these note that they were performed, and f
 """
 
 import asyncio
+import gc
 import json
 import time
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
@@ -308,6 +310,18 @@ async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try
     aside.rename(bench.journal_directory)
     await bench.optim_step(1)
     assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_bench) -> None:
+    """Requests are far larger than results."""
+    bench = await make_bench()
+    operation = OptimStepRequest(model_id=RUN_ID, seq_id=1)
+    watched = weakref.ref(operation)
+    await bench.run.submit(1, operation, BODY)
+    del operation
+    await bench.result(1)
+    gc.collect()
+    assert watched() is None
 
 
 async def test_a_thousand_operations_take_a_moment(make_bench) -> None:

@@ -124,6 +124,10 @@ def compare(local: Callable[[str, int], float], remote: RemoteLoop, data: Batche
         local(name, 2), remote.train(name, 2)
         pairs = [(local(name, steps), remote.train(name, steps)) for _ in range(rounds)]
         tokens = steps * num_tokens(rows)
+        print(
+            f"{name}: {[(round(tokens / a), round(tokens / b)) for a, b in pairs]} tokens/s, local and remote",
+            flush=True,
+        )
         table.append(
             {
                 "batch": name,
@@ -148,13 +152,15 @@ def main() -> None:
         model = tiny_model("qwen3", Path(scratch) / "model", **SHAPE)
         with (
             local_loop(model, underscored, os.cpu_count() or 1) as local,
-            live_server({MODEL: model}, Path(scratch) / "state", pool=options.pool) as server,
+            live_server(
+                {MODEL: model}, Path(scratch) / "state", pool=options.pool, threads=os.cpu_count() or 1
+            ) as server,
         ):
             remote = RemoteLoop(server.url, data)
             figures = {"training": compare(local, remote, data, options.rounds)}
             empty = [remote.empty_operation() for _ in range(60)][10:]
             figures["empty_operation_milliseconds"] = round(1e3 * statistics.median(empty), 2)
-            remote.service.close()
+            remote.service.close("success")
     print(f"{'batch':<14}{'local tok/s':>12}{'remote tok/s':>14}{'ratio':>8}")
     for row in figures["training"]:
         print(

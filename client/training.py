@@ -134,16 +134,13 @@ class TrainingClient:
         fields = {"path": name, "ttl_seconds": ttl_seconds, "overwrite": overwrite}
         return self._operation("save_weights", checkpoints.SaveWeightsRequest, fields, checkpoints.SaveWeightsResponse)
 
-    def load_state(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
-        """Weights only; the optimizer starts fresh and pending gradients are discarded."""
-        return self._load(path, optimizer=False)
-
-    def load_state_with_optimizer(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
-        return self._load(path, optimizer=True)
-
-    def _load(self, path: str, optimizer: bool) -> APIFuture[checkpoints.LoadWeightsResponse]:
+    def load_state(self, path: str, optimizer: bool = False) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        """Weights only, with a fresh optimizer, unless `optimizer`; pending gradients are discarded."""
         fields = {"path": path, "optimizer": optimizer}
         return self._operation("load_weights", checkpoints.LoadWeightsRequest, fields, checkpoints.LoadWeightsResponse)
+
+    def load_state_with_optimizer(self, path: str) -> APIFuture[checkpoints.LoadWeightsResponse]:
+        return self.load_state(path, optimizer=True)
 
     def save_weights_for_sampler(
         self, name: str, ttl_seconds: int | None = None

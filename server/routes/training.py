@@ -16,9 +16,9 @@ from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
-from ..bodies import json_body, json_decoder, json_or_protobuf_body
+from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..services import ServicesDependency
-from .submitting import SUBMIT_RESPONSES, answer, receive_operation, receive_submit, submit_operation
+from .submitting import SUBMIT_RESPONSES, Submit, answer, receive_operation, receive_submit, submit_operation
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
 
@@ -171,10 +171,19 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     fresh optimizer.
     """
     submit = await receive_operation(request, services, tenant, "load_weights", json_decoder(LoadWeightsRequest))
+    submit = _without_secret(submit)
     if submit.content.model_id is not None:
         return await submit_operation(request, services, tenant, submit)
     submitted = await services.runs.create_from_checkpoint(tenant, submit.content, submit.received)
     return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+
+
+def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:
+    """The access token is another tenant's API key, and bodies are journaled as received."""
+    if submit.content.weights_access_token is None:
+        return submit
+    shown = submit.content.model_copy(update={"weights_access_token": None})
+    return Submit(Received(shown.model_dump_json(exclude_none=True).encode()), submit.content)
 
 
 def _decoder(request: Request) -> Callable[[bytes], ForwardBackwardRequest]:

@@ -12,6 +12,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import (
     ADAM,
+    ALICE,
     BOB,
     MODEL,
     PROTOBUF,
@@ -161,6 +162,18 @@ async def test_save_state_leaves_pending_gradients_and_load_state_discards_them(
     await run.do("load_weights", path=path, optimizer=True)
     assert (await run.forward_backward(batch(), forward_only=True)).metrics["loss:sum"] == before
     assert "forward_backward" in (await run.optim_step())["error"], "nothing was left to step with"
+
+
+async def test_an_access_token_loads_anothers_checkpoint_and_is_nowhere_on_disk(server: Server) -> None:
+    run = await server.create_run()
+    path = (await run.do("save_weights", path="shared"))["path"]
+    body = {"path": path, "session_id": await server.create_session(BOB), "model_seq_id": 0}
+    await server.post("load_weights", body, key=BOB, status=404)
+    created = await server.post("load_weights", body | {"weights_access_token": ALICE}, key=BOB)
+    assert "error" not in await server.result(created["request_id"], key=BOB)
+    files = [file.read_bytes() for file in server.services.config.state_dir.rglob("*") if file.is_file()]
+    assert any(path.encode() in content for content in files), "the request itself is journaled"
+    assert not any(ALICE.encode() in content for content in files)
 
 
 async def test_the_plain_names_of_saving_and_loading(server: Server) -> None:

@@ -64,6 +64,8 @@ class Connection:
             return await work
         except asyncio.CancelledError:
             raise TrainhouseError("the client was closed before this answer arrived") from None
+        except httpx.TransportError as error:
+            raise APIConnectionError(f"{self.base_url} broke off: {error!r}") from error
 
     def close(self) -> None:
         """Ends what is under way; its futures raise TrainhouseError."""
@@ -82,9 +84,8 @@ class Connection:
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._http.aclose()
 
-    async def get(self, path: str, answer: type[W], **query: str | int) -> W:
-        response = await self.request("GET", path, query=query)
-        return answer.model_validate_json(response.content)
+    async def get(self, path: str, answer: type[W], **query: int) -> W:
+        return answer.model_validate_json((await self.request("GET", path, query=query)).content)
 
     async def post(self, path: str, body: Wire, answer: type[W], headers: dict[str, str] | None = None) -> W:
         response = await self.request("POST", path, to_json(body), JSON | (headers or {}))
@@ -96,7 +97,7 @@ class Connection:
         path: str,
         content: bytes = b"",
         headers: dict[str, str] | None = None,
-        query: Mapping[str, str | int] | None = None,
+        query: Mapping[str, int] | None = None,
         also_good: int = 200,
     ) -> httpx.Response:
         """The answer once it is 2xx or `also_good`; raises APIStatusError or APIConnectionError."""
@@ -120,8 +121,7 @@ class Connection:
             await backoff.pause(failure, min(float(after), 60.0) if after.isdecimal() else 0.0)
 
     async def submit(self, path: str, content: bytes, headers: dict[str, str] = JSON) -> SubmitResponse:
-        response = await self.request("POST", path, content, headers)
-        return SubmitResponse.model_validate_json(response.content)
+        return SubmitResponse.model_validate_json((await self.request("POST", path, content, headers)).content)
 
     async def result(
         self, submitted: SubmitResponse, decode: Callable[[bytes], T], headers: dict[str, str] | None = None

@@ -11,7 +11,7 @@ T = TypeVar("T")
 class APIFuture(Generic[T]):
     """The operation is under way whether or not anyone waits: giving up waiting does not take it back."""
 
-    def __init__(self, inner: "concurrent.futures.Future[T]") -> None:
+    def __init__(self, inner: concurrent.futures.Future[T]) -> None:
         self._inner = inner
 
     def result(self, timeout: float | None = None) -> T:

@@ -22,8 +22,8 @@ from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ClientConfig, TrainingClient
 
-Metadata = Mapping[str, str] | None
 Status = Literal["success", "errored", "interrupted"]
+Metadata = Mapping[str, str] | None
 HEARTBEAT_SECONDS = 10
 SDK_VERSION = f"trainhouse-{VERSION}"
 

@@ -193,6 +193,8 @@ def test_what_the_server_keeps_can_be_listed_changed_and_deleted(
     export = client.save_weights_external("export").result(60).path
     names = {one.name for one in rest.download_checkpoint(export, tmp_path / "export").result(60)}
     assert {"adapter_model.safetensors", "adapter_config.json"} <= names
+    copy = rest.copy_weights(path).result(60).tinker_path
+    assert copy != path and rest.get_weights_info_by_tinker_path(copy).result(60).lora_rank == 4
     rest.delete_checkpoint_from_tinker_path(path).result(60)
     remaining = rest.list_user_checkpoints().result(60).checkpoints
     assert export in [one.tinker_path for one in remaining]

@@ -102,7 +102,7 @@ def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
     waiting = sampler.sample([5], 8, trainhouse.SamplingParams(max_tokens=900, stop=[]))
     service.close()
     # Whichever comes first: the end of the session at the server, or that of the client.
-    with pytest.raises(trainhouse.TrainhouseError, match="cancelled|closed"):
+    with pytest.raises(trainhouse.TrainhouseError, match=r"cancelled|closed"):
         waiting.result(10)
     with pytest.raises(trainhouse.TrainhouseError, match="closed"):
         client.get_info()

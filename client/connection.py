@@ -106,8 +106,9 @@ class Connection:
             try:
                 response = await self._http.request(method, API + path, content=content, headers=headers, params=query)
             except httpx.TransportError as error:
-                reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-                failure = APIConnectionError(f"no answer from {self.base_url}: {reason}. Is the server running there?")
+                failure = APIConnectionError(
+                    f"no answer from {self.base_url} ({error!r}): is the server running there?"
+                )
                 await backoff.pause(failure)
                 continue
             if response.is_success or response.status_code == also_good:

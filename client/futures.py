@@ -2,10 +2,12 @@
 
 import asyncio
 import concurrent.futures
-from collections.abc import Generator
-from typing import Any, Generic, TypeVar
+import functools
+from collections.abc import Callable, Generator
+from typing import Any, Generic, ParamSpec, TypeVar
 
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
 class APIFuture(Generic[T]):
@@ -23,3 +25,13 @@ class APIFuture(Generic[T]):
 
     def done(self) -> bool:
         return self._inner.done()
+
+
+def blocking(submit: Callable[P, APIFuture[T]]) -> Callable[P, T]:
+    """The same call, waited for."""
+
+    @functools.wraps(submit)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return submit(*args, **kwargs).result()
+
+    return call

@@ -97,8 +97,7 @@ def checkpoint_address(tinker_path: str) -> str:
     parts = tinker_path.removeprefix("tinker://").split("/")
     if not tinker_path.startswith("tinker://") or len(parts) != 3:
         raise ValueError(f"{tinker_path!r} is no checkpoint path: it reads tinker://RUN/weights/NAME")
-    run, kind, name = parts
-    return f"training_runs/{run}/checkpoints/{kind}/{name}"
+    return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
 
 
 def inside(directory: Path, name: str) -> Path:

@@ -11,13 +11,12 @@ import httpx
 
 from ..schemas import models
 from ..schemas.checkpoints import LoadWeightsRequest
-from ..schemas.models import LoraConfig
 from ..schemas.sampling import CreateSamplingSessionRequest, CreateSamplingSessionResponse, SamplerInfo
 from ..schemas.training import Wire
 from ..schemas.version import VERSION
 from .connection import Connection, log, to_json
 from .errors import APIStatusError, GoneError
-from .futures import APIFuture
+from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ClientConfig, TrainingClient
@@ -73,16 +72,15 @@ class ServiceClient:
         self._opening = asyncio.Lock()
         self._session: Session | None = None
 
-    def get_server_capabilities(self) -> models.ServerCapabilities:
-        return self.get_server_capabilities_async().result()
-
     def get_server_capabilities_async(self) -> APIFuture[models.ServerCapabilities]:
         return self._connection.run(self._connection.get("get_server_capabilities", models.ServerCapabilities))
+
+    get_server_capabilities = blocking(get_server_capabilities_async)
 
     def create_rest_client(self) -> RestClient:
         return RestClient(self._connection)
 
-    def create_lora_training_client(
+    def create_lora_training_client_async(
         self,
         base_model: str,
         rank: int = 32,
@@ -91,28 +89,27 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Metadata = None,
-    ) -> TrainingClient:
-        targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
-        lora = LoraConfig(rank=rank, seed=seed, **targets)
-        return self.create_lora_training_client_async(base_model, lora, user_metadata).result()
-
-    def create_lora_training_client_async(
-        self, base_model: str, lora_config: LoraConfig | None = None, user_metadata: Metadata = None
     ) -> APIFuture[TrainingClient]:
-        fields = {"base_model": base_model, "lora_config": lora_config or LoraConfig(), "user_metadata": user_metadata}
+        targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
+        lora = models.LoraConfig(rank=rank, seed=seed, **targets)
+        fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
 
-    def create_training_client_from_state(self, path: str) -> TrainingClient:
+    create_lora_training_client = blocking(create_lora_training_client_async)
+
+    def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
         """A new model with the weights of a checkpoint and a fresh optimizer."""
-        return self.create_training_client_from_state_async(path).result()
-
-    def create_training_client_from_state_with_optimizer(self, path: str) -> TrainingClient:
-        """A new model that continues exactly where `save_state` stood."""
-        return self.create_training_client_from_state_async(path, optimizer=True).result()
-
-    def create_training_client_from_state_async(self, path: str, optimizer: bool = False) -> APIFuture[TrainingClient]:
-        fields = {"path": path, "optimizer": optimizer}
+        fields = {"path": path, "optimizer": False}
         return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+
+    create_training_client_from_state = blocking(create_training_client_from_state_async)
+
+    def create_training_client_from_state_with_optimizer_async(self, path: str) -> APIFuture[TrainingClient]:
+        """A new model that continues exactly where `save_state` stood."""
+        fields = {"path": path, "optimizer": True}
+        return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+
+    create_training_client_from_state_with_optimizer = blocking(create_training_client_from_state_with_optimizer_async)
 
     async def _create(self, path: str, request: type[Wire], fields: Mapping[str, object]) -> TrainingClient:
         session = await self._opened()
@@ -124,16 +121,15 @@ class ServiceClient:
         info = await self._connection.post("get_info", model, models.GetInfoResponse)
         return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
 
-    def create_sampling_client(self, base_model: str | None = None, model_path: str | None = None) -> SamplingClient:
-        """Of a base model by name, or of saved weights by their tinker:// path."""
-        return self.create_sampling_client_async(base_model, model_path).result()
-
     def create_sampling_client_async(
         self, base_model: str | None = None, model_path: str | None = None
     ) -> APIFuture[SamplingClient]:
+        """Of a base model by name, or of saved weights by their tinker:// path."""
         if (base_model is None) == (model_path is None):
             raise ValueError(f"give either base_model or model_path, not {base_model=} and {model_path=}")
         return self._connection.run(self._create_sampler(base_model, model_path))
+
+    create_sampling_client = blocking(create_sampling_client_async)
 
     async def _create_sampler(self, base_model: str | None, model_path: str | None) -> SamplingClient:
         session = await self._opened()
@@ -166,8 +162,7 @@ class ServiceClient:
         try:
             await self._connection.once(f"sessions/{session_id}/finish", request, timeout_seconds=5)
         except (httpx.TransportError, APIStatusError) as error:
-            # It expires by itself.
-            log.info("finishing session %s: %s", session_id, error)
+            log.info("session %s is left to expire: %s", session_id, error)
 
     def __enter__(self) -> Self:
         return self

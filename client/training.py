@@ -19,7 +19,7 @@ from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, Forward
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
 from .data import chunks, merged
 from .errors import APIStatusError
-from .futures import APIFuture
+from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
 
@@ -87,8 +87,7 @@ class TrainingClient:
     def _pass(
         self, request: ForwardBackwardRequest, custom_loss: float | None = None
     ) -> APIFuture[ForwardBackwardOutput]:
-        limits = self._limits
-        pieces = chunks(request.data, limits.fwdbwd_max_chunk_len, limits.fwdbwd_max_chunk_bytes_count)
+        pieces = chunks(request.data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count)
         with self._numbering:
             numbered = enumerate(pieces, self._next_seq_id)
             parts = [dataclasses.replace(request, seq_id=seq_id, data=piece) for seq_id, piece in numbered]
@@ -159,11 +158,8 @@ class TrainingClient:
         request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
         return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
 
-    def save_weights_and_get_sampling_client(self) -> SamplingClient:
-        """A sampler of the weights as they are now: nothing is transferred and nothing is listed."""
-        return self.save_weights_and_get_sampling_client_async().result()
-
     def save_weights_and_get_sampling_client_async(self) -> APIFuture[SamplingClient]:
+        """A sampler of the weights as they are now: nothing is transferred and nothing is listed."""
         saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers)})
 
         async def sampler() -> SamplingClient:
@@ -172,6 +168,8 @@ class TrainingClient:
             return SamplingClient(self._connection, sampler_id, self._info.model_name)
 
         return self._connection.run(sampler())
+
+    save_weights_and_get_sampling_client = blocking(save_weights_and_get_sampling_client_async)
 
     def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
         with self._numbering:
@@ -184,12 +182,11 @@ class TrainingClient:
             submitted = await self._connection.submit(path, body)
         return await self._connection.result(submitted, answer.model_validate_json)
 
-    def get_info(self) -> GetInfoResponse:
-        return self.get_info_async().result()
-
     def get_info_async(self) -> APIFuture[GetInfoResponse]:
         request = GetInfoRequest(model_id=self.model_id)
         return self._connection.run(self._connection.post("get_info", request, GetInfoResponse))
+
+    get_info = blocking(get_info_async)
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
@@ -198,8 +195,7 @@ class TrainingClient:
 def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:
     """For cross_entropy: the targets, and these weights (else the datum's, else zeros, of the targets' shape)."""
     targets = datum.loss_fn_inputs["target_tokens"]
-    if weights is None:
-        weights = datum.loss_fn_inputs.get("weights", np.zeros(targets.shape))
+    weights = datum.loss_fn_inputs.get("weights", np.zeros(targets.shape)) if weights is None else weights
     if weights.shape != targets.shape:
         raise ValueError(f"a gradient of shape {weights.shape} for target_tokens of shape {targets.shape}")
     return Datum(datum.tokens, {"target_tokens": targets, "weights": weights.astype(np.float32)})

@@ -63,7 +63,7 @@ def test_everything_can_be_awaited_in_a_running_loop(shared_server: LiveServer, 
     async def same() -> list[float]:
         async with ServiceClient(shared_server.url, "tml-client-tests") as service:
             lora = (await new_client(service).get_info_async()).lora_rank
-            client = await service.create_lora_training_client_async(MODEL, trainhouse_lora(lora))
+            client = await service.create_lora_training_client_async(MODEL, rank=lora, seed=3)
             losses = []
             for _ in range(2):
                 passed, stepped = client.forward_backward(batch(), "cross_entropy"), client.optim_step(ADAM)
@@ -76,12 +76,6 @@ def test_everything_can_be_awaited_in_a_running_loop(shared_server: LiveServer, 
             return losses
 
     assert asyncio.run(same()) == expected
-
-
-def trainhouse_lora(rank: int):
-    from trainhouse.schemas.models import LoraConfig
-
-    return LoraConfig(rank=rank, seed=3)
 
 
 def test_a_batch_over_the_chunk_limit_equals_its_parts(service: ServiceClient) -> None:

@@ -106,9 +106,7 @@ class Connection:
             try:
                 response = await self._http.request(method, API + path, content=content, headers=headers, params=query)
             except httpx.TransportError as error:
-                failure = APIConnectionError(
-                    f"no answer from {self.base_url} ({error!r}): is the server running there?"
-                )
+                failure = APIConnectionError(f"no answer from {self.base_url}: {error!r}. Is it running there?")
                 await backoff.pause(failure)
                 continue
             if response.is_success or response.status_code == also_good:

@@ -32,8 +32,6 @@ CustomLoss = Callable[[Sequence[Datum], Sequence[np.ndarray]], tuple[float, Sequ
 
 
 class ClientConfig(Wire):
-    """The server's wishes as to the size of one forward_backward request."""
-
     fwdbwd_max_chunk_len: int = 1024
     fwdbwd_max_chunk_bytes_count: int = 5_000_000
 

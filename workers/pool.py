@@ -201,6 +201,7 @@ class _Shell:
     def _build(self) -> int:
         module, _, name = self._spec.worker.partition(":")
         os.environ["OMP_NUM_THREADS"] = str(self._spec.threads)
+        _let_waiting_threads_sleep()
         try:
             self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
         except OSError as error:
@@ -292,7 +293,15 @@ class _Child:
         self.process.close()
 
 
+def _let_waiting_threads_sleep() -> None:
+    """OpenMP reads this once, when it is loaded. Spinning threads keep the core from whoever has work for them: beside
+    one busy process they made a training step nine times slower, and on quiet cores no faster (docs/performance.md).
+    """
+    os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
 def _start_process(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> Any:
+    _let_waiting_threads_sleep()  # the forkserver loads OpenMP, and its children have what it read
     context = multiprocessing.get_context("forkserver")
     # The first start pays for these imports, the next one forks a process that has them.
     context.set_forkserver_preload([__name__, spec.worker.partition(":")[0]])

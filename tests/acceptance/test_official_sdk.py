@@ -335,7 +335,6 @@ def test_external_weights_download_as_a_peft_adapter(rest: tinker.RestClient, ma
     client = make_training()
     train(client, batch(), 1)
     path = client.save_weights_external("export").result(60).path
-    run_id, _, name = path.removeprefix("tinker://").split("/")
     urls = rest.get_external_weights_urls(path).result(60).urls
     for file, url in urls.items():
         with urlopen(url, timeout=30) as response:

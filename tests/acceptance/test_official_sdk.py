@@ -14,7 +14,9 @@ import numpy as np
 import pytest
 import tinker
 import torch
+from peft import PeftModel
 from tinker import types
+from transformers import AutoModelForCausalLM
 
 from ..live import LiveServer, live_server
 
@@ -331,15 +333,57 @@ def test_another_tenant_sees_and_loads_nothing(server: LiveServer, make_training
             stranger.create_training_client_from_state(path).result(60)
 
 
-def test_external_weights_download_as_a_peft_adapter(rest: tinker.RestClient, make_training, tmp_path) -> None:
+def test_stable_reinforce_takes_its_logprobs_from_what_the_sampler_recorded(make_training) -> None:
     client = make_training()
-    train(client, batch(), 1)
+    prompt = [7, 8, 9, 10]
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=True).result(60)
+    params = types.SamplingParams(max_tokens=6, seed=3, stop=[])
+    (sampled,) = sampler.sample(types.ModelInput.from_ints(prompt), 1, params).result(60).sequences
+    tokens = prompt + list(sampled.tokens)
+    advantages = [0.0] * 3 + [1.0] * 6
+    one = datum(tokens, target_tokens=tokens[1:], advantages=advantages)
+
+    def with_provenance(sequence_id: str) -> types.Datum:
+        in_prompt = types.PromptProvenanceSpan(sequence_id=sequence_id, length=4)
+        drawn = types.SampledProvenanceSpan(sequence_id=sequence_id, length=5)
+        targets = [
+            types.PromptProvenanceSpan(sequence_id=sequence_id, offset=1, length=3),
+            types.SampledProvenanceSpan(sequence_id=sequence_id, length=6),
+        ]
+        return one.with_provenance([in_prompt, drawn], targets)
+
+    output = client.forward_backward([with_provenance(sampled.sequence_id)], "stable_reinforce").result(60)
+    assert loss_of(output) == pytest.approx(-sum(sampled.logprobs), abs=1e-3)  # the ratio is one, the drift zero
+    client.optim_step(ADAM).result(60)
+    after = logprobs_of(client.forward([datum(tokens)], "cross_entropy").result(60))[3:]
+    assert after.sum() > sum(sampled.logprobs)
+    with pytest.raises(tinker.RequestFailedError, match="nobody"):
+        client.forward_backward([with_provenance("nobody:sample:0:0")], "stable_reinforce").result(60)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # peft asks transformers
+def test_external_weights_download_as_a_peft_adapter(
+    rest: tinker.RestClient, make_training, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    client = make_training()
+    train(client, batch(), 4)
     path = client.save_weights_external("export").result(60).path
     urls = rest.get_external_weights_urls(path).result(60).urls
     for file, url in urls.items():
         with urlopen(url, timeout=30) as response:
             (tmp_path / file).write_bytes(response.read())
-    assert {"adapter_model.safetensors", "adapter_config.json"} <= set(urls)
+    tokens = torch.tensor([5, 6, 7, 8, 9, 10])
+    model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
+    expected = logprobs_of(client.forward([datum(tokens.tolist())], "cross_entropy").result(60))
+    bare = token_logprobs(model, tokens)
+    np.testing.assert_allclose(token_logprobs(PeftModel.from_pretrained(model, tmp_path), tokens), expected, atol=1e-4)
+    assert np.abs(bare - expected).max() > 1e-2
+
+
+@torch.no_grad()
+def token_logprobs(model: torch.nn.Module, tokens: torch.Tensor) -> np.ndarray:
+    logprobs = model(input_ids=tokens[None, :-1]).logits[0].log_softmax(-1)
+    return logprobs[torch.arange(len(tokens) - 1), tokens[1:]].numpy()
 
 
 def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_training) -> None:

@@ -1,17 +1,27 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, Packing
 from .config import WorkerConfig
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
-_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling")
+_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "kv_lora_rank")
+
+# Layers of other kinds carry a state along the row, from one packed sequence into the next.
+_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -44,6 +54,15 @@ class BaseModel:
             raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
         self.unembedding: Tensor = head.weight
 
+    @property
+    def num_positions(self) -> int | None:
+        """The longest context, None where the model's config does not say."""
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Beyond this a sequence's rotations would depend on the longest one in its batch.
+            return rope["original_max_position_embeddings"]
+        return getattr(self.config, "max_position_embeddings", None)
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
         output = self.trunk(
@@ -54,15 +73,33 @@ class BaseModel:
 
 def _load(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
-    config = AutoConfig.from_pretrained(source)
-    for name in _UNSUPPORTED:
-        if getattr(config, name, None):
-            raise ValueError(f"{source}: {config.model_type} models with {name} are not supported")
+    _refuse_other_arithmetic(source, AutoConfig.from_pretrained(source))
     _refuse_missing_weights(source)
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, attn_implementation=ATTENTION)
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
+    )
+    model, report = loaded
+    if missing := sorted(report["missing_keys"]):
+        raise ValueError(
+            f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"
+        )
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        raise ValueError(f"{source}: {model.config.model_type} models with attention sinks are not supported")
     model.requires_grad_(False)
     nn.Module.to(model, device)
     return model.eval()
+
+
+def _refuse_other_arithmetic(source: str, config: PreTrainedConfig) -> None:
+    """What would run, and give other numbers than transformers does."""
+    for name in _UNSUPPORTED:
+        if getattr(config, name, None):
+            raise ValueError(f"{source}: {config.model_type} models with {name} are not supported")
+    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
+        raise ValueError(f"{source}: {config.model_type} models with {sorted(others)[0]} layers are not supported")
+    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if architecture is not None and not architecture._supports_attention_backend:
+        raise ValueError(f"{source}: {config.model_type} models bring attention of their own and are not supported")
 
 
 def _refuse_missing_weights(source: str) -> None:

@@ -124,19 +124,24 @@ def _load(config: WorkerConfig) -> BaseModel:
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
-    """Raises ValueError on a max_context_length beyond the model's own."""
-    longest = base.config.max_position_embeddings
-    if config.max_context_length is not None and config.max_context_length > longest:
+    """Raises ValueError on a max_context_length beyond the model's own, and when neither says one."""
+    longest, wanted = base.num_positions, config.max_context_length
+    if longest is not None and wanted is not None and wanted > longest:
         raise ValueError(
-            f"max_context_length {config.max_context_length} exceeds the {longest} positions of {config.model.name}:"
-            " lower it"
+            f"max_context_length {wanted} exceeds the {longest} positions of {config.model.name}: lower it"
         )
-    return ModelLimits(base.unembedding.shape[0], config.max_context_length or longest)
+    length = wanted or longest
+    if length is None:
+        raise ValueError(f"the config of {config.model.name} names no longest context: give --max-context-length")
+    return ModelLimits(base.unembedding.shape[0], length)
 
 
 def _eos_token_ids(base: BaseModel) -> tuple[int, ...]:
+    """Those of generation_config.json, and where it has none those of config.json."""
     generation = base.model.generation_config
-    ids = generation.eos_token_id if generation is not None else base.config.eos_token_id
+    ids = generation.eos_token_id if generation is not None else None
+    if ids is None:
+        ids = getattr(base.config, "eos_token_id", None)
     if ids is None:
         return ()
     return tuple(ids) if isinstance(ids, list) else (ids,)

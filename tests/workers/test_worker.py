@@ -1,13 +1,17 @@
 """The worker's verbs together, on one rank in this process."""
 
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig as PeftLoraConfig
 from peft import get_peft_model
+from safetensors.torch import load_file, save_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
@@ -15,15 +19,15 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.verbs import Failure, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, GptOssConfig
 
-from ..tiny import KINDS
+from ..tiny import KINDS, tiny_model
 
 LORA = LoraConfig(rank=4, seed=11)
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1)
 
 
-def config(directory: Path, **knobs: object) -> WorkerConfig:
+def config(directory: Path, **knobs: Any) -> WorkerConfig:
     return WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs)
 
 
@@ -123,13 +127,27 @@ def test_a_step_equals_peft_and_torch_adamw(worker: Worker, tiny_models: dict[st
         np.testing.assert_allclose(train(worker).loss_fn_outputs[1]["logprobs"], found, rtol=1e-4, atol=1e-4)
 
 
-def test_at_learning_rate_zero_nothing_moves(worker: Worker) -> None:
-    outputs = []
-    for _ in range(10):
-        outputs.append(train(worker))
+def test_at_learning_rate_zero_nothing_moves(worker: Worker, tmp_path: Path) -> None:
+    train(worker)
+    step(worker)
+    metrics, outputs, weights = set(), set(), set()
+    for i in range(10):
+        output = train(worker)
+        metrics.add(tuple(output.metrics.items()))
+        outputs.add(b"".join(each["logprobs"].tobytes() for each in output.loss_fn_outputs))
         step(worker, params=AdamParams(learning_rate=0.0, weight_decay=0.1))
-    assert len({output.metrics["loss:sum"] for output in outputs}) == 1
-    assert len({output.loss_fn_outputs[1]["logprobs"].tobytes() for output in outputs}) == 1
+        weights.add(saved_weights(worker, tmp_path / str(i)))
+    assert len(metrics) == len(outputs) == len(weights) == 1
+    step_of_any_size = AdamParams(learning_rate=1e-6)
+    train(worker)
+    step(worker, params=step_of_any_size)
+    assert saved_weights(worker, tmp_path / "moved") not in weights
+
+
+def saved_weights(worker: Worker, directory: Path) -> bytes:
+    directory.mkdir()
+    worker.save_run("run", str(directory), optimizer=False)
+    return (directory / "adapter_model.safetensors").read_bytes()
 
 
 def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
@@ -187,8 +205,9 @@ def test_a_saved_run_goes_on_as_if_never_interrupted(worker: Worker, tmp_path: P
     worker.drop_run("resumed")
 
 
-def sample(worker: Worker, adapter_id: str | None) -> SampleResponse:
-    job = SampleJob("job", adapter_id, DATA[0].tokens, SamplingParams(max_tokens=8, seed=1, temperature=1.0), (), ())
+def sample(worker: Worker, adapter_id: str | None, temperature: float = 1.0) -> SampleResponse:
+    params = SamplingParams(max_tokens=8, seed=1, temperature=temperature)
+    job = SampleJob("job", adapter_id, DATA[0].tokens, params, (), ())
     result = worker.sample_slice(Slice((job,), (), 10.0))
     for _ in range(100):
         if result.finished:
@@ -266,6 +285,98 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
     (tmp_path / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ValueError, match="is not readable"):
         Worker(config(tmp_path))
+    weights = load_file(tiny_models["llama"] / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"1 weights are not in its files, such as model\.layers\.1\.mlp\.up_proj"):
+        Worker(config(tmp_path))
+
+
+DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
+OTHER_ARITHMETIC = {
+    "gemma2": ({"model_type": "gemma2"}, "gemma2 models with final_logit_softcapping"),
+    "recurrent layers": ({"model_type": "qwen3_next"}, "qwen3_next models with linear_attention layers"),
+    "latent attention": ({"model_type": "deepseek_v3"}, "deepseek_v3 models with kv_lora_rank"),
+    "position biases": ({"model_type": "bloom"}, "bloom models bring attention of their own"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_ARITHMETIC)
+def test_models_that_would_give_other_numbers_are_refused(case: str, tmp_path: Path) -> None:
+    content, reason = OTHER_ARITHMETIC[case]
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    with pytest.raises(ValueError, match=reason):
+        Worker(config(tmp_path))
+
+
+def test_attention_sinks_are_refused(tmp_path: Path) -> None:
+    shape = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 64, "head_dim": 16}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    tokens = {"eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 64, "rope_parameters": DEFAULT_ROPE}
+    gpt_oss = GptOssConfig.from_dict(shape | heads | tokens)
+    AutoModelForCausalLM.from_config(gpt_oss).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="gpt_oss models with attention sinks"):
+        Worker(config(tmp_path))
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3_moe"])
+def test_scaled_rotations_sliding_windows_and_biases_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    overrides: dict[str, dict[str, Any]] = {
+        "llama": {"rope_parameters": LLAMA3_ROPE, "attention_bias": True, "mlp_bias": True},
+        "qwen2": {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1},
+        "qwen3_moe": {"use_sliding_window": True, "sliding_window": 4},
+    }
+    directory = tiny_model(kind, tmp_path, **overrides[kind])
+    worker = Worker(config(directory))
+    worker.create_run(RunSpec("run", LORA))
+    found = train(worker).loss_fn_outputs[1]["logprobs"]
+    np.testing.assert_allclose(found, plain_logprobs(directory, DATA[1]), rtol=1e-5, atol=1e-5)
+    changed = json.loads((directory / "config.json").read_text()) | {"rope_parameters": DEFAULT_ROPE}
+    changed |= {"use_sliding_window": False, "sliding_window": None, "layer_types": None}
+    (directory / "config.json").write_text(json.dumps(changed))
+    with pytest.raises(AssertionError):
+        np.testing.assert_allclose(found, plain_logprobs(directory, DATA[1]), rtol=1e-5, atol=1e-5)
+    greedy = sample(worker, None, temperature=0.0).sequences[0]
+    whole = np.concatenate([DATA[0].tokens, greedy.tokens])
+    scored = Datum(whole[:-1].astype(np.int32), {"target_tokens": whole[1:].astype(np.int64)})
+    logprobs = train(worker, data=(scored,)).loss_fn_outputs[0]["logprobs"][-len(greedy.tokens) :]
+    np.testing.assert_allclose(greedy.logprobs, logprobs, atol=1e-4)
+
+
+def plain_logprobs(directory: Path, datum: Datum) -> np.ndarray:
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager")
+    with torch.no_grad():
+        logits = model(torch.from_numpy(datum.tokens.astype(np.int64))[None]).logits[0]
+    targets = torch.from_numpy(datum.loss_fn_inputs["target_tokens"])
+    return torch.log_softmax(logits, -1).gather(1, targets[:, None]).squeeze(1).numpy()
+
+
+def test_a_context_ends_where_rotations_would_depend_on_the_batch(tmp_path: Path) -> None:
+    factors: dict[str, Any] = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "factor": 16.0}
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, **factors}
+    directory = tiny_model("llama", tmp_path, rope_parameters=rope)
+    assert Worker(config(directory)).info().max_context_length == 64
+    with pytest.raises(ValueError, match="max_context_length 65 exceeds the 64 positions"):
+        Worker(config(directory, max_context_length=65))
+
+
+def test_end_tokens_come_from_the_model_where_its_generation_config_names_none(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    directory = shutil.copytree(tiny_models["llama"], tmp_path / "model")
+    (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [7, 9]}))
+    assert Worker(config(directory)).info().eos_token_ids == (7, 9)
+    (directory / "generation_config.json").write_text("{}")
+    assert Worker(config(directory)).info().eos_token_ids == (2,)
 
 
 def test_a_context_longer_than_the_model_is_refused_at_start(tiny_models: dict[str, Path]) -> None:

@@ -384,6 +384,20 @@ def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) ->
     assert not tokens & set(np.flatnonzero(unlikely)) and len(tokens) > 0.9 * likely.sum() > 1000
 
 
+def test_of_equally_likely_tokens_as_many_are_kept_as_were_asked_for() -> None:
+    logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0]]).log_softmax(-1)
+
+    def drawn(**params: float) -> set[int]:
+        choice = Choice.of([SamplingParams.model_validate(params)], 8, torch.device("cpu"))
+        return {int(choose(logits, choice, torch.tensor([u]))) for u in torch.linspace(0, 0.9999, 200).tolist()}
+
+    assert [drawn(top_k=k) for k in (1, 2, 3, 5)] == [{1}, {1, 5}, {1, 5, 2}, {1, 5, 2, 3, 4}]
+    masses = np.cumsum(np.sort(logits[0].double().exp().numpy())[::-1])
+    for num_kept, kept in ((1, {1}), (2, {1, 5}), (4, {1, 5, 2, 3}), (7, {0, 1, 2, 3, 4, 5, 6})):
+        assert drawn(top_p=masses[num_kept - 1] - 1e-3) == kept
+    assert drawn(temperature=0.0) == drawn(top_k=1)
+
+
 def test_samples_follow_the_models_distribution_at_the_requests_temperature(adapted: Adapted) -> None:
     tokens = prompt(9)
     sampler = new_sampler(adapted)

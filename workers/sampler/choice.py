@@ -69,20 +69,33 @@ def choose(log_softmax: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
 
 
 def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:
-    """Zeroes all but the top_k [n, 1] likeliest of each row; equals of the last one kept are kept too."""
+    """Zeroes all but the top_k [n, 1] likeliest of each row."""
     likeliest = probabilities.topk(int(top_k.max())).values
-    return probabilities.masked_fill(probabilities < likeliest.gather(1, top_k - 1), 0)
+    return _keep(probabilities, top_k, likeliest.gather(1, top_k - 1))
 
 
 def keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
-    """Zeroes all but the smallest set of likeliest tokens that holds top_p [n, 1] of the row's mass (equals kept)."""
+    """Zeroes all but the smallest set of likeliest tokens that holds top_p [n, 1] of the row's mass."""
     mass = probabilities.sum(-1, keepdim=True) * top_p
     descending = probabilities.topk(min(_NUCLEUS_HEAD, probabilities.shape[1])).values
     if not bool((descending.sum(-1, keepdim=True) >= mass).all()):
         descending = probabilities.sort(dim=-1, descending=True).values
     before = descending.cumsum(-1) - descending
-    last_kept = (before < mass).sum(-1, keepdim=True).clamp_(min=1) - 1
-    return probabilities.masked_fill(probabilities < descending.gather(1, last_kept), 0)
+    num_kept = (before < mass).sum(-1, keepdim=True).clamp_(min=1)
+    return _keep(probabilities, num_kept, descending.gather(1, num_kept - 1))
+
+
+def _keep(probabilities: Tensor, num_kept: Tensor, least: Tensor) -> Tensor:
+    """Zeroes all but the num_kept [n, 1] likeliest of each row, whose last has probability `least` [n, 1].
+
+    Of several with that probability (in low precision there often are) the first stay.
+    """
+    dropped = probabilities < least
+    if bool(((~dropped).sum(-1, keepdim=True) > num_kept).any()):
+        equal = probabilities == least
+        room = num_kept - (probabilities > least).sum(-1, keepdim=True)
+        dropped |= equal & (equal.cumsum(-1) > room)
+    return probabilities.masked_fill(dropped, 0)
 
 
 def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -222,6 +223,26 @@ def test_an_operation_that_fails_contributes_nothing(case: str, bench: Bench) ->
     assert torch.equal(bench.adapter.accumulator, before)
     assert bench.adapter.window.num_operations == 1
     assert bench.adapter.window.refused == failure.message
+    assert torch.equal(bench.gradient(request(good)), before)
+
+
+def test_an_unforeseen_error_midway_contributes_nothing_and_is_remembered(bench: Bench) -> None:
+    good = some_data("cross_entropy", (30, 20))
+    before = bench.gradient(request(good))
+    hidden_states, calls = bench.base.hidden_states, []
+
+    def fails_the_second_time(*arguments: Any) -> Tensor:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+        return hidden_states(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError):
+        patch.setattr(bench.base, "hidden_states", fails_the_second_time)
+        bench.program(micro_batch_tokens=30).run(request(good))
+    assert bench.adapter.scratch.any()
+    assert torch.equal(bench.adapter.accumulator, before)
+    assert "can't allocate memory" in (bench.adapter.window.refused or "")
     assert torch.equal(bench.gradient(request(good)), before)
 
 

@@ -60,6 +60,10 @@ class PolicyProgram:
         except torch.OutOfMemoryError as error:
             reason = f"out of memory: {error}; start the server with a smaller --micro-batch-tokens"
             return self._failed(request, adapter, reason, "server")
+        except Exception as error:
+            # The pool logs what nobody foresaw and fails the call; a step must not pass over what is missing.
+            self._failed(request, adapter, f"{type(error).__name__}: {error}", "server")
+            raise
         if progress.failure:
             return self._failed(request, adapter, progress.failure, "user")
         if not progress.forward_only:

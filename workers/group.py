@@ -259,6 +259,8 @@ class Group:
             await self._open_pool()
         except (WorkerDied, WorkerError, ValueError) as error:
             logger.error("base model %s does not come back: %s", self._config.model.name, error)
+            # It may have died between its start and its first answer, still holding its place.
+            await self._opened().close()
             return False
         logger.warning("base model %s is back", self._config.model.name)
         return True

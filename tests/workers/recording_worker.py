@@ -2,6 +2,7 @@
 
 import os
 import time
+from pathlib import Path
 
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.sampling import SampleResponse
@@ -16,6 +17,7 @@ class RecordingWorker:
     """Operations are told what to do by their loss_fn: "sleep" (loss_fn_config: seconds), "refuse", "fail", "die".
 
     Every answer holds `call:last`, the number of the worker's calls up to then. A sample of n tokens takes n slices.
+    A file "dies-once" in the model's directory makes the next worker die as soon as it has started.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
@@ -27,6 +29,10 @@ class RecordingWorker:
         self._slices_left: dict[str, int] = {}
 
     def info(self) -> ModelInfo:
+        dies_once = Path(self._config.model.source, "dies-once")
+        if dies_once.exists():
+            dies_once.unlink()
+            os._exit(1)
         return ModelInfo(self._config.model.name, "Recording", "float32", "cpu", 512, 1024, 0, ())
 
     def create_run(self, spec: RunSpec) -> RunInfo:

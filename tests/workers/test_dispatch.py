@@ -325,6 +325,21 @@ def test_close_fails_what_waits() -> None:
     run(check())
 
 
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
+def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Path) -> None:
+    async def check() -> None:
+        async with recording("run", names=(str(tmp_path),)) as dispatch:
+            files = len(os.listdir("/proc/self/fd"))
+            (tmp_path / "dies-once").touch()
+            with pytest.raises(OperationError, match="worker died"):
+                await dispatch.forward_backward(operation("run", "die"))
+            await dispatch.create_run(str(tmp_path), spec("run"))
+            assert not (tmp_path / "dies-once").exists()
+            assert len(os.listdir("/proc/self/fd")) == files
+
+    run(check())
+
+
 def test_a_worker_that_keeps_dying_is_restarted_ever_later() -> None:
     backoff = Backoff(first=1.0, limit=5.0, steady_after=60.0)
     backoff.started()

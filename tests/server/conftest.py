@@ -4,11 +4,13 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import Api, running_api
+from .real import Server, running_server, server_config, started_dispatch
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def anyio_backend() -> str:
     return "asyncio"
 
@@ -16,4 +18,21 @@ def anyio_backend() -> str:
 @pytest.fixture
 async def api(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
     async with running_api(tmp_path / "state") as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+async def dispatch(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
+) -> AsyncIterator[WorkerDispatch]:
+    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
+        yield dispatch
+
+
+@pytest.fixture(scope="module")
+async def server(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> AsyncIterator[Server]:
+    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
+    async with running_server(config, dispatch) as running:
         yield running

@@ -6,7 +6,6 @@ Every refusal is followed by an optim_step with the next seq_id, as the SDK woul
 import asyncio
 import tracemalloc
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import zstandard
 from tinker import types
 from trainhouse.schemas.codec import encode_forward_backward_request
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import (
     ALICE,
@@ -25,32 +23,11 @@ from .real import (
     Server,
     batch,
     datum,
-    running_server,
-    server_config,
-    started_dispatch,
 )
 
 pytestmark = pytest.mark.anyio
 
 JSON = {"Content-Type": "application/json"}
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def dispatch(tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
-        yield dispatch
-
-
-@pytest.fixture(scope="module")
-async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[Server]:
-    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
-    async with running_server(config, dispatch) as running:
-        yield running
 
 
 async def check_that_the_run_goes_on(run: Run, first: int = 2, tainted: bool = True) -> None:

@@ -1,8 +1,10 @@
 """The journal and its segments: what was appended is there after a crash, what is done goes."""
 
+import asyncio
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -100,6 +102,20 @@ async def test_a_segment_goes_when_everything_in_it_is_done(tmp_path: Path) -> N
     journal.release(places[1])
     await journal.close()
     assert [int(path.stem) for path in segment_files(tmp_path)] == [places[3].segment]
+
+
+async def test_a_segment_stays_whose_last_entries_were_written_this_moment(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 400)
+    first = await journal.append(header(1), bytes(100))
+    both = asyncio.gather(journal.append(header(2), bytes(300)), journal.append(header(3)))
+    while len(segment_files(tmp_path)) < 2:  # the writer's thread goes on beside us; its answers wait for our await
+        await asyncio.sleep(0)
+        time.sleep(0.01)  # noqa: ASYNC251
+    journal.release(first)
+    second, third = await both
+    assert (second.segment, third.segment) == (first.segment, first.segment + 1)
+    assert [entry.header.seq_id for entry in read_journal(segment_files(tmp_path)[0])] == [1, 2]
+    await journal.close()
 
 
 async def test_what_an_earlier_process_left_is_told_and_then_forgotten(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """Sampling over HTTP against a real worker, results read by the SDK's decoder."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import (
-    BOB,
     MODEL,
     VOCAB,
     Run,
@@ -20,28 +18,9 @@ from .real import (
     sample,
     sample_body,
     server_config,
-    started_dispatch,
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def dispatch(tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
-        yield dispatch
-
-
-@pytest.fixture(scope="module")
-async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[Server]:
-    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
-    async with running_server(config, dispatch) as running:
-        yield running
 
 
 async def base_sampler(server: Server, session_id: str | None = None, number: int = 0) -> str:
@@ -153,29 +132,6 @@ async def test_a_cancelled_request_fails_and_others_go_on(server: Server) -> Non
     assert "cancelled" in answer["error"]
     assert len((await server.result(long[1]["request_id"]))["sequences"][0]["tokens"]) == 900
     await server.post("cancel_future", {"request_id": long[1]["request_id"]}, status=204)
-
-
-async def test_samplers_of_others_are_not_found(server: Server) -> None:
-    run = await server.create_run()
-    path = (await run.do("save_weights_for_sampler", path="private"))["path"]
-    sampler_id = await base_sampler(server)
-    submitted = await server.post("asample", sample_body(sampler_id))
-    others_session = await server.create_session(BOB)
-    for route, body in {
-        "asample": sample_body(sampler_id),
-        "sample": sample_body(sampler_id, 1),
-        "join_sampling_session": {"sampling_session_id": sampler_id},
-        "retrieve_future": {"request_id": submitted["request_id"]},
-        "create_sampling_session": {
-            "session_id": others_session,
-            "sampling_session_seq_id": 0,
-            "model_path": path,
-        },
-    }.items():
-        assert "detail" in await server.post(route, body, BOB, 404), route
-    session = {"session_id": run.session_id, "sampling_session_seq_id": 5, "base_model": MODEL}
-    await server.post("create_sampling_session", session, BOB, 404)
-    assert (await server.clients[BOB].get(f"samplers/{sampler_id}")).status_code == 404
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Training over HTTP against a real worker: requests by the SDK's encoder, results by its decoder, and plain JSON."""
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -24,28 +23,9 @@ from .real import (
     sample,
     sample_body,
     server_config,
-    started_dispatch,
 )
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture(scope="module")
-async def dispatch(tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
-        yield dispatch
-
-
-@pytest.fixture(scope="module")
-async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path_factory) -> AsyncIterator[Server]:
-    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
-    async with running_server(config, dispatch) as running:
-        yield running
 
 
 async def test_training_lowers_the_loss_and_answers_logprobs(server: Server) -> None:
@@ -308,46 +288,6 @@ async def test_the_end_of_a_session_lets_go_of_its_runs_and_samplers(server: Ser
     async with asyncio.timeout(10):
         while sum((await server.services.dispatch.memory())[MODEL].values()) >= sum(memory[MODEL].values()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-
-
-async def test_everything_of_another_tenant_is_not_found(server: Server) -> None:
-    run = await server.create_run()
-    path = (await run.do("save_weights", path="mine"))["path"]
-    request_id = f"{run.model_id}:1"
-    other = await server.create_session(BOB)
-    create = {"model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
-    for route, body in {
-        "create_model": create | {"session_id": run.session_id},
-        "forward_backward": {"model_id": run.model_id, "loss_fn": "x", "data": [{"model_input": [1]}]},
-        "forward": {"model_id": run.model_id, "loss_fn": "x", "data": [{"model_input": [1]}]},
-        "optim_step": {"model_id": run.model_id},
-        "save_weights": {"model_id": run.model_id, "path": "b"},
-        "save_weights_for_sampler": {"model_id": run.model_id},
-        "save_weights_external": {"model_id": run.model_id, "path": "b"},
-        "load_weights": {"model_id": run.model_id, "path": path},
-        "load_checkpoint": {"session_id": other, "model_seq_id": 0, "path": path},
-        "get_info": {"model_id": run.model_id},
-        "retrieve_future": {"request_id": request_id},
-        "cancel_future": {"request_id": request_id},
-    }.items():
-        assert "detail" in await server.post(route, body, BOB, 404), route
-    refused = await server.clients[BOB].post(
-        "optim_step", content=b'{"model_id": "%s", "seq_id": 2, broken' % run.model_id.encode()
-    )
-    assert refused.status_code == 400
-    assert (await run.submit("optim_step", seq_id=2))["seq_id"] == 2, "nobody else can spend its numbers"
-
-
-async def test_the_api_describes_every_route_with_an_example_that_is_accepted(server: Server) -> None:
-    paths = (await server.clients[BOB].get("http://test/openapi.json")).json()["paths"]
-    for route in ("forward_backward", "optim_step", "save_weights", "load_checkpoint", "sample", "retrieve_future"):
-        content = paths[f"/api/v1/{route}"]["post"]["requestBody"]["content"]
-        assert content["application/json"]["example"]
-    assert PROTOBUF in paths["/api/v1/forward_backward"]["post"]["requestBody"]["content"]
-    run = await server.create_run()
-    example = paths["/api/v1/forward_backward"]["post"]["requestBody"]["content"]["application/json"]["example"]
-    answer = await server.post("forward_backward", example | {"model_id": run.model_id})
-    assert "metrics" in await server.result(answer["request_id"])
 
 
 async def test_stable_reinforce_trains_on_what_was_recorded(server: Server) -> None:

@@ -48,6 +48,7 @@ class Journal:
     def __init__(self, directory: Path, segment_bytes: int) -> None:
         self._segments = Segments(directory, segment_bytes)
         self._num_open: Counter[int] = Counter()
+        self._newest = -1  # the last segment of which an entry was counted; earlier ones have all of theirs counted
 
     async def append(self, header: Header, body: bytes = b"") -> Place:
         """Returns once the entry survives the death of this process. Raises RequestError 503."""
@@ -56,6 +57,7 @@ class Journal:
         except OSError as error:
             raise RequestError(f"the server's journal cannot be written ({error}): free space there", 503) from error
         self._num_open[place.segment] += 1
+        self._newest = place.segment
         self._delete_done()
         return place
 
@@ -83,7 +85,7 @@ class Journal:
     def _delete_done(self) -> None:
         done = [segment for segment, num_open in self._num_open.items() if num_open == 0]
         for segment in done:
-            if segment < self._segments.current:
+            if segment < self._newest:
                 del self._num_open[segment]
                 self._segments.delete(segment)
 

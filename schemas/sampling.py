@@ -43,7 +43,10 @@ class ModelInput(Wire):
 
 
 class SampleRequest(Wire):
-    """target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none."""
+    """sampling_session_id, or else (ours) base_model or model_path, for a single request without a sampling session.
+
+    target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none.
+    """
 
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from hashlib import sha256
 from typing import Annotated
 
-from fastapi import Depends, Request
+from fastapi import Depends, Request, Security
+from fastapi.security import APIKeyHeader
 
 from ..schemas.errors import RequestError
 from .config import ServerConfig
@@ -90,7 +91,8 @@ class Auth:
             assert tenant is not None
             return _Known(Tenant(tenant.tenant_id, tenant.name), record, until)
         if record is None and key.startswith(KEY_PREFIX) and await self._is_open():
-            return _Known(await self._own_tenant(key_hash), None, until)
+            before = self._known.get(key_hash)
+            return _Known((before and before.tenant) or await self._own_tenant(key_hash), None, until)
         return _Known(None, None, until)
 
     async def _is_open(self) -> bool:
@@ -108,7 +110,11 @@ def _refusal(key: str) -> str:
     return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
 
 
-async def current_tenant(request: Request) -> Tenant:
+_ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_error=False))]
+"""For OpenAPI: /docs asks for the key and sends it."""
+
+
+async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
     """Raises RequestError 401."""
     return await request.app.state.services.auth.authenticate(presented_key(request))
 

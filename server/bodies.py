@@ -12,7 +12,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from ..schemas.codec import PROTOBUF, decompress
 from ..schemas.errors import RequestError
 
-_LARGE_BYTES = 256 << 10
+LARGE_BYTES = 256 << 10
+"""What is larger is decoded and encoded off the event loop."""
+
 _PREFIX_BYTES = 1 << 20
 _MOST_SHOWN = 5
 
@@ -110,7 +112,7 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
-    if received.content_encoding is None and len(received.body) < _LARGE_BYTES:
+    if received.content_encoding is None and len(received.body) < LARGE_BYTES:
         return decode(received.body)
 
     def decompress_and_decode() -> Decoded:

@@ -242,10 +242,10 @@ def _record(future: Future, place: Place, now: float) -> ResultRecord:
 
 
 def _lost(header: Header) -> Future:
-    message = (
-        f"the server restarted before {header.kind} {header.request_id} was done: create a new client from the last "
-        "saved checkpoint and go on from there"
-    )
+    remedy = "send it again"
+    if header.kind != "sample":
+        remedy = "create a new client from the last saved checkpoint and go on from there"
+    message = f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
     future = Future(header.request_id, header.tenant_id, Pending, lambda: None)
     future.result = failure(message, "server")
     return future

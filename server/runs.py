@@ -24,7 +24,7 @@ from .checkpoints import Checkpoints
 from .futures import Future, Futures, Result
 from .journal import Header, Journal
 from .operations import CreateRun, Operation, Operations, kind_of
-from .samplers import draw_seed, require_served
+from .samplers import base_model_of, draw_seed, require_served
 from .segments import Place
 from .sessions import Sessions
 from .store import RunRecord, Store, string_metadata
@@ -388,15 +388,9 @@ class Runs:
         _check_optimizer(request.optimizer_config or OptimizerConfig())
         await self._services.sessions.require_open(tenant, request.session_id)
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
-        if request.base_model not in (None, checkpoint.base_model):
-            raise RequestError(
-                f"{request.path} was trained on {checkpoint.base_model}, not on {request.base_model}: "
-                "leave out base_model"
-            )
-        require_served(self._dispatch, checkpoint.base_model)
-        record = _record(
-            tenant, request.session_id, request.model_seq_id, checkpoint.base_model, checkpoint.lora, request
-        )
+        base_model = base_model_of(checkpoint, request.base_model)
+        require_served(self._dispatch, base_model)
+        record = _record(tenant, request.session_id, request.model_seq_id, base_model, checkpoint.lora, request)
         return await self._create(record, CreateRun(checkpoint, request.optimizer), received, {})
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:

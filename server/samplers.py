@@ -19,7 +19,9 @@ from ..schemas.checkpoints import SaveWeightsForSamplerRequest
 from ..schemas.codec import CsrLayout, csr_layout_from_json, encode_sample_response, tensor_from_json
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.futures import Pending, SubmitResponse
+from ..schemas.models import CreateSessionRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest
+from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import ModelInfo, SampleJob
 from .auth import Tenant
@@ -29,7 +31,7 @@ from .futures import Future, Futures, Result
 from .journal import Header, Journal
 from .recordings import Recordings
 from .sessions import Sessions
-from .store import RunRecord, SamplerRecord, Store
+from .store import CheckpointRecord, RunRecord, SamplerRecord, Store
 
 logger = logging.getLogger(__name__)
 
@@ -41,22 +43,34 @@ _SEED_LIMIT = 1 << 31
 class Sampler:
     """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
 
-    accepted: seq_id -> its submit being journaled, None once it was.
+    first_seq_id: of the requests that leave theirs out. accepted: seq_id -> its submit being journaled, None once it
+    was.
     """
 
     record: SamplerRecord
     adapter_id: str | None
+    first_seq_id: int = 0
     loading: asyncio.Task[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
     num_joined: int = 0
 
     def free_seq_id(self) -> int:
-        return len(self.accepted) if len(self.accepted) not in self.accepted else max(self.accepted) + 1
+        next_seq_id = self.first_seq_id + len(self.accepted)
+        return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
 
     def join(self) -> int:
         """A number for one more client, from 1."""
         self.num_joined += 1
         return self.num_joined
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a one-shot request samples."""
+
+    tenant_id: str
+    base_model: str
+    model_path: str | None
 
 
 class Samplers:
@@ -79,12 +93,15 @@ class Samplers:
         self._recordings = recordings
         self._samplers: dict[str, Sampler] = {}
         self._creating: dict[str, asyncio.Task[str]] = {}
+        self._one_shots: dict[_Weights, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def open(self) -> None:
         """Samplers of sessions that an earlier process left open; ephemeral ones have lost their weights."""
+        # Microseconds, because results of an earlier process have the numbers that it counted.
+        first_seq_id = int(time.time() * 1e6)
         for record in await self._store.list_open_samplers():
-            self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record))
+            self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record), first_seq_id)
             if record.kind in ("snapshot", "inflight"):
                 self._samplers[record.sampler_id].adapter_id = None
 
@@ -121,8 +138,7 @@ class Samplers:
         adapter_id = _adapter_id(record)
         assert adapter_id is not None
         await self._dispatch.copy_adapter(run.run_id, adapter_id)
-        await self._store.insert_sampler(record)
-        self._samplers[sampler_id] = Sampler(record, adapter_id)
+        await self._add(record)
         return sampler_id
 
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
@@ -141,10 +157,14 @@ class Samplers:
             del self._samplers[sampler.record.sampler_id]
             for seq_id in sampler.accepted:
                 self._dispatch.cancel(f"{sampler.record.sampler_id}:{seq_id}")
-        for adapter_id in {sampler.adapter_id for sampler in ended if sampler.adapter_id}:
-            self._in_background(self._drop_adapter(adapter_id))
+        self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
+        loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}
+        for adapter_id, task in loading.items():
+            self._in_background(self._drop_adapter(adapter_id, task))
 
-    async def _drop_adapter(self, adapter_id: str) -> None:
+    async def _drop_adapter(self, adapter_id: str, loading: asyncio.Task[None] | None) -> None:
+        if loading is not None:
+            await asyncio.wait({loading})
         try:
             await self._dispatch.drop_adapter(adapter_id)
         except OperationError as error:
@@ -165,20 +185,19 @@ class Samplers:
             kind="checkpoint" if request.model_path else "base",
             model_path=request.model_path,
         )
-        await self._store.insert_sampler(record)
-        self._samplers[sampler_id] = Sampler(record, _adapter_id(record))
+        await self._add(record)
         return sampler_id
 
-    async def _base_model(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
+    async def _add(self, record: SamplerRecord) -> None:
+        await self._store.insert_sampler(record)
+        self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record))
+        if not self._sessions.is_open(record.session_id):  # it ended meanwhile
+            await self.end_session(record.session_id)
+
+    async def _base_model(self, tenant: Tenant, request: CreateSamplingSessionRequest | SampleRequest) -> str:
         base_model = request.base_model
         if request.model_path:
-            checkpoint = await self._checkpoints.resolve(tenant, request.model_path)
-            if base_model not in (None, checkpoint.base_model):
-                raise RequestError(
-                    f"{request.model_path} was trained on {checkpoint.base_model}, not on {base_model}: "
-                    "leave out base_model"
-                )
-            base_model = checkpoint.base_model
+            base_model = base_model_of(await self._checkpoints.resolve(tenant, request.model_path), base_model)
         if base_model is None:
             raise RequestError("a sampling session needs base_model or model_path")
         require_served(self._dispatch, base_model)
@@ -220,12 +239,7 @@ class Samplers:
         self._dispatch.cancel(request_id)
 
     async def _require(self, tenant: Tenant, request: SampleRequest) -> Sampler:
-        if request.sampling_session_id is None:
-            raise RequestError(
-                "sampling_session_id is missing: POST /api/v1/create_sampling_session with base_model or model_path "
-                "answers one"
-            )
-        sampler = await self.get(tenant, request.sampling_session_id)
+        sampler = await self.get(tenant, request.sampling_session_id or await self._one_shot(tenant, request))
         self._sessions.heard_of(sampler.record.session_id)
         if sampler.record.kind in ("snapshot", "inflight") and sampler.adapter_id is None:
             raise RequestError(
@@ -234,6 +248,20 @@ class Samplers:
                 410,
             )
         return sampler
+
+    async def _one_shot(self, tenant: Tenant, request: SampleRequest) -> str:
+        """For requests that name weights and no sampler: one for all of a tenant's, in a session that silence ends."""
+        if request.base_model is None and request.model_path is None:
+            raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
+        if request.seq_id is not None:
+            raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave it out, or send both")
+        weights = _Weights(tenant.id, await self._base_model(tenant, request), request.model_path)
+        if weights not in self._one_shots:
+            session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
+            own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
+            create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
+            self._one_shots[weights] = await self.create(tenant, create)
+        return self._one_shots[weights]
 
     async def _accept(self, sampler: Sampler, seq_id: int, job: "_Job", received: Received) -> None:
         """Journals the request and starts it. Nothing is accepted when the journal cannot be written."""
@@ -314,6 +342,15 @@ def require_served(dispatch: WorkerDispatch, base_model: str) -> ModelInfo:
     return dispatch.models[base_model]
 
 
+def base_model_of(checkpoint: CheckpointRecord, asked: str | None) -> str:
+    """Raises RequestError when another one is asked for."""
+    if asked not in (None, checkpoint.base_model):
+        raise RequestError(
+            f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, not on {asked}: leave out base_model"
+        )
+    return checkpoint.base_model
+
+
 def draw_seed() -> int:
     return secrets.randbelow(_SEED_LIMIT)
 
@@ -337,9 +374,7 @@ class _Job:
         self.request = request
         self.request_id = request_id
         self.prompt = _prompt(request, model)
-        self.seed = (
-            secrets.randbelow(_SEED_LIMIT) if request.sampling_params.seed is None else request.sampling_params.seed
-        )
+        self.seed = draw_seed() if request.sampling_params.seed is None else request.sampling_params.seed
         self._sampler = sampler
         self._model = model
         _check_counts(request, model, len(self.prompt))

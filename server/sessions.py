@@ -88,6 +88,9 @@ class Sessions:
         self.heard_of(session_id)
         return record
 
+    def is_open(self, session_id: str) -> bool:
+        return session_id in self._open
+
     def heard_of(self, session_id: str) -> None:
         """Any request in a session's name keeps it alive, as a heartbeat does. Unknown or ended ones: no-op."""
         if known := self._open.get(session_id):

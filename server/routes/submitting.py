@@ -21,13 +21,12 @@ from ...schemas.codec import (
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ..auth import Tenant
-from ..bodies import BodyLimits, Decoded, Received, decode_body, receive_body
+from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, decode_body, receive_body
 from ..futures import Result
 from ..operations import Request as Operation
 from ..runs import Refused
 from ..services import Services
 
-_LARGE_BYTES = 256 << 10
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
@@ -114,7 +113,7 @@ async def result_response(request: Request, result: Result) -> Response:
         return Response(result.body, media_type="application/json")
     if PROTOBUF in request.headers.get("accept", ""):
         return Response(result.body, media_type=PROTOBUF)
-    if len(result.body) < _LARGE_BYTES:
+    if len(result.body) < LARGE_BYTES:
         return _as_json(result)
     return await asyncio.to_thread(_as_json, result)
 

@@ -8,7 +8,7 @@ from torch.nn.utils import clip_grad_norm_
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.lora import Adapter
-from trainhouse.workers.optim import apply_step
+from trainhouse.workers.optim import apply_step, global_norm
 from trainhouse.workers.verbs import Step
 
 from .adapted import Adapted, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
@@ -113,6 +113,14 @@ def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) ->
 def test_clipped_says_whether_it_was(adapter: Adapter, max_norm: float, clipped: float) -> None:
     accumulate(adapter, random_gradient(adapter))
     assert apply_step(adapter, step(grad_clip_norm=max_norm))["clipped"] == clipped
+
+
+@pytest.mark.parametrize("size", [10, 1 << 14, 5_000_011])
+def test_the_norm_of_a_large_adapter_is_exact(size: int) -> None:
+    gradient = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    exact = float(torch.linalg.vector_norm(gradient, dtype=torch.float64))
+    assert global_norm(gradient) == pytest.approx(exact, rel=1e-6)
+    assert global_norm(gradient * (1 + 1e-5)) != pytest.approx(exact, rel=1e-6)
 
 
 @pytest.mark.parametrize("scale, factor", [(None, 1.0), ("mean", 0.25), (0.5, 0.5)])

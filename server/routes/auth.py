@@ -16,6 +16,7 @@ KeyDependency = Annotated[str | None, Depends(presented_key)]
 
 @router.get("/apikey/me")
 async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
+    """Whose key it is."""
     record = await services.auth.key_of(key or "")
     return OwnKey(
         key_id=0 if record is None else record.key_id,
@@ -27,6 +28,7 @@ async def own_key(services: ServicesDependency, tenant: TenantDependency, key: K
 
 @router.delete("/apikey/me", status_code=204)
 async def revoke_own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> None:
+    """From now on the key is refused. Keys that an open server let in were never made, so there is none to revoke."""
     record = await services.auth.key_of(key or "")
     if record is None:
         raise RequestError("this key was never made here, so it cannot be revoked", status=404)

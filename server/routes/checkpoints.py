@@ -5,7 +5,7 @@ import time
 from datetime import UTC, datetime
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Query, Request
+from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse
 
 from ...schemas.checkpoints import (
@@ -19,60 +19,69 @@ from ...schemas.checkpoints import (
 from ..auth import Tenant, TenantDependency
 from ..checkpoints import SignedFile
 from ..services import Services, ServicesDependency
-from ..store import SessionRecord
+from ..store import CheckpointRecord, SessionRecord
+from .examples import CHECKPOINT, KindPath, NamePath, RunIdPath, body_example
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
+async def _owned(
+    run_id: RunIdPath, kind: KindPath, name: NamePath, services: ServicesDependency, tenant: TenantDependency
+) -> CheckpointRecord:
+    return await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}")
+
+
+async def _readable(
+    run_id: RunIdPath, kind: KindPath, name: NamePath, services: ServicesDependency, tenant: TenantDependency
+) -> CheckpointRecord:
+    return await services.checkpoints.resolve(tenant, f"tinker://{run_id}/{kind}/{name}")
+
+
+OwnedDependency = Annotated[CheckpointRecord, Depends(_owned)]
+ReadableDependency = Annotated[CheckpointRecord, Depends(_readable)]
+
+
 @router.delete(_ONE, status_code=204)
-async def delete_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDependency, tenant: TenantDependency
-) -> None:
-    await services.checkpoints.delete(await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}"))
+async def delete_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
+    """At once, with its files."""
+    await services.checkpoints.delete(checkpoint)
 
 
 @router.post(f"{_ONE}/publish", status_code=204)
-async def publish_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDependency, tenant: TenantDependency
-) -> None:
+async def publish_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
     """Every tenant of this server may then load, sample from, copy and download it."""
-    await services.checkpoints.set_public(await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}"), True)
+    await services.checkpoints.set_public(checkpoint, True)
 
 
 @router.delete(f"{_ONE}/publish", status_code=204)
-async def unpublish_checkpoint(
-    run_id: str, kind: str, name: str, services: ServicesDependency, tenant: TenantDependency
-) -> None:
-    await services.checkpoints.set_public(await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}"), False)
+async def unpublish_checkpoint(checkpoint: OwnedDependency, services: ServicesDependency) -> None:
+    """Nobody else reads it from now on; copies that others made stay theirs."""
+    await services.checkpoints.set_public(checkpoint, False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204)
-async def set_checkpoint_ttl(
-    run_id: str, kind: str, name: str, request: TtlRequest, services: ServicesDependency, tenant: TenantDependency
-) -> None:
-    """Counted from now."""
-    checkpoint = await services.checkpoints.owned(tenant, run_id, f"{kind}/{name}")
+@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=body_example({"ttl_seconds": 86400}))
+async def set_checkpoint_ttl(checkpoint: OwnedDependency, request: TtlRequest, services: ServicesDependency) -> None:
+    """Counted from now; null: it stays for ever."""
     await services.checkpoints.set_ttl(checkpoint, request.ttl_seconds)
 
 
 @router.get(f"{_ONE}/external_weights_urls")
 async def external_weights_urls(
-    run_id: str, kind: str, name: str, request: Request, services: ServicesDependency, tenant: TenantDependency
+    checkpoint: ReadableDependency, request: Request, services: ServicesDependency
 ) -> ExternalWeightsUrls:
     """Works for checkpoints of every kind. The URLs need no key until they expire."""
-    checkpoint = await services.checkpoints.resolve(tenant, f"tinker://{run_id}/{kind}/{name}")
     signed = await services.checkpoints.sign_files(checkpoint)
+    place = {"run_id": checkpoint.run_id, "kind": checkpoint.kind, "name": checkpoint.name}
+    urls = {
+        one.name: request.url_for("download_file", **place, file=one.name).include_query_params(
+            expires=one.expires, signature=one.signature
+        )
+        for one in signed
+    }
     return ExternalWeightsUrls(
-        urls={
-            one.name: str(
-                request.url_for(
-                    "download_file", run_id=run_id, kind=kind, name=name, file=one.name
-                ).include_query_params(expires=one.expires, signature=one.signature)
-            )
-            for one in signed
-        },
+        urls={name: str(url) for name, url in urls.items()},
         expires=datetime.fromtimestamp(min(one.expires for one in signed), UTC),
     )
 
@@ -91,10 +100,11 @@ async def download_file(
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
 
 
-@router.post("/weights_info", response_model_exclude_none=True)
+@router.post("/weights_info", response_model_exclude_none=True, openapi_extra=body_example({"tinker_path": CHECKPOINT}))
 async def weights_info(
     request: WeightsInfoRequest, services: ServicesDependency, tenant: TenantDependency
 ) -> WeightsInfoResponse:
+    """What a checkpoint was trained on, and the shape of its adapter."""
     checkpoint = await services.checkpoints.resolve(tenant, request.tinker_path)
     return WeightsInfoResponse(
         base_model=checkpoint.base_model,
@@ -106,7 +116,7 @@ async def weights_info(
     )
 
 
-@router.post("/copy_weights")
+@router.post("/copy_weights", openapi_extra=body_example({"source_path": CHECKPOINT}))
 async def copy_weights(
     request: CopyWeightsRequest,
     services: ServicesDependency,

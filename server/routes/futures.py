@@ -6,6 +6,7 @@ from ...schemas.futures import CancelFutureRequest, Pending, RetrieveFutureReque
 from ..auth import TenantDependency
 from ..bodies import json_body, json_decoder
 from ..services import ServicesDependency
+from .examples import MODEL_ID, SAMPLER_ID
 from .submitting import pending_response, receive_submit, result_response
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
@@ -13,7 +14,7 @@ router = APIRouter(prefix="/api/v1", tags=["futures"])
 
 @router.post(
     "/retrieve_future",
-    openapi_extra=json_body(RetrieveFutureRequest, {"request_id": "3f1c0f6a9d2b4e58:train:0:1"}),
+    openapi_extra=json_body(RetrieveFutureRequest, {"request_id": f"{MODEL_ID}:1"}),
     responses={408: {"model": Pending, "description": "Not ready yet: ask again at once; this waits by itself."}},
 )
 async def retrieve_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
@@ -34,7 +35,7 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
 @router.post(
     "/cancel_future",
     status_code=204,
-    openapi_extra=json_body(CancelFutureRequest, {"request_id": "3f1c0f6a9d2b4e58:sample:0:0"}),
+    openapi_extra=json_body(CancelFutureRequest, {"request_id": f"{SAMPLER_ID}:0"}),
 )
 async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
     """Ends a sampling request that is under way. Operations of a run keep their order and are not cancelled."""

@@ -19,6 +19,7 @@ from ...schemas.models import (
 from ..auth import Tenant, TenantDependency
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord, Page, RunRecord
+from .examples import RunIdPath, SessionIdPath
 
 router = APIRouter(prefix="/api/v1", tags=["listing"])
 
@@ -46,8 +47,9 @@ async def list_training_runs(
 
 @router.get("/training_runs/{run_id}")
 async def get_training_run(
-    run_id: str, services: ServicesDependency, tenant: TenantDependency, access_scope: AccessScope = "owned"
+    run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency, access_scope: AccessScope = "owned"
 ) -> TrainingRun:
+    """With its newest checkpoints, and when it was last used."""
     run = await services.store.get_run(run_id)
     if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
         raise _no_run(run_id)
@@ -55,7 +57,9 @@ async def get_training_run(
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
-async def list_run_checkpoints(run_id: str, services: ServicesDependency, tenant: TenantDependency) -> CheckpointList:
+async def list_run_checkpoints(
+    run_id: RunIdPath, services: ServicesDependency, tenant: TenantDependency
+) -> CheckpointList:
     """Oldest first. Of another tenant's run, the public ones."""
     run = await services.store.get_run(run_id)
     if run is None:
@@ -86,7 +90,8 @@ async def list_sessions(
 
 
 @router.get("/sessions/{session_id}")
-async def get_session(session_id: str, services: ServicesDependency, tenant: TenantDependency) -> SessionInfo:
+async def get_session(session_id: SessionIdPath, services: ServicesDependency, tenant: TenantDependency) -> SessionInfo:
+    """Its models and its samplers."""
     session = await services.sessions.get(tenant, session_id)
     runs = await services.store.list_session_runs(session_id)
     samplers = await services.store.list_session_samplers(session_id)

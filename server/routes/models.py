@@ -19,6 +19,7 @@ from ...schemas.models import (
 from ...workers.config import ServedModel
 from ..auth import TenantDependency
 from ..services import Services, ServicesDependency
+from .examples import MODEL_ID, FilePath, ModelPath, body_example
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
 
@@ -38,6 +39,7 @@ TOKENIZER_FILES = (
 
 @router.get("/get_server_capabilities")
 async def get_server_capabilities(services: ServicesDependency, tenant: TenantDependency) -> ServerCapabilities:
+    """The base models that are served."""
     models = services.dispatch.models.values()
     return ServerCapabilities(
         supported_models=[
@@ -46,7 +48,7 @@ async def get_server_capabilities(services: ServicesDependency, tenant: TenantDe
     )
 
 
-@router.post("/get_info", response_model_exclude_none=True)
+@router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))
 async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
     """Of a live model, as soon as it has been created. The adapter's alpha sets its scale: alpha / rank."""
     run = await services.runs.get(tenant, request.model_id)
@@ -65,7 +67,7 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
     )
 
 
-async def _served(name: str, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
+async def _served(name: ModelPath, services: ServicesDependency, tenant: TenantDependency) -> ServedModel:
     """Raises RequestError 404."""
     for model in services.config.base_models:
         if model.name == name:
@@ -79,6 +81,7 @@ ServedDependency = Annotated[ServedModel, Depends(_served)]
 
 @router.get("/models/{name:path}/tokenizer")
 def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
+    """The files of a base model's tokenizer, to be loaded by transformers or tokenizers."""
     files = [file for file in TOKENIZER_FILES if _local_file(model, file)]
     if not any(file.startswith("tokenizer") for file in files):
         raise RequestError(
@@ -90,7 +93,8 @@ def tokenizer(request: Request, model: ServedDependency) -> TokenizerFiles:
 
 
 @router.get("/models/{name:path}/tokenizer/{file}")
-def tokenizer_file(file: str, model: ServedDependency) -> FileResponse:
+def tokenizer_file(file: FilePath, model: ServedDependency) -> FileResponse:
+    """One of the files that the listing names."""
     place = _local_file(model, file) if file in TOKENIZER_FILES else None
     if place is None:
         raise RequestError(f"there is no file {file} in the tokenizer of {model.name}", status=404)

@@ -13,26 +13,23 @@ from ...schemas.sampling import (
 from ..auth import TenantDependency
 from ..bodies import json_body, json_decoder
 from ..services import ServicesDependency
+from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
 from .submitting import SUBMIT_RESPONSES, answer, receive_submit
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
-_SAMPLE_BODY = json_body(
-    SampleRequest,
-    {
-        "sampling_session_id": "3f1c0f6a9d2b4e58:sample:0",
-        "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
-        "sampling_params": {"max_tokens": 16, "temperature": 0.7},
-        "num_samples": 2,
-    },
-)
+_SAMPLE: dict[str, object] = {
+    "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2, 3]}]},
+    "sampling_params": {"max_tokens": 16, "temperature": 0.7},
+    "num_samples": 2,
+}
 
 
 @router.post(
     "/create_sampling_session",
     openapi_extra=json_body(
         CreateSamplingSessionRequest,
-        {"session_id": "3f1c0f6a9d2b4e58", "sampling_session_seq_id": 0, "base_model": "Qwen/Qwen3-0.6B"},
+        {"session_id": SESSION_ID, "sampling_session_seq_id": 0, "base_model": BASE_MODEL},
     ),
 )
 async def create_sampling_session(
@@ -44,14 +41,15 @@ async def create_sampling_session(
 
 
 @router.get("/samplers/{sampler_id}", response_model_exclude_none=True)
-async def get_sampler(sampler_id: str, services: ServicesDependency, tenant: TenantDependency) -> SamplerInfo:
+async def get_sampler(sampler_id: SamplerIdPath, services: ServicesDependency, tenant: TenantDependency) -> SamplerInfo:
+    """What a sampling session samples."""
     record = (await services.samplers.get(tenant, sampler_id)).record
     return SamplerInfo(sampler_id=record.sampler_id, base_model=record.base_model, model_path=record.model_path)
 
 
 @router.post(
     "/join_sampling_session",
-    openapi_extra=json_body(JoinSamplingSessionRequest, {"sampling_session_id": "3f1c0f6a9d2b4e58:sample:0"}),
+    openapi_extra=json_body(JoinSamplingSessionRequest, {"sampling_session_id": SAMPLER_ID}),
 )
 async def join_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
@@ -62,10 +60,19 @@ async def join_sampling_session(
     return JoinSamplingSessionResponse(client_counter=sampler.join())
 
 
-@router.post("/sample", openapi_extra=_SAMPLE_BODY, responses=SUBMIT_RESPONSES)
-@router.post("/asample", openapi_extra=_SAMPLE_BODY, responses=SUBMIT_RESPONSES)
+@router.post(
+    "/sample", openapi_extra=json_body(SampleRequest, {"base_model": BASE_MODEL, **_SAMPLE}), responses=SUBMIT_RESPONSES
+)
+@router.post(
+    "/asample",
+    openapi_extra=json_body(SampleRequest, {"sampling_session_id": SAMPLER_ID, **_SAMPLE}),
+    responses=SUBMIT_RESPONSES,
+)
 async def sample(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """Draws `num_samples` continuations of a prompt, with their log-probabilities at temperature 1."""
+    """Draws `num_samples` continuations of a prompt, with their log-probabilities at temperature 1.
+
+    From `sampling_session_id`; or, for a single request, from `base_model` or `model_path` (a checkpoint).
+    """
     submit = await receive_submit(request, services, json_decoder(SampleRequest))
     return await answer(
         request, services, tenant, await services.samplers.submit(tenant, submit.content, submit.received)

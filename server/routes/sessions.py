@@ -18,17 +18,20 @@ from ...schemas.models import (
 )
 from ..auth import TenantDependency
 from ..services import ServicesDependency
+from .examples import SESSION_ID, SessionIdPath, body_example
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
 
 @router.get("/healthz")
 async def healthz() -> Health:
+    """Whether this process answers; needs no key."""
     return Health()
 
 
 @router.post("/client/config")
 async def client_config(services: ServicesDependency, tenant: TenantDependency) -> ClientConfig:
+    """How clients are to send their batches; the SDK asks before anything else."""
     config = services.config
     return ClientConfig(
         fwdbwd_max_chunk_len=config.sdk_max_chunk_datums,
@@ -39,21 +42,23 @@ async def client_config(services: ServicesDependency, tenant: TenantDependency) 
 
 @router.post("/client/dynamic_config")
 async def client_dynamic_config(tenant: TenantDependency) -> ClientDynamicConfig:
+    """What clients ask for again from time to time."""
     return ClientDynamicConfig()
 
 
-@router.post("/create_session")
+@router.post("/create_session", openapi_extra=body_example({"sdk_version": "curl", "display_name": "first steps"}))
 async def create_session(
     request: CreateSessionRequest,
     services: ServicesDependency,
     tenant: TenantDependency,
     idempotency_key: Annotated[str | None, Header(alias="X-Idempotency-Key")] = None,
 ) -> CreateSessionResponse:
+    """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
     record = await services.sessions.create(tenant, request, idempotency_key)
     return CreateSessionResponse(session_id=record.session_id)
 
 
-@router.post("/session_heartbeat")
+@router.post("/session_heartbeat", openapi_extra=body_example({"session_id": SESSION_ID}))
 async def session_heartbeat(
     request: HeartbeatRequest, services: ServicesDependency, tenant: TenantDependency
 ) -> HeartbeatResponse:
@@ -62,17 +67,21 @@ async def session_heartbeat(
     return HeartbeatResponse()
 
 
-@router.post("/sessions/{session_id}/finish", status_code=204)
+@router.post(
+    "/sessions/{session_id}/finish", status_code=204, openapi_extra=body_example({"reason": {"type": "success"}})
+)
 async def finish_session(
-    session_id: str, request: FinishSessionRequest, services: ServicesDependency, tenant: TenantDependency
+    session_id: SessionIdPath, request: FinishSessionRequest, services: ServicesDependency, tenant: TenantDependency
 ) -> None:
+    """Lets go of its models and samplers; checkpoints stay. The first end wins."""
     await services.sessions.finish(tenant, session_id, request)
 
 
-@router.put("/sessions/{session_id}/project", status_code=204)
+@router.put("/sessions/{session_id}/project", status_code=204, openapi_extra=body_example({"project_id": "my-project"}))
 async def assign_session_project(
-    session_id: str, request: AssignProjectRequest, services: ServicesDependency, tenant: TenantDependency
+    session_id: SessionIdPath, request: AssignProjectRequest, services: ServicesDependency, tenant: TenantDependency
 ) -> None:
+    """Training runs can be listed by project."""
     await services.sessions.set_project(tenant, session_id, request.project_id)
 
 

@@ -18,11 +18,10 @@ from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..services import ServicesDependency
+from .examples import BASE_MODEL, CHECKPOINT, MODEL_ID, NAME, SESSION_ID
 from .submitting import SUBMIT_RESPONSES, Submit, answer, receive_operation, receive_submit, submit_operation
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
-
-_MODEL_ID = "3f1c0f6a9d2b4e58:train:0"
 
 _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
     "type": "object",
@@ -55,7 +54,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
     },
 }
 _FORWARD_BACKWARD_EXAMPLE: dict[str, object] = {
-    "model_id": _MODEL_ID,
+    "model_id": MODEL_ID,
     "data": [
         {
             "model_input": [1, 2, 3],
@@ -74,10 +73,10 @@ _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
     openapi_extra=json_body(
         CreateModelRequest,
         {
-            "session_id": "3f1c0f6a9d2b4e58",
+            "session_id": SESSION_ID,
             "model_seq_id": 0,
-            "base_model": "Qwen/Qwen3-0.6B",
-            "lora_config": {"rank": 32},
+            "base_model": BASE_MODEL,
+            "lora_config": {"rank": 16},
         },
     ),
 )
@@ -108,7 +107,7 @@ async def forward(request: Request, services: ServicesDependency, tenant: Tenant
     return await submit_operation(request, services, tenant, submit)
 
 
-@router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": _MODEL_ID, "adam_params": {}}))
+@router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
 async def optim_step(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """One AdamW step over the gradients accumulated since the last one, which it consumes.
 
@@ -118,7 +117,7 @@ async def optim_step(request: Request, services: ServicesDependency, tenant: Ten
     return await submit_operation(request, services, tenant, submit)
 
 
-_SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": _MODEL_ID, "path": "step-100"})
+_SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": MODEL_ID, "path": NAME, "overwrite": True})
 
 
 @router.post("/save_checkpoint", openapi_extra=_SAVE_BODY)
@@ -134,7 +133,7 @@ async def save_weights(request: Request, services: ServicesDependency, tenant: T
 
 @router.post(
     "/save_weights_for_sampler",
-    openapi_extra=json_body(SaveWeightsForSamplerRequest, {"model_id": _MODEL_ID, "path": "step-100"}),
+    openapi_extra=json_body(SaveWeightsForSamplerRequest, {"model_id": MODEL_ID, "path": NAME}),
 )
 async def save_weights_for_sampler(
     request: Request, services: ServicesDependency, tenant: TenantDependency
@@ -147,7 +146,7 @@ async def save_weights_for_sampler(
 
 @router.post(
     "/save_weights_external",
-    openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": _MODEL_ID, "path": "export"}),
+    openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": MODEL_ID, "path": "export"}),
 )
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """The adapter as PEFT files; the checkpoint's external_weights_urls says where to download them."""
@@ -158,7 +157,7 @@ async def save_weights_external(request: Request, services: ServicesDependency, 
 
 _LOAD_BODY = json_body(
     LoadWeightsRequest,
-    {"model_id": _MODEL_ID, "path": f"tinker://{_MODEL_ID}/weights/step-100", "optimizer": True},
+    {"model_id": MODEL_ID, "path": CHECKPOINT, "optimizer": True},
 )
 
 

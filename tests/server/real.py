@@ -167,7 +167,7 @@ def batch(num_datums: int = 3, seed: int = 0) -> list[types.Datum]:
     return [datum(random.integers(3, VOCAB, random.integers(5, 12)).tolist()) for _ in range(num_datums)]
 
 
-def sample_body(sampler_id: str, seq_id: int = 0, **fields: Any) -> dict[str, Any]:
+def sample_body(sampler_id: str, seq_id: int | None = 0, **fields: Any) -> dict[str, Any]:
     defaults: dict[str, Any] = {
         "sampling_session_id": sampler_id,
         "seq_id": seq_id,

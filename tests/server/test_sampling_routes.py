@@ -117,6 +117,45 @@ async def test_the_numbers_of_the_plain_route_may_be_left_out(server: Server) ->
     assert len(waited["sequences"][0]["tokens"]) == 2
 
 
+async def test_a_single_request_names_weights_instead_of_a_sampler(server: Server) -> None:
+    run = await trained_run(server)
+    path = (await run.do("save_weights_for_sampler", path="one-shot"))["path"]
+    body = sample_body("") | {"sampling_session_id": None, "seq_id": None}
+    trained = [await server.post("sample", body | {"model_path": path}) for _ in range(2)]
+    assert trained[0]["request_id"] != trained[1]["request_id"]
+    session_id = trained[0]["request_id"].partition(":")[0]
+    assert trained[1]["request_id"].startswith(session_id), "one sampler serves them all"
+    sampler = {"session_id": run.session_id, "sampling_session_seq_id": 3, "model_path": path}
+    sampler_id = (await server.post("create_sampling_session", sampler))["sampling_session_id"]
+    expected = await sample(server, sample_body(sampler_id))
+    for submitted in trained:
+        sequences = (await server.result(submitted["request_id"]))["sequences"]
+        assert sequences[0]["tokens"] == expected.sequences[0].tokens
+    of_base = await server.post("sample", body | {"base_model": MODEL}, Prefer="wait=20")
+    assert of_base["sequences"][0]["logprobs"] != pytest.approx(expected.sequences[0].logprobs, abs=1e-3)
+    await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
+    again = await server.post("sample", body | {"model_path": path}, Prefer="wait=20")
+    assert again["sequences"][0]["tokens"] == expected.sequences[0].tokens, "its session may end: a new one is made"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({}, "sampling_session_id is missing"),
+        ({"base_model": MODEL, "seq_id": 1}, "seq_id 1 without sampling_session_id"),
+        ({"base_model": "gpt-5"}, "gpt-5"),
+        ({"base_model": MODEL, "model_path": "tinker://x"}, "'tinker://x' is not a checkpoint path"),
+    ],
+)
+async def test_a_single_request_that_cannot_be_served_opens_no_session(
+    server: Server, fields: dict, reason: str
+) -> None:
+    before = (await server.clients["tml-alice"].get("sessions?limit=1000")).json()
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}} | fields
+    assert reason in (await server.post("sample", body, status=400))["detail"]
+    assert (await server.clients["tml-alice"].get("sessions?limit=1000")).json() == before
+
+
 async def test_joining_counts_the_clients(server: Server) -> None:
     sampler_id = await base_sampler(server)
     counts = [await server.post("join_sampling_session", {"sampling_session_id": sampler_id}) for _ in range(2)]
@@ -198,7 +237,9 @@ async def test_checkpoint_and_base_samplers_work_after_a_restart(
         before = [await sample(server, sample_body(one)) for one in samplers]
     async with running_server(config, dispatch) as server:
         after = [await sample(server, sample_body(one, seq_id=1)) for one in samplers]
+        unnumbered = await server.post("sample", sample_body(samplers[0], seq_id=None))
         kept = await server.result(f"{samplers[0]}:0")
+    assert unnumbered["request_id"] != f"{samplers[0]}:0", "that one has been answered before the restart"
     assert kept["sequences"][0]["tokens"] == before[0].sequences[0].tokens
     for old, new in zip(before, after, strict=True):
         assert old.sequences[0].tokens == new.sequences[0].tokens

@@ -1,0 +1,34 @@
+"""Examples in the API's description of what routes take; a test sends them with live names in place of these."""
+
+from typing import Annotated
+
+from fastapi import Path
+
+from ..bodies import JsonSchema
+
+SESSION_ID = "3f1c0f6a9d2b4e58"
+MODEL_ID = f"{SESSION_ID}:train:0"
+SAMPLER_ID = f"{SESSION_ID}:sample:0"
+BASE_MODEL = "Qwen/Qwen3-0.6B"
+NAME = "step-100"
+CHECKPOINT = f"tinker://{MODEL_ID}/weights/{NAME}"
+
+
+def body_example(example: dict[str, object]) -> JsonSchema:
+    """The `openapi_extra` of a route whose body FastAPI decodes."""
+    return {"requestBody": {"content": {"application/json": {"example": example}}}}
+
+
+SessionIdPath = Annotated[str, Path(openapi_examples={"a session": {"value": SESSION_ID}})]
+RunIdPath = Annotated[str, Path(openapi_examples={"a model": {"value": MODEL_ID}})]
+SamplerIdPath = Annotated[str, Path(openapi_examples={"a sampler": {"value": SAMPLER_ID}})]
+KindPath = Annotated[
+    str,
+    Path(
+        description="weights, sampler_weights or external_weights",
+        openapi_examples={"of save_weights": {"value": "weights"}},
+    ),
+]
+NamePath = Annotated[str, Path(openapi_examples={"a checkpoint": {"value": NAME}})]
+ModelPath = Annotated[str, Path(openapi_examples={"a base model": {"value": BASE_MODEL}})]
+FilePath = Annotated[str, Path(openapi_examples={"a file": {"value": "tokenizer.json"}})]

@@ -1,0 +1,85 @@
+"""The API's description: every route says what it does and has an example, and every example works."""
+
+import json
+import shutil
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from trainhouse.server.routes.examples import BASE_MODEL, SESSION_ID
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..live import save_byte_tokenizer
+from .real import ALICE, MODEL, PROTOBUF, Server, running_server, server_config
+
+pytestmark = pytest.mark.anyio
+
+FIRST = ("create_session", "create_model", "forward_backward", "optim_step", "save_weights", "create_sampling_session")
+LAST = ("publish", "{name}", "me", "finish")
+"""Of what deletes or ends things, the ends of the paths; `{name}` is a checkpoint, `me` a key."""
+
+
+@pytest.fixture
+async def server(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path) -> AsyncIterator[Server]:
+    """Its model has a tokenizer."""
+    shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
+    save_byte_tokenizer(tmp_path / "model")
+    async with running_server(server_config(tmp_path / "model", tmp_path / "state"), dispatch) as running:
+        yield running
+
+
+async def described(server: Server) -> dict[tuple[str, str], dict[str, Any]]:
+    """(method, path) -> operation, in an order in which their examples can be sent."""
+    paths = (await server.clients[ALICE].get("http://test/openapi.json")).json()["paths"]
+    operations = {(method, path): one for path, methods in paths.items() for method, one in methods.items()}
+
+    def turn(route: tuple[str, str]) -> int:
+        method, path = route
+        end = path.rpartition("/")[2]
+        if method == "delete" or end == "finish":
+            return len(FIRST) + 1 + LAST.index(end)
+        return FIRST.index(end) if end in FIRST else len(FIRST)
+
+    return {route: operations[route] for route in sorted(operations, key=turn)}
+
+
+async def send(server: Server, method: str, path: str, operation: dict[str, Any], session_id: str) -> httpx.Response:
+    for parameter in operation.get("parameters", ()):
+        if parameter["in"] == "path":
+            ((_, example),) = parameter["examples"].items()
+            path = path.replace(f"{{{parameter['name']}}}", example["value"])
+    body = operation.get("requestBody", {}).get("content", {}).get("application/json", {}).get("example")
+    live = json.dumps([path, body]).replace(SESSION_ID, session_id).replace(BASE_MODEL, MODEL)
+    path, body = json.loads(live)
+    return await server.clients[ALICE].request(method, f"http://test{path}", json=body, headers={"Prefer": "wait=30"})
+
+
+async def test_every_example_works(server: Server) -> None:
+    session_id = await server.create_session()
+    for (method, path), operation in (await described(server)).items():
+        answer = await send(server, method, path, operation, session_id)
+        if (method, path) == ("delete", "/api/v1/auth/apikey/me"):
+            assert answer.status_code == 404 and "never made" in answer.json()["detail"], "an open server's key"
+        else:
+            assert answer.is_success and '"error"' not in answer.text, (method, path, answer.text)
+            assert "request_id" not in answer.text, "Prefer: wait answers the result"
+
+
+async def test_every_route_says_what_it_does_and_shows_a_body(server: Server) -> None:
+    for route, operation in (await described(server)).items():
+        assert operation.get("description"), route
+        if "requestBody" in operation:
+            assert operation["requestBody"]["content"]["application/json"]["example"], route
+    forward_backward = (await described(server))["post", "/api/v1/forward_backward"]
+    assert PROTOBUF in forward_backward["requestBody"]["content"]
+
+
+async def test_the_documentation_page_asks_for_the_key(server: Server) -> None:
+    document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
+    (scheme,) = document["components"]["securitySchemes"].values()
+    assert (scheme["type"], scheme["in"], scheme["name"]) == ("apiKey", "header", "X-API-Key")
+    open_routes = [route for route, operation in (await described(server)).items() if not operation.get("security")]
+    assert open_routes == [("get", "/api/v1/healthz")]
+    assert "swagger" in (await server.clients[ALICE].get("http://test/docs")).text

@@ -290,6 +290,40 @@ async def test_the_end_of_a_session_lets_go_of_its_runs_and_samplers(server: Ser
             await asyncio.sleep(0.05)
 
 
+async def test_silence_lets_go_of_runs_and_adapters_too(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, session_expiry_seconds=1.0)
+    async with running_server(config, dispatch) as server:
+        before = (await dispatch.memory())[MODEL]["adapters"]
+        run = await server.create_run()
+        path = (await run.do("save_weights_for_sampler", path="a"))["path"]
+        sampler = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
+        sampler_id = (await server.post("create_sampling_session", sampler))["sampling_session_id"]
+        await sample(server, sample_body(sampler_id))
+        assert (await dispatch.memory())[MODEL]["adapters"] > before
+        async with asyncio.timeout(10):
+            while (await dispatch.memory())[MODEL]["adapters"] > before:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert (
+            "expired" in (await server.post("session_heartbeat", {"session_id": run.session_id}, status=410))["detail"]
+        )
+        await server.post("get_info", {"model_id": run.model_id}, status=410)
+
+
+async def test_a_long_training_leaves_no_more_than_its_last_journal_files(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, journal_segment_bytes=4000)
+    async with running_server(config, dispatch) as server:
+        run = await server.create_run()
+        await run.train(batch(), 30)
+        async with asyncio.timeout(10):
+            while len(files := sorted((tmp_path / "journal").iterdir())) > 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        assert int(files[-1].stem) > 4, "there have been many"
+
+
 async def test_stable_reinforce_trains_on_what_was_recorded(server: Server) -> None:
     run = await server.create_run()
     sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]

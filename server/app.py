@@ -10,6 +10,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 
 from ..schemas.errors import RequestError
 from ..schemas.version import VERSION
@@ -58,6 +59,7 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
     app.add_exception_handler(RequestError, _refused)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(ClientDisconnect, _broke_off)
     app.add_exception_handler(Exception, _internal_error)
     return app
 
@@ -129,6 +131,12 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     if error.status_code == 404 and detail == "Not Found":
         detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
+
+
+async def _broke_off(request: Request, error: Exception) -> JSONResponse:
+    """Nobody reads the answer. What was to be submitted was not, and will be sent again."""
+    logger.info("a client broke off in the midst of %s %s", request.method, request.url.path)
+    return JSONResponse({"detail": "the body ended before its end"}, 400)
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:

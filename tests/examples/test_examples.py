@@ -84,4 +84,4 @@ def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_pa
     output = run("env", f"URL={shared_server.url}", "KEY=tml-rest-guide", f"MODEL={MODEL}", "bash", script)
     assert len(blocks) > 10
     assert '"error"' not in output
-    assert output.count('"loss:sum"') == 5 and output.count('"stop_reason"') == 4
+    assert output.count('"loss:sum"') == 5 and output.count('"stop_reason"') == 5

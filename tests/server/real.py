@@ -9,6 +9,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+from fastapi import FastAPI
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
@@ -52,11 +53,12 @@ async def running_server(config: ServerConfig, dispatch: WorkerDispatch) -> Asyn
                 transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": key}, timeout=30
             )
             clients[key] = await stack.enter_async_context(client)
-        yield Server(clients, app.state.services)
+        yield Server(app, clients, app.state.services)
 
 
 @dataclass
 class Server:
+    app: FastAPI
     clients: dict[str, httpx.AsyncClient]
     services: Services
 

@@ -273,6 +273,25 @@ async def test_a_huge_body_is_not_kept_in_memory(server: Server) -> None:
     await check_that_the_run_goes_on(run)
 
 
+async def test_a_client_that_breaks_off_spends_no_seq_id(server: Server, caplog: pytest.LogCaptureFixture) -> None:
+    run = await server.create_run()
+    body = run.encode(GOOD, 1)
+    messages = iter(({"type": "http.request", "body": body[:-3], "more_body": True}, {"type": "http.disconnect"}))
+
+    async def receive() -> dict[str, Any]:
+        return next(messages)
+
+    async def send(message: dict[str, Any]) -> None:
+        """Nobody is there."""
+
+    headers = [(b"x-api-key", ALICE.encode()), (b"content-type", b"application/x-protobuf")]
+    address = {"type": "http", "method": "POST", "path": "/api/v1/forward_backward", "query_string": b""}
+    await server.app(address | {"headers": headers}, receive, send)  # pyright: ignore[reportArgumentType]
+    assert not [record for record in caplog.records if record.exc_info], "no traceback for what happens every day"
+    assert (await run.send(body)).status_code == 200
+    assert "metrics" in await server.result(f"{run.model_id}:1")
+
+
 async def test_one_runs_failures_do_not_touch_another(server: Server) -> None:
     good, bad = await server.create_run(), await server.create_run()
     expected = await (await server.create_run()).train(batch(), 3)

@@ -35,12 +35,16 @@ class Check:
 
 @dataclass(frozen=True)
 class Knob:
-    """What is said about a field. common: `--help` shows it. only_with: the mode in which alone it has effect."""
+    """What is said about a field. common: `--help` shows it.
+
+    only_with: the mode in which alone it has effect. not_with: one in which it has none.
+    """
 
     help: str
     common: bool = False
     check: Check | None = None
     only_with: tuple[str, object] | None = None
+    not_with: tuple[str, object] | None = None
     flag: str | None = None
 
 
@@ -62,10 +66,11 @@ def knob(
     common: bool = False,
     check: Check | None = None,
     only_with: tuple[str, object] | None = None,
+    not_with: tuple[str, object] | None = None,
     flag: str | None = None,
 ) -> Value:
     """A field of ServerConfig with its default."""
-    return field(default=default, metadata={"knob": Knob(help, common, check, only_with, flag)})
+    return field(default=default, metadata={"knob": Knob(help, common, check, only_with, not_with, flag)})
 
 
 DEVICE = Check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]+)?", str(value)) is not None, "auto, cpu, cuda, cuda:N")
@@ -102,7 +107,9 @@ class ServerConfig:
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
     ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
     ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
-    ray_gpus_per_rank: float = knob(1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
+    ray_gpus_per_rank: float = knob(
+        1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
+    )
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
@@ -320,12 +327,15 @@ def _check_source(model: ServedModel) -> None:
 
 def _check_effect(config: ServerConfig, given: Mapping[str, object]) -> None:
     for name in given:
-        only_with = knob_of(_FIELDS[name]).only_with
-        if only_with is not None and getattr(config, only_with[0]) != only_with[1]:
-            mode, wanted = only_with
+        knob = knob_of(_FIELDS[name])
+        if knob.only_with is not None and getattr(config, knob.only_with[0]) != knob.only_with[1]:
+            mode, wanted = knob.only_with
             raise ConfigError(
                 f"{name} has no effect with {mode} {getattr(config, mode)}: leave it out or set {mode} to {wanted}"
             )
+        if knob.not_with is not None and getattr(config, knob.not_with[0]) == knob.not_with[1]:
+            mode, value = knob.not_with
+            raise ConfigError(f"{name} has no effect with {mode} {value}: leave it out or change {mode}")
 
 
 def _shared(config: ServerConfig, target: type) -> dict[str, typing.Any]:

@@ -69,6 +69,10 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"max_body_bytes": "2GiB"}, "max_decompressed_bytes 1073741824 is below max_body_bytes 2147483648"),
         ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
         ({"ray_cpus_per_rank": "1"}, "ray_cpus_per_rank has no effect with pool local"),
+        (
+            {"pool": "ray", "device": "cpu", "ray_gpus_per_rank": "1"},
+            "ray_gpus_per_rank has no effect with device cpu: leave it out or change device",
+        ),
         ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),

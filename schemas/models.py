@@ -216,3 +216,7 @@ class OwnKey(Wire):
     name: str
     note: str
     details: KeyDetails
+
+
+class TokenResponse(Wire):
+    jwt: str

@@ -117,6 +117,8 @@ async def _keep_house(services: Services) -> None:
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     headers = {} if error.retry_after_seconds is None else {"Retry-After": f"{error.retry_after_seconds:g}"}
+    if error.status == 401:
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
     return JSONResponse({"detail": error.message}, error.status, headers)
 
 

@@ -17,6 +17,7 @@ from fastapi.security import APIKeyHeader
 from ..schemas.errors import RequestError
 from .config import ServerConfig
 from .store import ApiKeyRecord, Store, TenantRecord
+from .tokens import Tokens
 
 KEY_PREFIX = "tml-"
 CACHE_SECONDS = 1.0
@@ -39,7 +40,8 @@ class _Known:
 
 
 class Auth:
-    """Key -> tenant. A key revoked by another process is refused within CACHE_SECONDS, one revoked here at once.
+    """Key, or a token that stands for one, -> tenant. A key revoked by another process is refused within CACHE_SECONDS,
+    one revoked here at once.
 
     `loopback`: only this machine reaches the server. Then, as long as no key was ever made, any `tml-` key is let
     in and is its own tenant.
@@ -49,6 +51,7 @@ class Auth:
         self._store = store
         self._loopback = loopback
         self._clock = clock
+        self._tokens = Tokens()
         self._known: dict[str, _Known] = {}
 
     async def authenticate(self, key: str | None) -> Tenant:
@@ -61,6 +64,11 @@ class Auth:
         if tenant is None:
             raise RequestError(_refusal(key), status=401)
         return tenant
+
+    async def token_for(self, key: str) -> str:
+        """A token that stands for the key for an hour. Raises RequestError 401."""
+        tenant = await self.authenticate(key)
+        return self._tokens.issue(self._tokens.key_hash_of(key) or hash_key(key), tenant.id, tenant.name)
 
     async def tenant_of(self, key: str) -> Tenant | None:
         """None for a key that is not in force."""
@@ -75,22 +83,25 @@ class Auth:
         self._known.clear()
 
     async def _look_up(self, key: str) -> _Known:
-        key_hash = hash_key(key)
+        stood_for = self._tokens.key_hash_of(key)
+        key_hash = stood_for or hash_key(key)
         known = self._known.get(key_hash)
         if known is None or known.until <= self._clock():
             if len(self._known) >= _MOST_CACHED:
                 self._known.clear()
-            known = self._known[key_hash] = await self._ask_store(key, key_hash)
+            known = self._known[key_hash] = await self._ask_store(
+                key_hash, bool(stood_for) or key.startswith(KEY_PREFIX)
+            )
         return known
 
-    async def _ask_store(self, key: str, key_hash: str) -> _Known:
+    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known:
         until = self._clock() + CACHE_SECONDS
         record = await self._store.find_key(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
             tenant = await self._store.get_tenant(record.tenant_id)
             assert tenant is not None
             return _Known(Tenant(tenant.tenant_id, tenant.name), record, until)
-        if record is None and key.startswith(KEY_PREFIX) and await self._is_open():
+        if record is None and may_be_new and await self._is_open():
             before = self._known.get(key_hash)
             return _Known((before and before.tenant) or await self._own_tenant(key_hash), None, until)
         return _Known(None, None, until)
@@ -106,7 +117,10 @@ class Auth:
 
 def _refusal(key: str) -> str:
     if not key.startswith(KEY_PREFIX):
-        return f"the API key does not start with {KEY_PREFIX}: use a key made by `trainhouse keys create NAME`"
+        return (
+            f"the API key does not start with {KEY_PREFIX}, and is no token in force: use a key made by "
+            "`trainhouse keys create NAME`"
+        )
     return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
 
 

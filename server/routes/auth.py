@@ -1,17 +1,23 @@
-"""A key asks about itself, or revokes itself (`tinker auth login` and `logout`)."""
+"""A key asks about itself or revokes itself (`tinker auth login` and `logout`), or is exchanged for a token."""
 
 from typing import Annotated
 
 from fastapi import APIRouter, Depends
 
 from ...schemas.errors import RequestError
-from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey
+from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
 from ..auth import TenantDependency, presented_key
 from ..services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
 
 KeyDependency = Annotated[str | None, Depends(presented_key)]
+
+
+@router.post("/token")
+async def token(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> TokenResponse:
+    """To be sent in place of the key for an hour. It goes with the key, and when the server restarts."""
+    return TokenResponse(jwt=await services.auth.token_for(key or ""))
 
 
 @router.get("/apikey/me")

@@ -5,10 +5,13 @@ from pathlib import Path
 import httpx
 import pytest
 from tinker.cli.auth_api import SelfApiKeyResponse
+from tinker.lib._jwt_auth import jwt_claims
+from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, list_keys, require_keys, revoke_key
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.tokens import LIFETIME_SECONDS, Tokens
 from trainhouse.workers.config import ServedModel
 
 from .api import ALICE, BOB, Api, Clock, running_api
@@ -114,3 +117,44 @@ async def test_a_key_sees_itself_and_revokes_itself(api: Api) -> None:
 
 async def test_a_key_that_was_never_made_cannot_be_revoked(api: Api) -> None:
     assert (await (await api.client(ALICE)).delete("/api/v1/auth/apikey/me")).status_code == 404
+
+
+async def token_for(api: Api, key: str) -> str:
+    client = await api.client(key)
+    return AuthTokenResponse.model_validate((await client.post("/api/v1/auth/token", json={})).json()).jwt
+
+
+async def test_a_token_stands_for_its_key(api: Api) -> None:
+    key = await create_key(api.services.store, "team")
+    token = await token_for(api, key)
+    assert await api.tenant(token) == await api.tenant(key)
+    claims = jwt_claims(token)
+    assert (claims["email"], claims["exp"] - claims["iat"]) == ("team", LIFETIME_SECONDS)
+    again = await token_for(api, token)
+    assert await api.tenant(again) == await api.tenant(key)
+    await (await api.client(token)).delete("/api/v1/auth/apikey/me")
+    assert (await ask(api, {"X-API-Key": token})).status_code == 401, "it goes with its key"
+
+
+async def test_on_an_open_server_a_token_stands_for_its_key_too(api: Api) -> None:
+    assert await api.tenant(await token_for(api, ALICE)) == await api.tenant(ALICE)
+
+
+async def test_a_token_that_was_tampered_with_or_is_another_servers_is_refused(api: Api) -> None:
+    token = await token_for(api, ALICE)
+    head, claims, signature = token.split(".")
+    forged = Tokens().issue("0" * 64, "somebody", "somebody")
+    for wrong in (f"{head}.{claims[:-2]}AA.{signature}", f"{head}.{claims}.", f"{head}.{claims}", forged, "eyJ.eyJ.x"):
+        refused = await ask(api, {"X-API-Key": wrong})
+        assert refused.status_code == 401 and "no token in force" in refused.json()["detail"]
+        assert 'error="invalid_token"' in refused.headers["WWW-Authenticate"], "the SDK asks for a new one then"
+
+
+def test_a_token_expires() -> None:
+    clock = Clock()
+    tokens = Tokens(clock)
+    token = tokens.issue("hash", "tenant", "name")
+    clock.now += LIFETIME_SECONDS - 1
+    assert tokens.key_hash_of(token) == "hash"
+    clock.now += 1
+    assert tokens.key_hash_of(token) is None

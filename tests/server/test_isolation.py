@@ -20,6 +20,7 @@ OWN = {
     ("GET", "get_server_capabilities"),
     ("GET", "models/{name}/tokenizer"),
     ("GET", "models/{name}/tokenizer/{file}"),
+    ("POST", "auth/token"),
     ("GET", "auth/apikey/me"),
     ("DELETE", "auth/apikey/me"),
 }

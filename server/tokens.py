@@ -1,0 +1,50 @@
+"""Tokens: short-lived JSON web tokens (HS256) that stand for an API key, for clients that keep the key to themselves.
+
+Their secret is this process's own: after a restart they are refused, and clients exchange their key again.
+"""
+
+import base64
+import hmac
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping
+
+LIFETIME_SECONDS = 3600
+_HEADER = {"alg": "HS256", "typ": "JWT"}
+
+
+class Tokens:
+    def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        self._secret = secrets.token_bytes(32)
+        self._clock = clock
+
+    def issue(self, key_hash: str, tenant_id: str, tenant_name: str) -> str:
+        """The claims are those that the SDK's `whoami` shows, and the key's hash."""
+        now = int(self._clock())
+        claims = {"sub": tenant_id, "org_id": "trainhouse", "email": tenant_name, "key": key_hash}
+        signed = f"{_encoded(_HEADER)}.{_encoded(claims | {'iat': now, 'exp': now + LIFETIME_SECONDS})}"
+        return f"{signed}.{self._signature(signed)}"
+
+    def key_hash_of(self, token: str) -> str | None:
+        """None for what is no token of this process, or has expired."""
+        signed, _, signature = token.rpartition(".")
+        if not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
+            return None
+        claims = _decoded(signed.partition(".")[2])
+        return claims["key"] if claims["exp"] > self._clock() else None
+
+    def _signature(self, signed: str) -> str:
+        return _base64(hmac.digest(self._secret, signed.encode(), "sha256"))
+
+
+def _encoded(part: Mapping[str, object]) -> str:
+    return _base64(json.dumps(part, separators=(",", ":")).encode())
+
+
+def _decoded(part: str) -> dict:
+    return json.loads(base64.urlsafe_b64decode(part + "=" * (-len(part) % 4)))
+
+
+def _base64(data: bytes) -> str:
+    return base64.urlsafe_b64encode(data).rstrip(b"=").decode()

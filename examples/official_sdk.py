@@ -11,7 +11,7 @@ from tinker import types
 
 def main(base_url: str, model: str) -> None:
     with tinker.ServiceClient(base_url=base_url, api_key="tml-local") as service:
-        client = service.create_lora_training_client(model, rank=8)
+        client = service.create_lora_training_client(model, rank=8).result()
         tokens = list(range(10, 30))
         datum = types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
@@ -26,7 +26,7 @@ def main(base_url: str, model: str) -> None:
             print(f"step {step + 1:2d}  loss {passed.result().metrics['loss:sum']:.4f}")
             stepped.result()
         print("saved", client.save_state("official-sdk").result().path)
-        sampler = client.save_weights_and_get_sampling_client()
+        sampler = client.save_weights_and_get_sampling_client().result()
         params = types.SamplingParams(max_tokens=8, temperature=0.0, stop=[])
         response = sampler.sample(
             types.ModelInput.from_ints(tokens[:4]), num_samples=1, sampling_params=params

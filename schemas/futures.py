@@ -1,6 +1,8 @@
 """Futures: the answer to a submit, and polling for the result."""
 
-from typing import Literal
+from typing import Annotated, Literal
+
+from pydantic import Field
 
 from .errors import Category
 from .training import Wire
@@ -24,6 +26,36 @@ class RetrieveFutureRequest(Wire):
 
 class CancelFutureRequest(Wire):
     request_id: str
+
+
+class SamplingSessionTarget(Wire):
+    """One client of a sampling session: the original (0) or a clone, whose seq_ids start at a billion times this."""
+
+    sampling_session_id: str
+    cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+class RetrieveFuturesRequest(Wire):
+    """prev_cursor: of the last answer, 0 at first. timeout: seconds to wait when nothing is new; 0 = not at all."""
+
+    target: SamplingSessionTarget
+    prev_cursor: Annotated[int, Field(ge=0)] = 0
+    timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    retrieved_request_ids: tuple[str, ...] = ()
+
+
+class FutureCompletion(Wire):
+    """response_payload_uncompressed_size: bytes of a finished one's result."""
+
+    state: Literal["finished", "failed"]
+    request_id: str
+    response_payload_uncompressed_size: int | None = None
+
+
+class RetrieveFuturesResponse(Wire):
+    completions: tuple[FutureCompletion, ...]
+    cursor: int
 
 
 class RequestFailed(Wire):

@@ -120,6 +120,7 @@ class ServerConfig:
     sdk_max_chunk_datums: int = knob(1024, "datums that SDKs send in one forward_backward", check=POSITIVE)
     sdk_max_chunk_bytes: int = knob(5_000_000, "bytes that SDKs send in one forward_backward", check=POSITIVE)
     sdk_compression: Literal["none", "zstd"] = knob("none", "of the forward_backward bodies that SDKs send")
+    sdk_sample_polling: Literal["each", "together"] = knob("each", "a poll per sample, or one for a client's samples")
     keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
     shutdown_seconds: int = knob(3, "what open requests get at shutdown", check=NOT_NEGATIVE)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severity that is logged")

@@ -129,17 +129,23 @@ class Futures:
             return await self._load(request_id, tenant_id)
         if future.tenant_id != tenant_id:
             raise _unknown(request_id)
+        if not await self.long_poll(future.done, seconds):
+            return future.pending()
+        assert future.result is not None
+        return future.result
+
+    async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
+        """Whether the event came in time; a server that stops ends the wait."""
         deadline = asyncio.timeout(seconds)
         try:
             async with deadline:
                 self._deadlines.add(deadline)
-                await future.done.wait()
+                await event.wait()
         except TimeoutError:
-            return future.pending()
+            return False
         finally:
             self._deadlines.discard(deadline)
-        assert future.result is not None
-        return future.result
+        return True
 
     def stop_waiting(self) -> None:
         """Ends all waits as if their time had come."""

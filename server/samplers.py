@@ -18,7 +18,13 @@ import numpy as np
 from ..schemas.checkpoints import SaveWeightsForSamplerRequest
 from ..schemas.codec import CsrLayout, csr_layout_from_json, encode_sample_response, tensor_from_json
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.futures import Pending, SubmitResponse
+from ..schemas.futures import (
+    FutureCompletion,
+    Pending,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+    SubmitResponse,
+)
 from ..schemas.models import CreateSessionRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest
 from ..schemas.version import VERSION
@@ -27,6 +33,7 @@ from ..workers.verbs import ModelInfo, SampleJob
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
+from .completions import CLONE_SEQ_IDS, CompletionLog
 from .futures import Future, Futures, Result
 from .journal import Header, Journal
 from .recordings import Recordings
@@ -44,7 +51,7 @@ class Sampler:
     """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
 
     first_seq_id: of the requests that leave theirs out. accepted: seq_id -> its submit being journaled, None once it
-    was.
+    was. completions: by clone.
     """
 
     record: SamplerRecord
@@ -53,6 +60,10 @@ class Sampler:
     loading: asyncio.Task[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
     num_joined: int = 0
+    completions: dict[int, CompletionLog] = field(default_factory=dict)
+
+    def completions_of(self, clone: int) -> CompletionLog:
+        return self.completions.setdefault(clone, CompletionLog())
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)
@@ -234,6 +245,17 @@ class Samplers:
             seq_id=seq_id,
         )
 
+    async def completed(
+        self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
+    ) -> RetrieveFuturesResponse:
+        """What ended after `prev_cursor`, waiting for something to end. Raises RequestError 404 and 410."""
+        sampler = await self.get(tenant, request.target.sampling_session_id)
+        self._sessions.heard_of(sampler.record.session_id)
+        log = sampler.completions_of(request.target.cloned_sampler_id)
+        log.see(request.prev_cursor)
+        await self._futures.long_poll(log.grown, seconds)
+        return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
+
     def cancel(self, request_id: str) -> None:
         """Ends a sampling request that is under way. Finished, unknown and training requests: no-op."""
         self._dispatch.cancel(request_id)
@@ -293,6 +315,19 @@ class Samplers:
         return Pending(queue_state_reason=self._dispatch.status(base_model))
 
     async def _perform(self, sampler: Sampler, job: "_Job", future: Future) -> None:
+        await self._resolve(sampler, job, future)
+        result = future.result
+        assert result is not None
+        failed = result.encoding == "json"  # samples are protobuf
+        completion = FutureCompletion(
+            state="failed" if failed else "finished",
+            request_id=job.request_id,
+            response_payload_uncompressed_size=None if failed else len(result.body),
+        )
+        clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
+        sampler.completions_of(clone).add(completion)
+
+    async def _resolve(self, sampler: Sampler, job: "_Job", future: Future) -> None:
         try:
             self._futures.resolve(future, await self._sample(sampler, job))
         except OperationError as error:

@@ -2,7 +2,13 @@
 
 from fastapi import APIRouter, Request, Response
 
-from ...schemas.futures import CancelFutureRequest, Pending, RetrieveFutureRequest
+from ...schemas.futures import (
+    CancelFutureRequest,
+    Pending,
+    RetrieveFutureRequest,
+    RetrieveFuturesRequest,
+    RetrieveFuturesResponse,
+)
 from ..auth import TenantDependency
 from ..bodies import json_body, json_decoder
 from ..services import ServicesDependency
@@ -10,6 +16,8 @@ from .examples import MODEL_ID, SAMPLER_ID
 from .submitting import pending_response, receive_submit, result_response
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
+
+_MULTI_POLL_SECONDS = 30.0
 
 
 @router.post(
@@ -30,6 +38,26 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     if isinstance(result, Pending):
         return pending_response(result)
     return await result_response(request, result)
+
+
+@router.post(
+    "/retrieve_futures",
+    openapi_extra=json_body(
+        RetrieveFuturesRequest, {"target": {"sampling_session_id": SAMPLER_ID}, "prev_cursor": 0, "timeout": 0}
+    ),
+    response_model_exclude_none=True,
+)
+async def retrieve_futures(
+    request: Request, services: ServicesDependency, tenant: TenantDependency
+) -> RetrieveFuturesResponse:
+    """Which sampling requests of a session have ended, so that one poll serves many; retrieve_future has the results.
+
+    Results stay until their time is over, whatever `retrieved_request_ids` says.
+    """
+    submit = await receive_submit(request, services, json_decoder(RetrieveFuturesRequest))
+    seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
+    seconds = min(seconds, services.config.long_poll_seconds)
+    return await services.samplers.completed(tenant, submit.content, seconds)
 
 
 @router.post(

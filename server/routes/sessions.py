@@ -37,6 +37,7 @@ async def client_config(services: ServicesDependency, tenant: TenantDependency) 
         fwdbwd_max_chunk_len=config.sdk_max_chunk_datums,
         fwdbwd_max_chunk_bytes_count=config.sdk_max_chunk_bytes,
         proto_compress_fwdbwd=config.sdk_compression == "zstd",
+        sample_use_retrieve_futures=config.sdk_sample_polling == "together",
     )
 
 

@@ -404,6 +404,20 @@ def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_traini
     assert "weights/from-the-cli" in done.stdout
 
 
+def test_samples_polled_together_in_one_request(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with (
+        live_server({MODEL: tiny_models["qwen3"]}, tmp_path, sdk_sample_polling="together") as server,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client,
+    ):
+        sampler = client.create_sampling_client(base_model=MODEL).result(60)
+        params = types.SamplingParams(max_tokens=4, seed=1, stop=[])
+        futures = [sampler.sample(types.ModelInput.from_ints([5, 6, n]), 1, params) for n in range(3, 23)]
+        assert [len(future.result(60).sequences[0].tokens) for future in futures] == [4] * 20
+        stop_string = types.SamplingParams(max_tokens=4, stop=["x"])
+        with pytest.raises(tinker.RequestFailedError, match="tokenizer"):
+            sampler.sample(types.ModelInput.from_ints([5]), 1, stop_string).result(60)
+
+
 def test_a_waiting_future_polls_quietly_until_its_gap_is_filled(make_training) -> None:
     """Nothing answers early: a result that is not there yet is waited for, not failed."""
     client = make_training()

@@ -90,6 +90,7 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     for route in ("retrieve_future", "cancel_future"):
         yield "POST", route, {"request_id": f"{model_id}:1"}
         yield "POST", route, {"request_id": things.sample_request}
+    yield "POST", "retrieve_futures", {"target": {"sampling_session_id": things.sampler_id}, "timeout": 0}
     yield "GET", "training_runs/{run_id}", None
     yield "GET", "training_runs/{run_id}/checkpoints", None
     yield "DELETE", CHECKPOINT, None

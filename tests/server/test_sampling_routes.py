@@ -8,6 +8,7 @@ import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import (
+    BOB,
     MODEL,
     VOCAB,
     Run,
@@ -244,3 +245,27 @@ async def test_checkpoint_and_base_samplers_work_after_a_restart(
     for old, new in zip(before, after, strict=True):
         assert old.sequences[0].tokens == new.sequences[0].tokens
         assert old.sequences[0].logprobs == pytest.approx(new.sequences[0].logprobs, abs=1e-5)
+
+
+async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    target = {"sampling_session_id": sampler_id}
+    nothing = await server.post("retrieve_futures", {"target": target, "timeout": 0})
+    assert nothing == {"completions": [], "cursor": 0}
+    waiting = asyncio.create_task(server.post("retrieve_futures", {"target": target}))
+    await server.post("asample", sample_body(sampler_id, 0))
+    first = await waiting
+    assert [one["request_id"] for one in first["completions"]] == [f"{sampler_id}:0"]
+    assert first["completions"][0]["response_payload_uncompressed_size"] > 0
+    repeated = await server.post("retrieve_futures", {"target": target, "timeout": 0})
+    assert repeated == first, "an answer that was lost is given again"
+    no_tokenizer = sample_body(sampler_id, 1, sampling_params={"max_tokens": 4, "stop": ["x"]})
+    await server.post("asample", no_tokenizer)
+    second = await server.post("retrieve_futures", {"target": target, "prev_cursor": first["cursor"]})
+    assert second == {"completions": [{"state": "failed", "request_id": f"{sampler_id}:1"}], "cursor": 2}
+    clone = {"sampling_session_id": sampler_id, "cloned_sampler_id": 7}
+    await server.post("asample", sample_body(sampler_id, 7_000_000_001))
+    of_clone = await server.post("retrieve_futures", {"target": clone})
+    assert [one["request_id"] for one in of_clone["completions"]] == [f"{sampler_id}:7000000001"]
+    await server.post("retrieve_futures", {"target": target, "prev_cursor": 99, "timeout": 0}, status=410)
+    await server.post("retrieve_futures", {"target": target, "timeout": 0}, key=BOB, status=404)

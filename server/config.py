@@ -10,7 +10,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import MISSING, Field, dataclass, field, fields
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -73,7 +73,11 @@ def knob(
     return field(default=default, metadata={"knob": Knob(help, common, check, only_with, not_with, flag)})
 
 
-DEVICE = Check(lambda value: re.fullmatch("auto|cpu|cuda(:[0-9]+)?", str(value)) is not None, "auto, cpu, cuda, cuda:N")
+_DEVICE = "(auto|cpu|cuda(:[0-9]+)?)"
+DEVICES = Check(
+    lambda value: re.fullmatch(f"{_DEVICE}(,{_DEVICE})*", str(value)) is not None,
+    "auto, cpu, cuda, cuda:N, or one of them for each base model with commas between",
+)
 POSITIVE = Check(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
 NOT_NEGATIVE = Check(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
 WITH_RAY = ("pool", "ray")
@@ -97,7 +101,7 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
     )
-    device: str = knob("auto", "auto, cpu, cuda or cuda:N", common=True, check=DEVICE)
+    device: str = knob("auto", "auto, cpu, cuda:N; or one for each model: A,B", common=True, check=DEVICES)
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
@@ -135,6 +139,11 @@ class ServerConfig:
                 f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "
                 "raise the one or lower the other"
             )
+        if len(self._devices) not in (1, len(self.base_models)):
+            raise ConfigError(
+                f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
+                "or one for each in their order"
+            )
         for model in self.base_models:
             _check_source(model)
 
@@ -149,7 +158,12 @@ class ServerConfig:
             return False
 
     def worker_config(self, model: ServedModel) -> WorkerConfig:
-        return WorkerConfig(model=model, **_shared(self, WorkerConfig))
+        device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
+        return replace(WorkerConfig(model=model, **_shared(self, WorkerConfig)), device=device)
+
+    @property
+    def _devices(self) -> list[str]:
+        return self.device.split(",")
 
     def dispatch_config(self) -> DispatchConfig:
         models = tuple(self.worker_config(model) for model in self.base_models)

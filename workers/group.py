@@ -73,7 +73,8 @@ class Group:
             await self._open_pool()
         except (WorkerDied, WorkerError) as error:
             raise ValueError(f"base model {model.name} does not load from {model.source}: {error}") from error
-        on_progress(f"{model.name} ready in {time.monotonic() - started:.1f} s")
+        seconds = time.monotonic() - started
+        on_progress(f"{model.name} ready in {seconds:.1f} s: {self.info.dtype} on {self.info.device}")
         self._lane = asyncio.create_task(self._run_lane())
         self._lane.add_done_callback(self._lane_ended)
 

@@ -209,3 +209,13 @@ def test_every_knob_has_help_and_a_default_that_passes_its_check() -> None:
         assert knob_of(entry).help
         if entry.name != "base_models":
             assert getattr(defaults, entry.name) == entry.default
+
+
+def test_each_base_model_may_have_a_device_of_its_own() -> None:
+    models = {"TRAINHOUSE_BASE_MODELS": "a=/,b=/"}
+    config = load_config({"device": "cpu,cuda:1"}, models, None)
+    assert [model.device for model in config.dispatch_config().models] == ["cpu", "cuda:1"]
+    shared = load_config({"device": "cuda:1"}, models, None)
+    assert [model.device for model in shared.dispatch_config().models] == ["cuda:1", "cuda:1"]
+    with pytest.raises(ConfigError, match="device names 3 devices for 2 base models"):
+        load_config({"device": "cpu,cpu,cpu"}, models, None)

@@ -30,6 +30,7 @@ ACCEPT_PROTOBUF = {"Accept": "application/x-protobuf"}
 API = "/api/v1/"
 LONG_POLLS = 256  # connections that wait for results; further results wait their turn
 FAST_ANSWER_SECONDS = 0.5
+SILENT_SECONDS = 1.0  # a request that fails for longer says that it is being tried again
 
 log = logging.getLogger("trainhouse")
 
@@ -105,6 +106,10 @@ class Connection:
         while True:
             try:
                 response = await self._http.request(method, API + path, content=content, headers=headers, params=query)
+            except httpx.UnsupportedProtocol as error:
+                raise APIConnectionError(
+                    f"{self.base_url!r} is no base URL: it begins with http:// or https://"
+                ) from error
             except httpx.TransportError as error:
                 failure = APIConnectionError(f"no answer from {self.base_url}: {error!r}. Is it running there?")
                 await backoff.pause(failure)
@@ -175,6 +180,7 @@ class Backoff:
     def __init__(self, limit_seconds: float) -> None:
         self._limit_seconds = limit_seconds
         self._pause_seconds = 0.25
+        self._told = False
         self.since: float | None = None
 
     async def pause(self, failure: APIConnectionError | APIStatusError, at_least_seconds: float = 0.0) -> None:
@@ -183,6 +189,9 @@ class Backoff:
         pause = max(at_least_seconds, self._pause_seconds * random.uniform(0.75, 1.25))
         if now + pause > self.since + self._limit_seconds:
             raise failure
+        if now - self.since > SILENT_SECONDS and not self._told:
+            self._told = True
+            log.warning("%s Trying again for up to %.0f s.", failure, self._limit_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, 10.0)
         await asyncio.sleep(pause)
 

@@ -95,6 +95,24 @@ def test_an_unreachable_server_is_named_once_the_retries_end() -> None:
         service.get_server_capabilities()
 
 
+def test_a_server_that_stays_unreachable_is_named_while_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    with (
+        ServiceClient("http://127.0.0.1:9", retry_seconds=5) as service,
+        pytest.raises(trainhouse.APIConnectionError),
+    ):
+        service.get_server_capabilities()
+    (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "127.0.0.1:9" in told
+
+
+def test_an_address_without_a_scheme_fails_at_once() -> None:
+    with (
+        ServiceClient("127.0.0.1:9") as service,
+        pytest.raises(trainhouse.APIConnectionError, match="begins with http"),
+    ):
+        service.get_server_capabilities()
+
+
 def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
     service = ServiceClient(shared_server.url, "tml-retries")
     client = new_client(service)

@@ -1,6 +1,19 @@
-"""`python -m trainhouse.server` is `trainhouse`."""
+"""`python -m trainhouse.server` is `trainhouse`. It says so where the server's packages are not installed."""
 
-from .cli import main
+import sys
+
+
+def main() -> int:
+    try:
+        from .cli import main as run
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("trainhouse"):
+            raise
+        hint = "only the client is installed; in a checkout: pip install -c deploy/constraints.txt '.[server]'"
+        print(f"trainhouse: error: no package {error.name}: {hint}", file=sys.stderr)
+        return 1
+    return run()
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

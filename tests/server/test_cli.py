@@ -243,3 +243,11 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modul
 def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
     done = subprocess.run([sys.executable, "-c", MODULES], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[] True"
+
+
+def test_without_the_servers_packages_it_says_what_to_install() -> None:
+    program = "import sys; sys.modules['fastapi'] = None; from trainhouse.server.__main__ import main; sys.exit(main())"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert "[server]" in done.stderr
+    assert len(done.stderr.splitlines()) == 1

@@ -59,9 +59,11 @@ def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
     state_dir.mkdir(parents=True, exist_ok=True)
     with served(model, state_dir) as server:
         status = run_client(server, ["--base-url", server.url, "--model", MODEL, *client_arguments])
+    if status != 0:
+        return status
     for adapter in newest_adapter(state_dir):
         print(f"its files are in {adapter.parent}")
-    print(f"serve it: trainhouse serve --base-model {MODEL}={model} --state-dir {state_dir}")
+    print(f"serve it: {own_command()} serve --base-model {MODEL}={model} --state-dir {state_dir}")
     return status
 
 
@@ -147,6 +149,11 @@ def end(process: subprocess.Popen[bytes]) -> None:
         process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def own_command() -> str:
+    """What this was started with, for a user to type."""
+    return sys.argv[0] if Path(sys.argv[0]).name == "trainhouse" else "trainhouse"
 
 
 def newest_adapter(state_dir: Path) -> list[Path]:

@@ -25,6 +25,10 @@ _LAYERS = {"full_attention", "sliding_attention"}
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
+    if config.device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(
+            f"device {config.device}: this machine, or this build of torch ({torch.__version__}), has no CUDA"
+        )
     if config.device != "auto":
         return torch.device(config.device)
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

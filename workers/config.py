@@ -1,6 +1,6 @@
 """What a rank must know to load and run a base model. Imports no torch."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 
@@ -21,6 +21,8 @@ class WorkerConfig:
     micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the sampler's key/value cache.
+    adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
+    page_directory: for the adapters on disk; None = a temporary one.
     """
 
     model: ServedModel
@@ -31,4 +33,7 @@ class WorkerConfig:
     max_context_length: int | None = None
     micro_batch_tokens: int = 4096
     head_chunk_tokens: int = 512
-    kv_cache_bytes: int = field(default=1 << 30)
+    kv_cache_bytes: int = 1 << 30
+    adapter_slots: int = 64
+    host_adapter_bytes: int = 4 << 30
+    page_directory: str | None = None

@@ -6,7 +6,7 @@ Imports neither torch nor ray.
 import asyncio
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -27,6 +27,8 @@ class DispatchConfig:
     pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
     ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
     slice_milliseconds: about how long sampling holds the ranks at a time.
+    pass_tokens: most tokens of one pass (one longer sequence is a pass of its own).
+    tenant_weights: tenant id -> its share of the ranks' time relative to the others; 1 for those not named.
     worker: the class built on every rank, as "module:Class".
     """
 
@@ -36,6 +38,8 @@ class DispatchConfig:
     ray_cpus_per_rank: float = 1.0
     ray_gpus_per_rank: float = 1.0
     slice_milliseconds: float = 50.0
+    pass_tokens: int = 8192
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
     worker: str = f"{__package__}.worker:Worker"
 
 

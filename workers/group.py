@@ -17,7 +17,7 @@ from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import gigabytes, loaded_bytes
 from .pool import Pool, WorkerDied, WorkerError
-from .verbs import Failure, ModelInfo, Pass, SampleJob, Slice, SliceResult, Step
+from .verbs import Failure, ModelInfo, Part, Pass, SampleJob, Slice, SliceResult, Step
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +196,7 @@ class Group:
             case Step():
                 [answers] = await pool.call("apply_steps", tuple(items))
             case ForwardBackwardRequest() as operation:
-                [answers] = await pool.call("run_pass", Pass((operation,)))
+                [answers] = await pool.call("run_pass", Pass((Part(0, operation),)))
         assert len(answers) == len(items), f"{len(answers)} answers to {len(items)} items"
         return answers
 

@@ -48,13 +48,29 @@ class Failure:
 
 
 @dataclass(frozen=True)
-class Pass:
-    """Forward (and backward) of several runs' operations; answered by one ForwardBackwardOutput or Failure each.
+class Part:
+    """What one pass runs of an operation: all of it, or as much of a large one as the pass has room for.
 
-    An operation's gradients reach its run's accumulator only if the whole operation succeeded.
+    operation_id: the same in all parts of an operation, and never used again. request: its data are this part's,
+    the first of them number `first_datum` of the whole. last: no part comes after this one.
     """
 
-    operations: tuple[ForwardBackwardRequest, ...]
+    operation_id: int
+    request: ForwardBackwardRequest
+    first_datum: int = 0
+    last: bool = True
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Forward (and backward) of several runs' operations, in the order of each run.
+
+    Each part is answered by a Failure, which ends its operation (no more parts of it come); by None, when more parts
+    come; or by the ForwardBackwardOutput of the whole operation. An operation's gradients reach its run's accumulator
+    with its last part, and only if all of them succeeded.
+    """
+
+    parts: tuple[Part, ...]
 
 
 @dataclass(frozen=True)

@@ -60,8 +60,8 @@ class Worker:
         """Unknown runs are ignored."""
         self._adapters.drop(run_id)
 
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure, ...]:
-        return tuple(self._program.run(request) for request in work.operations)
+    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+        return tuple(self._program.run(part.request) for part in work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
         return tuple(self._apply_step(step) for step in steps)

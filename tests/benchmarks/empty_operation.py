@@ -14,7 +14,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.verbs import Pass, RunSpec
+from trainhouse.workers.verbs import Part, Pass, RunSpec
 from trainhouse.workers.worker import Worker
 
 _ROUNDS, _WARMUP = 100, 20
@@ -52,7 +52,7 @@ def _median(call: Callable[[], object]) -> float:
 def _in_process(config: WorkerConfig) -> float:
     worker = Worker(config)
     worker.create_run(RunSpec("run", _LORA))
-    return _median(lambda: worker.run_pass(Pass((_request("run", 1),))))
+    return _median(lambda: worker.run_pass(Pass((Part(0, _request("run", 1)),))))
 
 
 async def _through_the_dispatch(config: WorkerConfig) -> float:

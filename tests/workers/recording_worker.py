@@ -49,7 +49,7 @@ class RecordingWorker:
 
     def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure, ...]:
         self._num_calls += 1
-        return tuple(self._run(operation.loss_fn, operation.loss_fn_config) for operation in work.operations)
+        return tuple(self._run(operation.loss_fn, operation.loss_fn_config) for operation in (part.request for part in work.parts))
 
     def _run(self, loss_fn: str, config) -> ForwardBackwardOutput | Failure:
         match loss_fn:

@@ -8,7 +8,7 @@ import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Pass, RunSpec, Step
+from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
 from trainhouse.workers.worker import Worker
 
 
@@ -23,7 +23,7 @@ def test_twenty_steps_in_bfloat16_halve_the_loss(tiny_models: dict[str, Path]) -
     request = ForwardBackwardRequest("run", 1, (Datum(tokens, inputs),), "cross_entropy")
     losses = []
     for _ in range(20):
-        (output,) = worker.run_pass(Pass((request,)))
+        (output,) = worker.run_pass(Pass((Part(0, request),)))
         assert isinstance(output, ForwardBackwardOutput)
         losses.append(output.metrics["loss:sum"])
         worker.apply_steps((Step("run", AdamParams(learning_rate=1e-2)),))

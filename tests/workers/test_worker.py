@@ -17,7 +17,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Failure, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM, GptOssConfig
 
@@ -57,7 +57,7 @@ DATA = some_data(9, 20, 9, 3)
 
 
 def train(worker: Worker, run_id: str = "run", data: tuple[Datum, ...] = DATA) -> ForwardBackwardOutput:
-    (output,) = worker.run_pass(Pass((ForwardBackwardRequest(run_id, 1, data, "cross_entropy"),)))
+    (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")),)))
     assert isinstance(output, ForwardBackwardOutput), output
     return output
 
@@ -69,7 +69,7 @@ def step(worker: Worker, run_id: str = "run", params: AdamParams = ADAM) -> dict
 
 def loss(worker: Worker, run_id: str = "run") -> float:
     request = ForwardBackwardRequest(run_id, 1, DATA, "cross_entropy", forward_only=True)
-    (output,) = worker.run_pass(Pass((request,)))
+    (output,) = worker.run_pass(Pass((Part(0, request),)))
     assert isinstance(output, ForwardBackwardOutput)
     return output.metrics["loss:sum"]
 
@@ -163,13 +163,13 @@ def test_runs_on_one_base_do_not_touch_each_other(worker: Worker) -> None:
 def test_the_good_operations_of_a_pass_are_answered_beside_the_bad(worker: Worker) -> None:
     good = ForwardBackwardRequest("run", 1, DATA, "cross_entropy", forward_only=True)
     bad = ForwardBackwardRequest("run", 2, (), "cross_entropy", forward_only=True)
-    results = worker.run_pass(Pass((good, bad, good)))
+    results = worker.run_pass(Pass(tuple(Part(i, request) for i, request in enumerate((good, bad, good)))))
     assert [type(result) for result in results] == [ForwardBackwardOutput, Failure, ForwardBackwardOutput]
 
 
 def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(worker: Worker) -> None:
     train(worker)
-    worker.run_pass(Pass((ForwardBackwardRequest("run", 1, (), "cross_entropy"),)))
+    worker.run_pass(Pass((Part(0, ForwardBackwardRequest("run", 1, (), "cross_entropy")),)))
     refused = step(worker)
     assert isinstance(refused, Failure)
     assert "batch is empty" in refused.message

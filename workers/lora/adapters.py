@@ -1,0 +1,119 @@
+"""Adapters: all adapters of one base on this rank, by id, and which linears they target."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
+from ..model import BaseModel
+from .adapter import Adapter, Target
+from .linear import Active, LoraLinear, Segment
+
+ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
+MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+
+
+class Adapters:
+    """All adapters of one base on this rank, by id. Makes every target of the base's trunk a LoraLinear."""
+
+    def __init__(self, base: BaseModel, max_rank: int) -> None:
+        self._base = base
+        self._max_rank = max_rank
+        self._adapters: dict[str, Adapter] = {}
+        self._active = Active(base)
+        self._trunk_targets = tuple(_wrap_targets(base, self._active))
+        self._unembed_target = _unembed_target(base)
+
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._adapters
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._adapters))
+
+    def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
+        """A freshly initialized adapter. Raises as `build`."""
+        assert adapter_id not in self._adapters, f"adapter {adapter_id} exists"
+        adapter = self.build(lora)
+        adapter.initialize()
+        self.put(adapter_id, adapter)
+        return adapter
+
+    def get(self, adapter_id: str) -> Adapter:
+        """Raises KeyError."""
+        try:
+            return self._adapters[adapter_id]
+        except KeyError:
+            raise KeyError(f"no adapter {adapter_id!r} on this rank") from None
+
+    def copy(self, source_id: str, target_id: str) -> Adapter:
+        """The weights alone. An existing target is overwritten in place: who holds it sees the new weights."""
+        source = self.get(source_id)
+        target = self._adapters.get(target_id)
+        if target is None or target.lora != source.lora:
+            target = self.build(source.lora)
+            self.put(target_id, target)
+        target.weights.copy_(source.weights)
+        return target
+
+    def put(self, adapter_id: str, adapter: Adapter) -> None:
+        """Replaces one of the same id."""
+        self._adapters[adapter_id] = adapter
+
+    def drop(self, adapter_id: str) -> None:
+        """Unknown ids are ignored."""
+        self._adapters.pop(adapter_id, None)
+
+    def build(self, lora: LoraConfig) -> Adapter:
+        """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        if lora.rank > self._max_rank:
+            raise OperationError(
+                f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
+                f" --max-lora-rank {lora.rank}"
+            )
+        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
+
+    @contextmanager
+    def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
+        """Inside, forward and backward of the trunk use these adapters.
+
+        Segments are in order and end at the row's last token; none at all = the bare base.
+        """
+        before = self._active.segments
+        self._active.segments = tuple(segments)
+        try:
+            yield
+        finally:
+            self._active.segments = before
+
+    def _targets(self, lora: LoraConfig) -> list[Target]:
+        wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())
+        targets = [target for target in self._trunk_targets if target.kind in wanted]
+        if lora.train_unembed:
+            targets.append(self._unembed_target)
+        if not targets:
+            raise OperationError(
+                f"train_attn={lora.train_attn}, train_mlp={lora.train_mlp}, train_unembed={lora.train_unembed} selects"
+                f" no linear layer of this model: it has {sorted({t.kind for t in self._trunk_targets})}"
+                " and the output head"
+            )
+        return targets
+
+
+def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
+    """Replaces the targets of the trunk by LoraLinear, in the model's order."""
+    inside = {id(module) for module in base.trunk.modules()}
+    for name, module in list(base.model.named_modules()):
+        parent_name, _, kind = name.rpartition(".")
+        if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
+            continue
+        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
+        yield Target(name, module.in_features, module.out_features)
+
+
+def _unembed_target(base: BaseModel) -> Target:
+    head = base.model.get_output_embeddings()
+    name = next(name for name, module in base.model.named_modules() if module is head)
+    vocab_size, hidden_size = base.unembedding.shape
+    return Target(name, hidden_size, vocab_size)

@@ -1,0 +1,66 @@
+"""LoraPair: the two matrices of one target, and their products."""
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from .adapter import Adapter, Target
+
+
+class LoraPair:
+    """The two matrices of one target: y += scale * (x A^T) B^T.
+
+    a [rank, in], b [out, rank]: float32 views of the adapter's weights.
+    """
+
+    def __init__(self, adapter: "Adapter", target: "Target") -> None:
+        self.a, self.b = adapter.views(adapter.weights, target)
+        self.scale = adapter.lora.alpha / adapter.lora.rank
+        # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until Python looks for it.
+        self._adapter: Adapter = weakref.proxy(adapter)
+        self._name = target.name
+
+    @property
+    def a_grad(self) -> Tensor:
+        """float32 [rank, in]: the view of the adapter's scratch."""
+        return self._adapter.gradients(self._name)[0]
+
+    @property
+    def b_grad(self) -> Tensor:
+        """float32 [out, rank]: the view of the adapter's scratch."""
+        return self._adapter.gradients(self._name)[1]
+
+    def down(self, x: Tensor) -> Tensor:
+        """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
+        a, _ = self._adapter.factors(self._name)
+        return x @ a.t()
+
+    def add_up(self, y: Tensor, reduced: Tensor) -> None:
+        """y [tokens, out] += scale * reduced B^T."""
+        _, b = self._adapter.factors(self._name)
+        y.addmm_(reduced, b.t(), alpha=self.scale)
+
+    def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
+        """Adds to the gradients of A and B, and to that of x where there is one.
+
+        grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
+        """
+        a, b = self._adapter.factors(self._name)
+        grad_reduced = (grad @ b).mul_(self.scale)
+        _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
+        _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)
+        if grad_x is not None:
+            grad_x.addmm_(grad_reduced, a)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor, scale: float) -> None:
+    """total += scale * left @ right, summed in float32."""
+    if left.dtype == torch.float32:
+        total.addmm_(left, right, alpha=scale)
+    elif left.is_cuda:
+        total.add_(torch.mm(left, right, out_dtype=torch.float32), alpha=scale)
+    else:
+        total.addmm_(left.float(), right.float(), alpha=scale)

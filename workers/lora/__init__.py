@@ -2,7 +2,20 @@
 
 from .adapter import Adapter, Target, Window
 from .adapters import Adapters
-from .linear import Segment, frozen_product, mkldnn_linear
+from .linear import LoraLinear, MergedLoraLinear, Segment, frozen_product, mkldnn_linear
 from .pair import LoraPair
+from .residency import Residency
 
-__all__ = ["Adapter", "Adapters", "LoraPair", "Segment", "Target", "Window", "frozen_product", "mkldnn_linear"]
+__all__ = [
+    "Adapter",
+    "Adapters",
+    "LoraLinear",
+    "LoraPair",
+    "MergedLoraLinear",
+    "Residency",
+    "Segment",
+    "Target",
+    "Window",
+    "frozen_product",
+    "mkldnn_linear",
+]

@@ -10,6 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -29,8 +30,7 @@ def save_adapter(adapter: Adapter, directory: Path, *, optimizer: bool, base_nam
     """Writes into an existing empty directory. optimizer: also what a resumed training needs."""
     _save_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
     if optimizer:
-        moments = {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
-        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, moments))
+        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, _moments(adapter)))
     _save_json(directory / _PEFT_CONFIG, _peft_config(adapter, base_name))
     _save_json(directory / _DESCRIPTION, _describe(adapter, base_name))
 
@@ -47,7 +47,7 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     _copy_into(adapter.named_views(adapter.weights), weights)
     adapter.clear_window()
     adapter.clear_optimizer()
-    if optimizer:
+    if optimizer and description["num_steps"]:
         _copy_into(_named_moments(adapter, {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}), moments)
         adapter.num_steps = description["num_steps"]
 
@@ -124,6 +124,13 @@ def _named_moments(adapter: Adapter, vectors: dict[str, Tensor]) -> dict[str, Te
     return {
         f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in adapter.named_views(vector).items()
     }
+
+
+def _moments(adapter: Adapter) -> dict[str, Tensor]:
+    """Before the first step an adapter has none: they are zeros, which it does not keep."""
+    if not adapter.has_moments:
+        return {"exp_avg": torch.zeros_like(adapter.weights), "exp_avg_sq": torch.zeros_like(adapter.weights)}
+    return {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
 
 
 def _read_moments(adapter: Adapter, directory: Path) -> dict[str, Tensor]:

@@ -1,6 +1,8 @@
 """Worker: one rank, a plain synchronous class with one method per verb. Knows no other rank and no request."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -12,6 +14,7 @@ from .batch import ModelLimits
 from .checkpoint import load_adapter, load_new_adapter, save_adapter
 from .config import WorkerConfig
 from .lora import Adapter, Adapters
+from .lora.residency import Residency
 from .memory import tune_allocator
 from .model import BaseModel
 from .optim import apply_step
@@ -33,7 +36,7 @@ class Worker:
         self._name = config.model.name
         self._base = _load(config)
         self._limits = _limits(self._base, config)
-        self._adapters = Adapters(self._base, config.max_lora_rank)
+        self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
         self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
         self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config)
 
@@ -67,19 +70,22 @@ class Worker:
         return tuple(self._apply_step(step) for step in steps)
 
     def clear_gradients(self, run_id: str) -> None:
-        self._run(run_id).clear_window()
+        with self._resident(run_id) as adapter:
+            adapter.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
-        save_adapter(self._run(run_id), Path(directory), optimizer=optimizer, base_name=self._name)
+        with self._resident(run_id) as adapter:
+            save_adapter(adapter, Path(directory), optimizer=optimizer, base_name=self._name)
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Discards pending gradients. Raises OperationError, the run untouched, when the checkpoint does not fit."""
-        load_adapter(self._run(run_id), Path(directory), optimizer=optimizer)
+        with self._resident(run_id) as adapter:
+            load_adapter(adapter, Path(directory), optimizer=optimizer)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""
-        self._run(run_id)
+        self._check_run(run_id)
         self._adapters.copy(run_id, adapter_id)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
@@ -94,22 +100,27 @@ class Worker:
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose."""
-        adapters = sum(self._adapters.get(adapter_id).num_bytes for adapter_id in self._adapters)
+        """Bytes by purpose, those of adapters by place too, and how many adapters there are."""
         tensors = {id(tensor): tensor.nbytes for tensor in self._base.model.parameters()}
-        kv_cache = self._sampler.cache_bytes()
-        return {"base_weights": sum(tensors.values()), "adapters": adapters, "kv_cache": kv_cache}
+        weights, kv_cache = sum(tensors.values()), self._sampler.cache_bytes()
+        return {"base_weights": weights, "kv_cache": kv_cache} | self._adapters.memory()
 
     def _apply_step(self, step: Step) -> dict[str, float] | Failure:
         try:
-            return apply_step(self._run(step.run_id), step)
+            with self._resident(step.run_id) as adapter:
+                return apply_step(adapter, step)
         except OperationError as error:
             return Failure(error.message, error.category)
 
-    def _run(self, run_id: str) -> Adapter:
+    @contextmanager
+    def _resident(self, run_id: str) -> Iterator[Adapter]:
+        self._check_run(run_id)
+        with self._adapters.resident([run_id]) as (adapter,):
+            yield adapter
+
+    def _check_run(self, run_id: str) -> None:
         if run_id not in self._adapters:
             raise OperationError(f"run {run_id} is not on this worker: create it or load its checkpoint", "server")
-        return self._adapters.get(run_id)
 
 
 def _load(config: WorkerConfig) -> BaseModel:
@@ -121,6 +132,11 @@ def _load(config: WorkerConfig) -> BaseModel:
         return BaseModel(config)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{source} is not readable: {error}") from error
+
+
+def _residency(base: BaseModel, config: WorkerConfig) -> Residency:
+    """Raises ValueError on a page_directory that cannot be written to."""
+    return Residency(base.device, config.adapter_slots, config.host_adapter_bytes, config.page_directory)
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:

@@ -241,6 +241,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         gradients.append(adapter.scratch)
     assert gradients[1].dtype == torch.float32
     snapshot = rounded.adapters.copy("one", "sampler")
+    rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
     assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2
     assert relative_error(gradients[1], gradients[0]) < 1e-1

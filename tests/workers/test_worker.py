@@ -252,8 +252,9 @@ def test_memory_is_told_by_purpose(worker: Worker) -> None:
     before = worker.memory()
     assert before["base_weights"] == worker.info().num_parameters * 4
     train(worker)
-    weights_scratch_and_accumulator = 3 * 4 * 10496
-    assert worker.memory()["adapters"] == weights_scratch_and_accumulator == 3 * before["adapters"]
+    weights_and_accumulator = 2 * 4 * 10496
+    assert worker.memory()["adapters"] == weights_and_accumulator == 2 * before["adapters"]
+    assert worker.memory()["num_adapters_on_device"] == 1
 
 
 def test_refusals_name_the_run_and_the_remedy(worker: Worker, tmp_path: Path) -> None:

@@ -1,12 +1,13 @@
 """Adapter: one LoRA adapter, a flat float32 vector with a named view per matrix.
 
-Whatever concerns an adapter as a whole (clipping, AdamW, a snapshot, saving) is one operation on its vectors. Gradients
-go to its `scratch` while an operation runs, and from there to its `accumulator`.
+Whatever concerns an adapter as a whole (clipping, AdamW, a snapshot, saving, paging) is one operation on its vectors.
+Gradients go to its `scratch` while an operation runs, and from there to its `accumulator`.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +20,12 @@ from .pair import LoraPair
 _ALIGNMENT = 16
 
 _SEED_MASK = (1 << 64) - 1
+
+# Where an adapter's vectors are. On a CPU the device and the host are the same memory.
+Place = Literal["device", "host", "disk"]
+
+# What an adapter has learned; its other vectors are gradients.
+LEARNED = ("weights", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
@@ -59,21 +66,25 @@ class Window:
 class Adapter:
     """One adapter. weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
-    pairs: by target name. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen.
+    They are to be had only while the adapter is on the device (see Residency), and are other tensors when it comes
+    back: hold the adapter, not its tensors. pairs: by target name. window: what the accumulator holds. num_steps:
+    optimizer steps that exp_avg has seen. place: where it is.
     """
 
     def __init__(self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str) -> None:
         self.lora = lora
         self.targets = tuple(targets)
-        self._places, size = _layout(self.targets, lora.rank)
-        self.weights = torch.zeros(size, device=base.device)
-        self._cast = _Cast(self, base.dtype)
+        self.place: Place = "device"
         self.window = Window()
         self.num_steps = 0
+        self._layout = _Layout(self.targets, lora.rank)
+        self._vectors = {"weights": _Vector(self._layout, torch.zeros(self._layout.size, device=base.device))}
+        self._dtype = base.dtype
+        self._cast: _Cast | None = None
+        self._operation_open = False
+        self._earlier_changes = 0
         self._unembed_name = unembed_name
-        self._vectors: dict[str, Tensor] = {}
-        self._gradients: dict[str, tuple[Tensor, Tensor]] = {}
-        self.pairs = {target.name: LoraPair(self, target) for target in self.targets}
+        self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
     @property
     def unembed(self) -> LoraPair | None:
@@ -84,64 +95,106 @@ class Adapter:
         return sum(self.lora.rank * (t.in_features + t.out_features) for t in self.targets)
 
     @property
+    def vector_size(self) -> int:
+        """P: the parameters, and the gaps between them."""
+        return self._layout.size
+
+    @property
     def num_bytes(self) -> int:
-        """Bytes of all vectors that are allocated."""
-        return self.weights.nbytes + self._cast.num_bytes + sum(vector.nbytes for vector in self._vectors.values())
+        """Bytes of all vectors in memory, the device's or the host's."""
+        cast = self._cast.num_bytes if self._cast else 0
+        return cast + sum(vector.tensor.nbytes for vector in self._vectors.values())
+
+    @property
+    def weights(self) -> Tensor:
+        return self._vector("weights").tensor
 
     @property
     def scratch(self) -> Tensor:
-        return self._vector("scratch")
+        """The gradients of the operation that runs; between operations its content means nothing."""
+        return self._vector("scratch").tensor
 
     @property
     def accumulator(self) -> Tensor:
-        return self._vector("accumulator")
+        return self._vector("accumulator").tensor
 
     @property
     def exp_avg(self) -> Tensor:
-        return self._vector("exp_avg")
+        return self._vector("exp_avg").tensor
 
     @property
     def exp_avg_sq(self) -> Tensor:
-        return self._vector("exp_avg_sq")
+        return self._vector("exp_avg_sq").tensor
 
-    def _vector(self, name: str) -> Tensor:
+    @property
+    def has_moments(self) -> bool:
+        """Whether exp_avg and exp_avg_sq hold anything but zeros."""
+        return "exp_avg" in self._vectors
+
+    def _vector(self, name: str) -> "_Vector":
+        assert self.place == "device", f"the adapter is on {self.place}: enter Adapters.resident first"
         vector = self._vectors.get(name)
         if vector is None:
-            vector = self._vectors[name] = torch.zeros_like(self.weights)
+            zeros = torch.zeros_like(self._vectors["weights"].tensor)
+            vector = self._vectors[name] = _Vector(self._layout, zeros)
         return vector
+
+    def matrices(self, name: str) -> tuple[Tensor, Tensor]:
+        """A and B of the target `name`: float32 views of the weights."""
+        return self._vector("weights").matrices[name]
 
     def gradients(self, name: str) -> tuple[Tensor, Tensor]:
         """The views of scratch that take the gradients of A and B of the target `name`."""
-        if not self._gradients:
-            self._gradients = {target.name: self.views(self.scratch, target) for target in self.targets}
-        return self._gradients[name]
+        return self._vector("scratch").matrices[name]
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B of the target `name` in the base's dtype, for products."""
+        if self._dtype == torch.float32:
+            return self.matrices(name)
+        weights = self.weights
+        if self._cast is None or self._cast.source is not weights:
+            self._cast = _Cast(self._layout, weights, self._dtype)
         return self._cast.factors(name)
 
     def begin_operation(self) -> None:
-        self.scratch.zero_()
+        """Scratch is zeros, and is kept until the operation is committed or abandoned."""
+        self._operation_open = True
+        if "scratch" in self._vectors:
+            self.scratch.zero_()
+        else:
+            self._vector("scratch")
 
     def scratch_is_finite(self) -> bool:
         low, high = torch.aminmax(self.scratch)
         return bool(torch.isfinite(low) & torch.isfinite(high))
 
     def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
-        """The operation succeeded: its gradients join the window."""
-        self.accumulator.add_(self.scratch)
+        """The operation succeeded: its gradients join the window. The window's first become the accumulator."""
+        self._operation_open = False
+        if self.window.num_operations:
+            self.accumulator.add_(self.scratch)
+        else:
+            self._vectors.pop("accumulator", None)
+            self._vectors["accumulator"] = self._vector("scratch")
+            del self._vectors["scratch"]
         self.window.add(num_tokens, weight_sum, losses or {})
 
+    def abandon_operation(self) -> None:
+        """The operation failed: its gradients are of no use."""
+        self._operation_open = False
+
     def clear_window(self) -> None:
-        """Discards the accumulated gradients."""
-        if self.window.num_operations:
-            self.accumulator.zero_()
+        """Discards the accumulated gradients; their memory is the next operation's scratch."""
+        accumulator = self._vectors.pop("accumulator", None)
+        if accumulator is not None and not self._operation_open:
+            self._vectors["scratch"] = accumulator
         self.window = Window()
 
     def clear_optimizer(self) -> None:
         """As before the first step."""
-        self._vectors.pop("exp_avg", None)
-        self._vectors.pop("exp_avg_sq", None)
+        for name in ("exp_avg", "exp_avg_sq"):
+            vector = self._vectors.pop(name, None)
+            self._earlier_changes += 1 + (vector.tensor._version if vector else 0)
         self.num_steps = 0
 
     def initialize(self) -> None:
@@ -160,50 +213,99 @@ class Adapter:
         """A vector [P] as the matrices it holds, by their names in PEFT's files."""
         named = {}
         for target in self.targets:
-            a, b = self.views(vector, target)
+            a, b = self._layout.views(vector, target)
             named[f"base_model.model.{target.name}.lora_A.weight"] = a
             named[f"base_model.model.{target.name}.lora_B.weight"] = b
         return named
 
+    # Moving: who moves an adapter (see Residency) takes its live vectors and gives them back elsewhere.
+
+    @property
+    def in_window(self) -> bool:
+        """Whether it holds gradients: of a window, or of an operation under way."""
+        return bool(self.window.num_operations) or self._operation_open
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with every change of what it has learned, wherever it is meanwhile."""
+        return self._earlier_changes + self._changes_here()
+
+    def live(self) -> dict[str, Tensor]:
+        """The vectors that mean anything."""
+        gradients = {"accumulator": bool(self.window.num_operations), "scratch": self._operation_open}
+        names = (*LEARNED, *(name for name, is_live in gradients.items() if is_live))
+        return {name: self._vectors[name].tensor for name in names if name in self._vectors}
+
+    def move(self, vectors: Mapping[str, Tensor], place: Place) -> None:
+        """From now on these are its vectors, at `place`; whatever views there are of others are made anew."""
+        num_changes = self.num_changes
+        kept = {id(vector.tensor): vector for vector in self._vectors.values()}
+        self._vectors = {
+            name: kept.get(id(tensor)) or _Vector(self._layout, tensor) for name, tensor in vectors.items()
+        }
+        self.place = place
+        self._earlier_changes = num_changes - self._changes_here()
+        if self._cast is not None and self._cast.source is not vectors.get("weights"):
+            self._cast = None
+
+    def _changes_here(self) -> int:
+        return sum(self._vectors[name].tensor._version for name in LEARNED if name in self._vectors)
+
+
+class _Layout:
+    """Where A and B of each target lie in the flat vectors of an adapter."""
+
+    def __init__(self, targets: Sequence[Target], rank: int) -> None:
+        self.targets = targets
+        self.size = 0
+        self._rank = rank
+        self._starts: dict[str, tuple[int, int]] = {}
+        for target in targets:
+            b_start = self.size + _aligned(rank * target.in_features)
+            self._starts[target.name] = (self.size, b_start)
+            self.size = b_start + _aligned(rank * target.out_features)
+
     def views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         """A [rank, in] and B [out, rank] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
-        rank = self.lora.rank
-        a_start, b_start = self._places[target.name]
+        rank = self._rank
+        a_start, b_start = self._starts[target.name]
         a = vector[a_start : a_start + rank * target.in_features].view(rank, target.in_features)
         b = vector[b_start : b_start + rank * target.out_features].view(rank, target.out_features)
         return a, b.t()
 
 
-class _Cast:
-    """An adapter's matrices in the dtype of its base: the weights themselves in float32, else a copy kept current."""
+class _Vector:
+    """A vector [P] and its matrices by target: views, made when they are first asked for."""
 
-    def __init__(self, adapter: Adapter, dtype: torch.dtype) -> None:
-        self._weights = adapter.weights
-        self._vector = adapter.weights if dtype == torch.float32 else adapter.weights.to(dtype)
-        self._version = adapter.weights._version
-        self._factors = {target.name: adapter.views(self._vector, target) for target in adapter.targets}
+    def __init__(self, layout: _Layout, tensor: Tensor) -> None:
+        self.tensor = tensor
+        self._layout = layout
+        self._matrices: dict[str, tuple[Tensor, Tensor]] = {}
+
+    @property
+    def matrices(self) -> dict[str, tuple[Tensor, Tensor]]:
+        if not self._matrices:
+            self._matrices = {target.name: self._layout.views(self.tensor, target) for target in self._layout.targets}
+        return self._matrices
+
+
+class _Cast:
+    """An adapter's matrices in another dtype than float32: a copy, kept current."""
+
+    def __init__(self, layout: _Layout, weights: Tensor, dtype: torch.dtype) -> None:
+        self.source = weights
+        self._copy = _Vector(layout, weights.to(dtype))
+        self._version = weights._version
 
     @property
     def num_bytes(self) -> int:
-        """Of the copy."""
-        return 0 if self._vector is self._weights else self._vector.nbytes
+        return self._copy.tensor.nbytes
 
     def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        if self._version != self._weights._version:
-            self._version = self._weights._version
-            if self._vector is not self._weights:
-                self._vector.copy_(self._weights)
-        return self._factors[name]
-
-
-def _layout(targets: Sequence[Target], rank: int) -> tuple[dict[str, tuple[int, int]], int]:
-    """Where A and B of each target start in the flat vector, and its size."""
-    places, size = {}, 0
-    for target in targets:
-        b_start = size + _aligned(rank * target.in_features)
-        places[target.name] = (size, b_start)
-        size = b_start + _aligned(rank * target.out_features)
-    return places, size
+        if self._version != self.source._version:
+            self._version = self.source._version
+            self._copy.tensor.copy_(self.source)
+        return self._copy.matrices[name]
 
 
 def _aligned(size: int) -> int:

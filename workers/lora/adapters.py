@@ -10,6 +10,7 @@ from ...schemas.models import LoraConfig
 from ..model import BaseModel
 from .adapter import Adapter, Target
 from .linear import Active, LoraLinear, Segment
+from .residency import Residency
 
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
@@ -18,9 +19,11 @@ MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 class Adapters:
     """All adapters of one base on this rank, by id. Makes every target of the base's trunk a LoraLinear."""
 
-    def __init__(self, base: BaseModel, max_rank: int) -> None:
+    def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
+        """residency: None = all of them stay on the device."""
         self._base = base
         self._max_rank = max_rank
+        self._residency = residency or Residency(base.device)
         self._adapters: dict[str, Adapter] = {}
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
@@ -41,29 +44,49 @@ class Adapters:
         return adapter
 
     def get(self, adapter_id: str) -> Adapter:
-        """Raises KeyError."""
+        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
         try:
             return self._adapters[adapter_id]
         except KeyError:
             raise KeyError(f"no adapter {adapter_id!r} on this rank") from None
 
+    @contextmanager
+    def resident(self, adapter_ids: Sequence[str]) -> Iterator[list[Adapter]]:
+        """Inside, these adapters are on the device, at most its `adapter_slots` of them.
+
+        Raises KeyError, and OperationError when one cannot be read back from disk.
+        """
+        adapters = [self.get(adapter_id) for adapter_id in adapter_ids]
+        with self._residency.held(adapters):
+            yield adapters
+
     def copy(self, source_id: str, target_id: str) -> Adapter:
         """The weights alone. An existing target is overwritten in place: who holds it sees the new weights."""
-        source = self.get(source_id)
+        with self.resident([source_id]) as (source,):
+            weights = source.weights.clone()
         target = self._adapters.get(target_id)
         if target is None or target.lora != source.lora:
             target = self.build(source.lora)
             self.put(target_id, target)
-        target.weights.copy_(source.weights)
+        with self.resident([target_id]):
+            target.weights.copy_(weights)
         return target
 
     def put(self, adapter_id: str, adapter: Adapter) -> None:
         """Replaces one of the same id."""
+        self.drop(adapter_id)
         self._adapters[adapter_id] = adapter
+        self._residency.add(adapter)
 
     def drop(self, adapter_id: str) -> None:
         """Unknown ids are ignored."""
-        self._adapters.pop(adapter_id, None)
+        adapter = self._adapters.pop(adapter_id, None)
+        if adapter is not None:
+            self._residency.remove(adapter)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in memory and on disk, and how many there are, by place."""
+        return self._residency.memory()
 
     def build(self, lora: LoraConfig) -> Adapter:
         """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""

@@ -7,21 +7,27 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from .adapter import Adapter, Target
+    from .adapter import Adapter
 
 
 class LoraPair:
-    """The two matrices of one target: y += scale * (x A^T) B^T.
+    """The two matrices of one target: y += scale * (x A^T) B^T."""
 
-    a [rank, in], b [out, rank]: float32 views of the adapter's weights.
-    """
-
-    def __init__(self, adapter: "Adapter", target: "Target") -> None:
-        self.a, self.b = adapter.views(adapter.weights, target)
+    def __init__(self, adapter: "Adapter", name: str) -> None:
         self.scale = adapter.lora.alpha / adapter.lora.rank
         # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until Python looks for it.
         self._adapter: Adapter = weakref.proxy(adapter)
-        self._name = target.name
+        self._name = name
+
+    @property
+    def a(self) -> Tensor:
+        """float32 [rank, in]: a view of the adapter's weights."""
+        return self._adapter.matrices(self._name)[0]
+
+    @property
+    def b(self) -> Tensor:
+        """float32 [out, rank]: a view of the adapter's weights."""
+        return self._adapter.matrices(self._name)[1]
 
     @property
     def a_grad(self) -> Tensor:

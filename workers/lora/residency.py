@@ -1,0 +1,172 @@
+"""Residency: which adapters are on the device, which in host memory, which on disk.
+
+The least recently used give way: from the device to the host when the slots are taken, from the host to the disk when
+its bytes are spent. On a CPU device and host are the same memory, so there moving between them moves nothing.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from .adapter import Adapter
+from .pages import Page, PageFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Saved:
+    """An adapter's page. num_changes: those that it holds (see Adapter.num_changes)."""
+
+    page: Page
+    names: tuple[str, ...]
+    num_changes: int
+
+
+class Residency:
+    """The adapters of one base by where they are, the least recently used of a place first.
+
+    slots: adapters on the device. host_bytes: of those in host memory. None = no bound. directory: see PageFile.
+    Adapters that hold gradients never go to disk, so host_bytes may be exceeded by them.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        slots: int | None = None,
+        host_bytes: int | None = None,
+        directory: str | None = None,
+    ) -> None:
+        self._device = device
+        self._slots = slots
+        self._most_host_bytes = host_bytes
+        self._pages = PageFile(directory)
+        self._on_device: dict[Adapter, None] = {}
+        self._on_host: dict[Adapter, int] = {}
+        self._on_disk: dict[Adapter, None] = {}
+        self._saved: dict[Adapter, Saved] = {}
+        self._held: frozenset[Adapter] = frozenset()
+
+    def add(self, adapter: Adapter) -> None:
+        """A new one, made on the device."""
+        self._free_slots(1)
+        self._on_device[adapter] = None
+
+    def remove(self, adapter: Adapter) -> None:
+        self._on_device.pop(adapter, None)
+        self._on_host.pop(adapter, None)
+        self._on_disk.pop(adapter, None)
+        self._forget_page(adapter)
+
+    @contextmanager
+    def held(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+        """Inside, these are on the device. Raises OperationError when a page is not readable."""
+        before = self._held
+        self._held = before.union(adapters)
+        assert self._slots is None or len(self._held) <= self._slots, (
+            f"{len(self._held)} adapters wanted on the device at a time, more than its {self._slots} slots"
+        )
+        try:
+            self._bring(adapters)
+            yield
+        finally:
+            self._held = before
+
+    def memory(self) -> dict[str, int]:
+        """Bytes of adapters, in memory and by place, and how many are there."""
+        on_device, on_host = sum(adapter.num_bytes for adapter in self._on_device), sum(self._on_host.values())
+        return {
+            "adapters": on_device + on_host,
+            "adapters_on_device": on_device,
+            "adapters_on_host": on_host,
+            "adapters_on_disk": sum(self._saved[adapter].page.num_bytes for adapter in self._on_disk),
+            "num_adapters_on_device": len(self._on_device),
+            "num_adapters_on_host": len(self._on_host),
+            "num_adapters_on_disk": len(self._on_disk),
+        }
+
+    def _bring(self, adapters: Sequence[Adapter]) -> None:
+        absent = [adapter for adapter in dict.fromkeys(adapters) if adapter not in self._on_device]
+        self._free_slots(len(absent))
+        for adapter in absent:
+            self._to_device(adapter)
+        for adapter in adapters:
+            self._on_device[adapter] = self._on_device.pop(adapter)
+
+    def _free_slots(self, num_coming: int) -> None:
+        if self._slots is None:
+            return
+        num_leaving = len(self._on_device) + num_coming - self._slots
+        for adapter in [each for each in self._on_device if each not in self._held][: max(num_leaving, 0)]:
+            self._to_host(adapter)
+        self._bound_host()
+
+    def _bound_host(self) -> None:
+        if self._most_host_bytes is None:
+            return
+        surplus = sum(self._on_host.values()) - self._most_host_bytes
+        for adapter, num_bytes in list(self._on_host.items()) if surplus > 0 else ():
+            if surplus > 0 and not adapter.in_window and self._to_disk(adapter):
+                surplus -= num_bytes
+
+    def _to_host(self, adapter: Adapter) -> None:
+        adapter.move({name: _on_host(vector) for name, vector in adapter.live().items()}, "host")
+        del self._on_device[adapter]
+        self._on_host[adapter] = adapter.num_bytes
+
+    def _to_device(self, adapter: Adapter) -> None:
+        vectors = self._read(adapter) if adapter in self._on_disk else adapter.live()
+        # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
+        adapter.move({name: v.to(self._device, non_blocking=True) for name, v in vectors.items()}, "device")
+        self._on_host.pop(adapter, None)
+        self._on_disk.pop(adapter, None)
+        self._on_device[adapter] = None
+
+    def _to_disk(self, adapter: Adapter) -> bool:
+        """Whether it could be written; one that has not changed since it was read is on disk already."""
+        saved = self._saved.get(adapter)
+        if saved is None or saved.num_changes != adapter.num_changes:
+            self._forget_page(adapter)
+            try:
+                self._write(adapter)
+            except OSError as error:
+                logger.warning("an adapter of %d bytes stays in host memory: %s", adapter.num_bytes, error)
+                return False
+        adapter.move({}, "disk")
+        del self._on_host[adapter]
+        self._on_disk[adapter] = None
+        return True
+
+    def _write(self, adapter: Adapter) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        vectors = adapter.live()
+        page = self._pages.write(list(vectors.values()))
+        self._saved[adapter] = Saved(page, tuple(vectors), adapter.num_changes)
+
+    def _read(self, adapter: Adapter) -> dict[str, Tensor]:
+        saved = self._saved[adapter]
+        pinned = self._device.type == "cuda"
+        vectors = {name: torch.empty(adapter.vector_size, pin_memory=pinned) for name in saved.names}
+        try:
+            self._pages.read(saved.page, list(vectors.values()))
+        except OSError as error:
+            raise OperationError(f"an adapter cannot be read back from disk: {error}", "server") from None
+        return vectors
+
+    def _forget_page(self, adapter: Adapter) -> None:
+        saved = self._saved.pop(adapter, None)
+        if saved is not None:
+            self._pages.free(saved.page)
+
+
+def _on_host(vector: Tensor) -> Tensor:
+    """Pinned, so that it is copied while the device goes on; who reads it on the host waits for the device first."""
+    if vector.device.type == "cpu":
+        return vector
+    return torch.empty(vector.shape, pin_memory=True).copy_(vector, non_blocking=True)

@@ -1,41 +1,78 @@
-"""One optimizer step of one adapter, over its flat vectors: check, scale, clip, AdamW."""
+"""Optimizer steps of several adapters in one call, over their flat vectors: check, scale, clip, fused AdamW."""
 
 import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
 from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .lora import Adapter, Window
-from .verbs import Step
+from .verbs import Failure, Step
 
 _NORM_PART = 1 << 14
 
 
-def apply_step(adapter: Adapter, step: Step) -> dict[str, float]:
-    """Consumes the window; returns grad_norm (scaled, before clipping), clipped, lr, step, num_tokens and loss sums.
+@dataclass(eq=False)
+class Update:
+    """A step under way, and of its gradient the norm, scaled and before clipping, and what it is multiplied with."""
 
-    Raises OperationError, the weights untouched: on a window that is empty or that lost an operation or overflowed
-    (the window is then cleared), and on a gradient_scale or eps that is no use (the window then stays).
+    adapter: Adapter
+    params: AdamParams
+    scale: float
+    norm: float = math.nan
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.adapter.accumulator
+
+    @property
+    def clip_coefficient(self) -> float:
+        """As torch.nn.utils.clip_grad_norm_; a grad_clip_norm of 0 = off."""
+        max_norm = self.params.grad_clip_norm
+        return min(1.0, max_norm / (self.norm + 1e-6)) if max_norm else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        window = self.adapter.window
+        return window.losses | {
+            "grad_norm": self.norm,
+            "clipped": float(self.clip_coefficient < 1.0),
+            "lr": self.params.learning_rate,
+            "step": float(self.adapter.num_steps),
+            "num_tokens": float(window.num_tokens),
+        }
+
+
+def apply_steps(adapters: Sequence[Adapter], steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+    """A step of each adapter; all are on the device, and none is there twice. Each is as if it were alone.
+
+    Consumes the windows; answers grad_norm (scaled, before clipping), clipped, lr, step, num_tokens and loss sums.
+    A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
+    window is then cleared), and on a gradient_scale or eps that is no use (the window then stays).
     """
-    _refuse_unusable_window(adapter)
-    _refuse_vanishing_eps(step.params)
-    scale = _gradient_scale(adapter.window, step.gradient_scale)
-    gradient = adapter.accumulator.mul_(scale) if scale != 1.0 else adapter.accumulator
-    norm = global_norm(gradient)
-    if not math.isfinite(norm):
-        adapter.clear_window()
-        raise OperationError(
-            f"the accumulated gradient is not finite (norm {norm}); the weights are unchanged and the gradients are"
-            " discarded: send the batch again, with smaller losses or weights"
-        )
-    clipped = _clip(gradient, norm, step.params.grad_clip_norm)
-    _adamw(adapter, gradient, step.params)
-    metrics = _metrics(adapter, step.params, norm, clipped)
-    adapter.clear_window()
-    return metrics
+    checked = [_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)]
+    updates = [each for each in checked if isinstance(each, Update)]
+    _multiply([update.gradient for update in updates], [update.scale for update in updates])
+    for update, norm in zip(updates, global_norms([update.gradient for update in updates]), strict=True):
+        update.norm = norm
+    finite = [update for update in updates if math.isfinite(update.norm)]
+    _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
+    _adamw(finite)
+    return [_answer(each) if isinstance(each, Update) else each for each in checked]
+
+
+def _check(adapter: Adapter, step: Step) -> Update | Failure:
+    try:
+        _refuse_unusable_window(adapter)
+        _refuse_vanishing_eps(step.params)
+        return Update(adapter, step.params, _gradient_scale(adapter.window, step.gradient_scale))
+    except OperationError as error:
+        return Failure(error.message, error.category)
 
 
 def _refuse_unusable_window(adapter: Adapter) -> None:
@@ -69,43 +106,81 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
     return scale
 
 
-def global_norm(gradient: Tensor) -> float:
-    """Of a vector, in parts: one float32 sum over millions of squares is wrong in the third digit."""
+def global_norms(gradients: Sequence[Tensor]) -> list[float]:
+    """Of vectors, each in parts: one float32 sum over millions of squares is wrong in the third digit."""
+    if not gradients:
+        return []
+    if gradients[0].is_cuda:
+        # In parts of 65536 elements, and those by threads.
+        return torch.stack(torch.ops.aten._foreach_norm(list(gradients))).tolist()
+    return [_norm_in_parts(gradient) for gradient in gradients]
+
+
+def _norm_in_parts(gradient: Tensor) -> float:
     in_parts = len(gradient) - len(gradient) % _NORM_PART
     parts = gradient[:in_parts].view(-1, _NORM_PART).norm(dim=1)
     return float(torch.cat([parts, gradient[in_parts:].norm()[None]]).norm())
 
 
-def _clip(gradient: Tensor, norm: float, max_norm: float) -> bool:
-    """As torch.nn.utils.clip_grad_norm_; 0 = off."""
-    coefficient = max_norm / (norm + 1e-6)
-    if not max_norm or coefficient >= 1.0:
-        return False
-    gradient.mul_(coefficient)
-    return True
+def _multiply(vectors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """In place, where the factor is not 1."""
+    wanted = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 1.0]
+    if wanted:
+        torch.ops.aten._foreach_mul_([vector for vector, _ in wanted], [factor for _, factor in wanted])
 
 
-def _adamw(adapter: Adapter, gradient: Tensor, params: AdamParams) -> None:
-    """torch.optim.AdamW in its order of operations: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101."""
-    adapter.num_steps += 1
-    adapter.exp_avg.lerp_(gradient, 1 - params.beta1)
-    adapter.exp_avg_sq.mul_(params.beta2).addcmul_(gradient, gradient, value=1 - params.beta2)
-    if not params.learning_rate:
-        return
-    first_correction = 1 - params.beta1**adapter.num_steps
-    second_correction = 1 - params.beta2**adapter.num_steps
-    # Between operations scratch is free, so the denominator needs no memory of its own.
-    denominator = torch.sqrt(adapter.exp_avg_sq, out=adapter.scratch)
-    denominator.div_(math.sqrt(second_correction)).add_(params.eps)
-    adapter.weights.mul_(1 - params.learning_rate * params.weight_decay)
-    adapter.weights.addcdiv_(adapter.exp_avg, denominator, value=-params.learning_rate / first_correction)
+def _adamw(updates: Sequence[Update]) -> None:
+    """torch.optim.AdamW, fused: one call for all steps of equal parameters.
+
+    Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    """
+    for update in updates:
+        update.adapter.num_steps += 1
+    for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
+        learning_rate, beta1, beta2, weight_decay, eps = key
+        _fused_adamw(
+            [update.adapter for update in group],
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+        )
 
 
-def _metrics(adapter: Adapter, params: AdamParams, norm: float, clipped: bool) -> dict[str, float]:
-    return adapter.window.losses | {
-        "grad_norm": norm,
-        "clipped": float(clipped),
-        "lr": params.learning_rate,
-        "step": float(adapter.num_steps),
-        "num_tokens": float(adapter.window.num_tokens),
-    }
+def _hyper_parameters(update: Update) -> tuple[float, ...]:
+    params = update.params
+    return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
+
+
+def _fused_adamw(adapters: Sequence[Adapter], **hyper_parameters: float) -> None:
+    weights = [adapter.weights for adapter in adapters]
+    exp_avgs = [adapter.exp_avg for adapter in adapters]
+    exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
+    num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
+    torch.ops.aten._fused_adamw_(
+        weights,
+        [adapter.accumulator for adapter in adapters],
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        list(num_steps.unbind()),
+        amsgrad=False,
+        maximize=False,
+        **hyper_parameters,
+    )
+    # The fused call does not tell that it changed them.
+    increment_version([*weights, *exp_avgs, *exp_avg_sqs])
+
+
+def _answer(update: Update) -> dict[str, float] | Failure:
+    """The window is consumed, or was of no use."""
+    metrics = update.metrics()
+    update.adapter.clear_window()
+    if math.isfinite(update.norm):
+        return metrics
+    return Failure(
+        f"the accumulated gradient is not finite (norm {update.norm}); the weights are unchanged and the gradients are"
+        " discarded: send the batch again, with smaller losses or weights",
+        "user",
+    )

@@ -1,7 +1,7 @@
 """Worker: one rank, a plain synchronous class with one method per verb. Knows no other rank and no request."""
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from .lora import Adapter, Adapters
 from .lora.residency import Residency
 from .memory import tune_allocator
 from .model import BaseModel
-from .optim import apply_step
+from .optim import apply_steps
 from .programs import PROGRAMS
 from .sampler import SAMPLERS
 from .verbs import Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
@@ -34,6 +34,7 @@ class Worker:
         tune_allocator()
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         self._name = config.model.name
+        self._adapter_slots = config.adapter_slots
         self._base = _load(config)
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
@@ -67,7 +68,8 @@ class Worker:
         return tuple(self._program.run(part.request) for part in work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        return tuple(self._apply_step(step) for step in steps)
+        """In calls of as many runs as there are adapter slots."""
+        return tuple(answer for chunk in _chunks(steps, self._adapter_slots) for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:
         with self._resident(run_id) as adapter:
@@ -105,12 +107,11 @@ class Worker:
         weights, kv_cache = sum(tensors.values()), self._sampler.cache_bytes()
         return {"base_weights": weights, "kv_cache": kv_cache} | self._adapters.memory()
 
-    def _apply_step(self, step: Step) -> dict[str, float] | Failure:
-        try:
-            with self._resident(step.run_id) as adapter:
-                return apply_step(adapter, step)
-        except OperationError as error:
-            return Failure(error.message, error.category)
+    def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+        known = [step for step in steps if step.run_id in self._adapters]
+        with self._adapters.resident([step.run_id for step in known]) as adapters:
+            answers = dict(zip((step.run_id for step in known), apply_steps(adapters, known), strict=True))
+        return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
     @contextmanager
     def _resident(self, run_id: str) -> Iterator[Adapter]:
@@ -120,7 +121,23 @@ class Worker:
 
     def _check_run(self, run_id: str) -> None:
         if run_id not in self._adapters:
-            raise OperationError(f"run {run_id} is not on this worker: create it or load its checkpoint", "server")
+            raise OperationError(_unknown(run_id), "server")
+
+
+def _unknown(run_id: str) -> str:
+    return f"run {run_id} is not on this worker: create it or load its checkpoint"
+
+
+def _chunks(steps: Sequence[Step], most: int) -> Iterator[list[Step]]:
+    """In order, none longer than `most`, no run twice in one."""
+    chunk: dict[str, Step] = {}
+    for step in steps:
+        if len(chunk) == most or step.run_id in chunk:
+            yield list(chunk.values())
+            chunk = {}
+        chunk[step.run_id] = step
+    if chunk:
+        yield list(chunk.values())
 
 
 def _load(config: WorkerConfig) -> BaseModel:

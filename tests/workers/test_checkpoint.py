@@ -13,8 +13,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.checkpoint import load_adapter, load_new_adapter, save_adapter
 from trainhouse.workers.lora import Adapter
-from trainhouse.workers.optim import apply_step
-from trainhouse.workers.verbs import Step
+from trainhouse.workers.optim import apply_steps
+from trainhouse.workers.verbs import Failure, Step
 from transformers import AutoModelForCausalLM
 
 from ..tiny import KINDS, tiny_model
@@ -33,7 +33,7 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
     adapter = adapted.create(adapter_id, **lora)
     for seed in range(2):
         accumulate(adapter, seed)
-        apply_step(adapter, STEP)
+        apply_steps([adapter], [STEP])
     return adapter
 
 
@@ -60,7 +60,7 @@ def test_a_round_trip_with_optimizer_is_bit_exact_and_goes_on_as_before(
             assert torch.equal(matrices(other, getattr(other, name)), matrices(adapter, getattr(adapter, name))), name
         for one in (adapter, other):
             accumulate(one, seed=7)
-            apply_step(one, STEP)
+            apply_steps([one], [STEP])
 
 
 def test_loading_without_the_optimizer_starts_it_fresh(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -85,13 +85,13 @@ def test_saving_leaves_pending_gradients_and_loading_discards_them(
     for name, view in adapter.named_views(adapter.weights).items():
         assert torch.equal(stored[name], view)
     for one in (adapter, undisturbed):
-        apply_step(one, STEP)
+        apply_steps([one], [STEP])
     assert torch.equal(adapter.weights, undisturbed.weights)
 
     accumulate(adapter, seed=6)
     load_adapter(adapter, directory, optimizer=True)
-    with pytest.raises(OperationError, match="no gradients"):
-        apply_step(adapter, STEP)
+    (refused,) = apply_steps([adapter], [STEP])
+    assert isinstance(refused, Failure) and "no gradients" in refused.message
     assert adapter.num_steps == 2
 
 

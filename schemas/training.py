@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
+
+from .columns import Column, Columns, column_of, columns_of, records_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +55,11 @@ class ForwardBackwardRequest:
     forward_only: bool = False
     loss_weight: float = 1.0
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Between processes its data are columns."""
+        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight)
+        return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
+
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
@@ -64,6 +71,71 @@ class ForwardBackwardOutput:
     loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
     loss_fn_output_type: str = "scalar"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        """Between processes its outputs are columns."""
+        outputs = self.loss_fn_outputs
+        columns = columns_of(outputs) if len(outputs) >= _FEW else None
+        packed = outputs if columns is None else _PackedOutputs(columns, len(outputs))
+        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type)
+
+
+_FEW = 8
+"""Fewer data travel as they are: making columns of them would take longer."""
+
+
+class _PackedData(NamedTuple):
+    """spans: the two tuples of each datum, None where no datum has any."""
+
+    tokens: Column
+    inputs: Columns
+    spans: tuple[tuple[tuple[ProvenanceSpan, ...], tuple[ProvenanceSpan, ...]], ...] | None
+
+
+class _PackedOutputs(NamedTuple):
+    columns: Columns
+    num_datums: int
+
+
+def _packed(data: tuple[Datum, ...]) -> _PackedData | tuple[Datum, ...]:
+    """As they are where they are few, or do not share names, dtypes and dimensions."""
+    if len(data) < _FEW:
+        return data
+    tokens = column_of([datum.tokens for datum in data])
+    inputs = columns_of([datum.loss_fn_inputs for datum in data])
+    if tokens is None or inputs is None:
+        return data
+    has_spans = any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data)
+    spans = tuple((datum.model_input_spans, datum.loss_fn_input_spans) for datum in data) if has_spans else None
+    return _PackedData(tokens, inputs, spans)
+
+
+def _unpacked(packed: _PackedData | tuple[Datum, ...]) -> tuple[Datum, ...]:
+    if not isinstance(packed, _PackedData):
+        return packed
+    tokens = packed.tokens.arrays()
+    inputs = records_of(packed.inputs, len(tokens))
+    if packed.spans is None:
+        return tuple(map(Datum, tokens, inputs))
+    of_model_input, of_loss_fn_inputs = zip(*packed.spans, strict=True)
+    return tuple(map(Datum, tokens, inputs, of_model_input, of_loss_fn_inputs))
+
+
+def _request_of(
+    model_id: str,
+    seq_id: int,
+    packed: _PackedData | tuple[Datum, ...],
+    options: tuple[str, Mapping[str, float | str], bool, float],
+) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
+
+
+def _output_of(
+    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...], metrics: Mapping[str, float], output_type: str
+) -> ForwardBackwardOutput:
+    if isinstance(packed, _PackedOutputs):
+        packed = tuple(records_of(*packed))
+    return ForwardBackwardOutput(packed, metrics, output_type)
 
 
 class Wire(BaseModel):

@@ -1,38 +1,38 @@
 """The processes: starts the ranks of a group, calls methods on them, notices their death. Knows no verb.
 
 Two pools with the same behaviour: LocalPool (forkserver children of this process, over socket pairs) and RayPool (an
-actor per rank in a placement group). Messages are pickled by us in both, so arrays arrive alike, owned and writable.
+actor per rank in a placement group). Messages are ours in both (see messages.py), so arrays arrive alike.
 """
 
 import abc
 import asyncio
 import contextlib
+import gc
 import importlib
 import logging
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import socket
-import struct
 import sys
 import threading
 import traceback
 import types
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..schemas.errors import OperationError
+from .messages import Incoming, Outgoing, Piece, decode, encode
 
 if TYPE_CHECKING:
     from ray.util.placement_group import PlacementGroup
 
 logger = logging.getLogger(__name__)
 
-_LENGTH = struct.Struct("<Q")
 _GRACE_SECONDS = 5.0
 
 
@@ -88,7 +88,7 @@ class Pool(abc.ABC):
     def __init__(self, spec: PoolSpec) -> None:
         self.spec = spec
         self.pids = []
-        self._exchanges: set[asyncio.Task[_Answer]] = set()
+        self._expected: set[asyncio.Future[_Answer]] = set()
 
     async def start(self) -> None:
         """Builds the worker on every rank.
@@ -99,7 +99,7 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            self.pids = await self._gather([b""] * len(self.spec.configs), "start")
+            self.pids = await self._gather([encode(None)] * len(self.spec.configs), "start")
         except BaseException:
             await self.close()
             raise
@@ -108,25 +108,26 @@ class Pool(abc.ABC):
         """The results of `worker.method(*arguments)`, by rank.
 
         Raises OperationError and ValueError as the worker raised them, WorkerError for any other exception, and
-        WorkerDied at once when a rank dies. A caller that is cancelled leaves the call running; its result is dropped.
+        WorkerDied at once when a rank dies. Calls that overlap are made in the order in which they began. A caller that
+        is cancelled leaves the call running; its result is dropped.
         """
-        messages = [pickle.dumps((method, row), protocol=5) for row in self._by_rank(arguments)]
+        if any(isinstance(each, PerRank) for each in arguments):
+            messages = [encode((method, row)) for row in self._by_rank(arguments)]
+        else:
+            messages = [encode((method, arguments))] * len(self.spec.configs)
         return await self._gather(messages, method)
 
     async def close(self) -> None:
         """Ends the ranks. Calls under way raise WorkerDied."""
         self._died("it was stopped")
-        for exchange in self._exchanges:
-            exchange.cancel()
-        await asyncio.gather(*self._exchanges, return_exceptions=True)
         await self._stop_ranks()
 
     @abc.abstractmethod
     async def _start_ranks(self) -> None: ...
 
     @abc.abstractmethod
-    async def _exchange(self, rank: int, message: bytes) -> "_Answer":
-        """Sends one message (empty: build the worker) and returns the answer; raises OSError when the rank is gone."""
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
+        """Sets `answer` (unless it is done by then) to what the rank answers to the message; None builds the worker."""
 
     @abc.abstractmethod
     async def _stop_ranks(self) -> None: ...
@@ -135,32 +136,25 @@ class Pool(abc.ABC):
         for rank in range(len(self.spec.configs)):
             yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
 
-    async def _gather(self, messages: list[bytes], method: str) -> list[Any]:
+    async def _gather(self, messages: Sequence[list[Piece]], method: str) -> list[Any]:
         if self.death.done():
             raise self.death.result()
-        exchanges = [self._begin(rank, message) for rank, message in enumerate(messages)]
-        answered = asyncio.gather(*exchanges, return_exceptions=True)
-        # A rank that waits for a dead one in a collective would never answer.
-        await asyncio.wait({answered, self.death}, return_when=asyncio.FIRST_COMPLETED)
+        expected = [self._expect() for _ in messages]
+        for rank, message in enumerate(messages):
+            self._send(rank, message, expected[rank])
+        answers = [await answer for answer in expected]
         if self.death.done():
             raise self.death.result()
-        answers = [exchange.result() for exchange in exchanges]
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 raise self._logged(answer.error, rank, method)
         return [answer.value for answer in answers]
 
-    def _begin(self, rank: int, message: bytes) -> "asyncio.Task[_Answer]":
-        exchange = asyncio.create_task(self._exchange_or_death(rank, message))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanges.discard)
-        return exchange
-
-    async def _exchange_or_death(self, rank: int, message: bytes) -> "_Answer":
-        try:
-            return await self._exchange(rank, message)
-        except OSError:
-            return _Answer(error=await asyncio.shield(self.death))
+    def _expect(self) -> "asyncio.Future[_Answer]":
+        answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
+        self._expected.add(answer)
+        answer.add_done_callback(self._expected.discard)
+        return answer
 
     def _logged(self, error: Exception, rank: int, method: str) -> Exception:
         if isinstance(error, WorkerError):
@@ -168,14 +162,32 @@ class Pool(abc.ABC):
         return error
 
     def _died(self, reason: str) -> None:
-        if not self.death.done():
-            self.death.set_result(WorkerDied(f"the worker died: {reason}"))
+        if self.death.done():
+            return
+        self.death.set_result(WorkerDied(f"the worker died: {reason}"))
+        # Of the other ranks, too: one that waits for a dead one in a collective would never answer.
+        for answer in tuple(self._expected):
+            _settle(answer, _Answer(error=self.death.result()))
 
 
 @dataclass(frozen=True)
 class _Answer:
     value: object = None
     error: Exception | None = None
+
+
+def _settle(answer: "asyncio.Future[_Answer]", value: _Answer) -> None:
+    """One that is done was cancelled with its caller, or knows already of a death."""
+    if not answer.done():
+        answer.set_result(value)
+
+
+def _answer_in(frame: memoryview) -> _Answer:
+    try:
+        answer: Any = decode(frame)
+    except Exception as error:  # of a type, say, that this process cannot build: its caller hears of it
+        return _Answer(error=error)
+    return answer
 
 
 class _Shell:
@@ -186,17 +198,18 @@ class _Shell:
         self._rank = rank
         self._worker: object = None
 
-    def answer(self, message: bytes | bytearray) -> bytes:
-        """An empty message builds the worker and is answered by the process id."""
+    def answer(self, frame: memoryview) -> list[Piece]:
+        """The message None builds the worker and is answered by the process id."""
         try:
-            return pickle.dumps(_Answer(self._call(message) if message else self._build()), protocol=5)
+            message: Any = decode(frame)
+            return encode(_Answer(self._build() if message is None else self._call(*message)))
         except OperationError as error:
-            return pickle.dumps(_Answer(error=error), protocol=5)
+            return encode(_Answer(error=error))
         except ValueError as error:
-            return pickle.dumps(_Answer(error=_plain(error)), protocol=5)
+            return encode(_Answer(error=_plain(error)))
         except Exception as error:
             summary = f"{type(error).__name__}: {error}"
-            return pickle.dumps(_Answer(error=WorkerError(summary, traceback.format_exc())), protocol=5)
+            return encode(_Answer(error=WorkerError(summary, traceback.format_exc())))
 
     def _build(self) -> int:
         module, _, name = self._spec.worker.partition(":")
@@ -206,10 +219,12 @@ class _Shell:
             self._worker = getattr(importlib.import_module(module), name)(self._spec.configs[self._rank])
         except OSError as error:
             raise ValueError(str(error)) from error  # an unreadable model is as good as a bad one
+        # What is there now stays: collections of garbage need not look at it again, which takes them long.
+        gc.collect()
+        gc.freeze()
         return os.getpid()
 
-    def _call(self, message: bytes | bytearray) -> object:
-        method, arguments = pickle.loads(message)
+    def _call(self, method: str, arguments: tuple[object, ...]) -> object:
         return getattr(self._worker, method)(*arguments)
 
 
@@ -231,10 +246,11 @@ class LocalPool(Pool):
         for rank in range(len(self.spec.configs)):
             child = await asyncio.to_thread(_Child, self.spec, rank)
             self._children.append(child)
+            child.listen()
             asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
 
-    async def _exchange(self, rank: int, message: bytes) -> _Answer:
-        return await self._children[rank].exchange(message)
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
+        self._children[rank].send(message, answer)
 
     async def _stop_ranks(self) -> None:
         for child in self._children:
@@ -249,37 +265,54 @@ class LocalPool(Pool):
 
 
 class _Child:
-    """This side of a local rank. The lifeline carries nothing: its closing tells the child that we are gone."""
+    """This side of a local rank, which answers messages in the order in which they were sent.
+
+    The lifeline carries nothing: its closing tells the child that we are gone.
+    """
 
     def __init__(self, spec: PoolSpec, rank: int) -> None:
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
         self._pipe.setblocking(False)
-        self._turn = asyncio.Lock()
+        self._outgoing: deque[Outgoing] = deque()
+        self._incoming = Incoming()
+        self._answers: deque[asyncio.Future[_Answer]] = deque()
         self.ended = asyncio.Event()
         with pipe, lifeline:
             self.process = _start_process(spec, rank, pipe, lifeline)
 
-    async def exchange(self, message: bytes) -> _Answer:
-        loop = asyncio.get_running_loop()
-        async with self._turn:
-            await loop.sock_sendall(self._pipe, _LENGTH.pack(len(message)))
-            await loop.sock_sendall(self._pipe, message)
-            (length,) = _LENGTH.unpack(await self._receive(_LENGTH.size))
-            return pickle.loads(await self._receive(length))
+    def listen(self) -> None:
+        asyncio.get_running_loop().add_reader(self._pipe, self._receive)
 
-    async def _receive(self, length: int) -> bytearray:
-        loop = asyncio.get_running_loop()
-        data = bytearray(length)
-        missing = memoryview(data)
-        while missing:
-            num_read = await loop.sock_recv_into(self._pipe, missing)
-            if num_read == 0:
-                raise ConnectionResetError("the rank closed its pipe")
-            missing = missing[num_read:]
-        return data
+    def send(self, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
+        self._answers.append(answer)
+        self._outgoing.append(Outgoing(message))
+        if len(self._outgoing) == 1 and not self._send_waiting():
+            asyncio.get_running_loop().add_writer(self._pipe, self._send_rest)
+
+    def _send_waiting(self) -> bool:
+        """Whether nothing is left to be sent."""
+        try:
+            while self._outgoing and self._outgoing[0].send(self._pipe):
+                self._outgoing.popleft()
+        except OSError:  # the rank is gone: its end is noticed, and tells those who wait for answers
+            self._outgoing.clear()
+        return not self._outgoing
+
+    def _send_rest(self) -> None:
+        if self._send_waiting():
+            asyncio.get_running_loop().remove_writer(self._pipe)
+
+    def _receive(self) -> None:
+        try:
+            while (frame := self._incoming.receive(self._pipe)) is not None:
+                _settle(self._answers.popleft(), _answer_in(frame))
+        except (OSError, EOFError):  # as above
+            asyncio.get_running_loop().remove_reader(self._pipe)
 
     def hang_up(self) -> None:
+        asyncio.get_running_loop().remove_reader(self._pipe)
+        asyncio.get_running_loop().remove_writer(self._pipe)
         self._pipe.close()
         self._lifeline.close()
         self.process.terminate()
@@ -327,33 +360,17 @@ def _serve(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.sock
     """The child's main function. Ctrl-C belongs to the server."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
-    shell = _Shell(spec, rank)
-    while True:
-        answer = shell.answer(_receive(pipe))
-        pipe.sendall(_LENGTH.pack(len(answer)))
-        pipe.sendall(answer)
+    shell, incoming = _Shell(spec, rank), Incoming()
+    with contextlib.suppress(EOFError, OSError):
+        while (frame := incoming.receive(pipe)) is not None:
+            Outgoing(shell.answer(frame)).send(pipe)
+    os._exit(0)
 
 
 def _exit_on_hang_up(lifeline: socket.socket) -> None:
     lifeline.recv(1)
     # Not sys.exit: the main thread may be deep in a verb, and tearing down torch at exit can abort.
     os._exit(0)
-
-
-def _receive(pipe: socket.socket) -> bytearray:
-    (length,) = _LENGTH.unpack(_receive_exactly(pipe, _LENGTH.size))
-    return _receive_exactly(pipe, length)
-
-
-def _receive_exactly(pipe: socket.socket, length: int) -> bytearray:
-    data = bytearray(length)
-    missing = memoryview(data)
-    while missing:
-        num_read = pipe.recv_into(missing)
-        if num_read == 0:
-            os._exit(0)
-        missing = missing[num_read:]
-    return data
 
 
 def _exit_reason(exit_code: int | None) -> str:
@@ -421,6 +438,7 @@ class RayPool(Pool):
         self._placement: PlacementGroup | None = None
         self._actors: list[Any] = []
         self._watches: list[asyncio.Task[None]] = []
+        self._exchanges: set[asyncio.Task[None]] = set()
 
     async def _start_ranks(self) -> None:
         placement = await self._reserve()
@@ -429,17 +447,26 @@ class RayPool(Pool):
             self._actors.append(actor)
             self._watches.append(asyncio.create_task(self._watch(actor)))
 
-    async def _exchange(self, rank: int, message: bytes) -> _Answer:
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
+        exchange = asyncio.create_task(self._exchange(rank, b"".join(message), answer))
+        self._exchanges.add(exchange)
+        exchange.add_done_callback(self._exchanges.discard)
+
+    async def _exchange(self, rank: int, frame: bytes, answer: "asyncio.Future[_Answer]") -> None:
         from ray.exceptions import RayActorError
 
         try:
-            return pickle.loads(await self._actors[rank].answer.remote(message))
-        except RayActorError as error:
-            raise ConnectionResetError(str(error)) from error
+            value = _answer_in(_own(await self._actors[rank].answer_frame.remote(frame)))
+        except RayActorError:  # the watch tells those who wait for answers
+            return
+        except Exception as error:  # Ray lost the message or the answer
+            value = _Answer(error=error)
+        _settle(answer, value)
 
     async def _stop_ranks(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
+        for task in (*self._watches, *self._exchanges):
+            task.cancel()
+        await asyncio.gather(*self._exchanges, return_exceptions=True)
         await asyncio.to_thread(self._remove_actors)
         self._actors, self._watches, self._placement = [], [], None
 
@@ -493,6 +520,14 @@ class RayPool(Pool):
             self._died("its Ray actor ended unexpectedly (out of memory?); the server's log has Ray's account")
 
 
+def _own(frame: bytes) -> memoryview:
+    """Ray's memory is shared and read-only; what arrives is to be written to."""
+    return memoryview(bytearray(frame))
+
+
 class _RayShell(_Shell):
+    def answer_frame(self, frame: bytes) -> bytes:
+        return b"".join(self.answer(_own(frame)))
+
     def wait_forever(self) -> None:
         threading.Event().wait()

@@ -22,6 +22,7 @@ class EchoWorker:
         if config.start_error:
             raise ValueError(config.start_error)
         self._rank = config.rank
+        self._num_counted = 0
 
     def rank(self) -> int:
         return self._rank
@@ -33,6 +34,10 @@ class EchoWorker:
         """In place: fails on an array that is not writable."""
         values *= 2
         return values
+
+    def count(self, _: object) -> int:
+        self._num_counted += 1
+        return self._num_counted
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.workers.pool import LocalPool, PerRank, Pool, PoolSpec, RayCluster, RayPool, WorkerDied, WorkerError
 
@@ -99,6 +100,30 @@ def test_large_arrays_arrive_whole_and_writable(new_pool: NewPool) -> None:
             [doubled] = await pool.call("double", values)
         np.testing.assert_array_equal(doubled, values * 2)
         doubled += 1
+
+    run(check())
+
+
+def test_calls_that_overlap_are_made_in_the_order_in_which_they_began(new_pool: NewPool) -> None:
+    async def check() -> None:
+        values = np.zeros(1 << 20)  # more than a pipe holds
+        async with started(new_pool) as pool:
+            calls = [asyncio.create_task(pool.call("count", values)) for _ in range(5)]
+            assert await asyncio.gather(*calls) == [[1], [2], [3], [4], [5]]
+
+    run(check())
+
+
+def test_a_batch_arrives_as_it_was_sent_and_writable(new_pool: NewPool) -> None:
+    async def check() -> None:
+        data = tuple(Datum(np.arange(3, dtype=np.int32), {"weights": np.ones(3, np.float32)}) for _ in range(1000))
+        request = ForwardBackwardRequest("run", 1, data, "cross_entropy", {"clip": 0.5}, loss_weight=2.0)
+        async with started(new_pool) as pool:
+            [echoed] = await pool.call("echo", request)
+        assert (echoed.model_id, echoed.loss_fn_config, echoed.loss_weight) == ("run", {"clip": 0.5}, 2.0)
+        for datum in echoed.data:
+            np.testing.assert_array_equal(datum.tokens, [0, 1, 2])
+            datum.loss_fn_inputs["weights"][:] = 2
 
     run(check())
 

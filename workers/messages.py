@@ -1,0 +1,126 @@
+"""Messages between a pool and its ranks: pickled, with the bytes of arrays beside the pickle instead of in it.
+
+A frame is a head, the sizes of its buffers, the pickle, and the buffers at aligned places. It arrives as one block of
+memory of which the arrays are views: owned by whoever has them, and writable where the sender's were.
+"""
+
+import pickle
+import socket
+import struct
+from collections.abc import Sequence
+
+import numpy as np
+
+Piece = bytes | memoryview
+
+_HEAD = struct.Struct("<QQI")
+"""Bytes of the frame, bytes of its pickle, number of its buffers."""
+
+_SIZE_BYTES = 8
+_ALIGNMENT = 64
+_SMALL_BYTES = 1024
+"""Copying less than this into the pickle costs less than a piece of its own."""
+
+_MOST_PIECES = 512  # in one system call; the kernel's limit is 1024
+
+
+def encode(value: object) -> list[Piece]:
+    """The frame, in pieces to be sent one after another; large arrays in `value` are not copied."""
+    buffers: list[memoryview] = []
+
+    def stays_in_pickle(buffer: pickle.PickleBuffer) -> bool:
+        view = buffer.raw()
+        if view.nbytes >= _SMALL_BYTES:
+            buffers.append(view)
+        return view.nbytes < _SMALL_BYTES
+
+    pickled = pickle.dumps(value, protocol=5, buffer_callback=stays_in_pickle)
+    sizes = [view.nbytes for view in buffers]
+    position = _HEAD.size + len(sizes) * _SIZE_BYTES + len(pickled)
+    stops = _stops(position, sizes)
+    head = _HEAD.pack(stops[-1] if stops else position, len(pickled), len(sizes))
+    pieces: list[Piece] = [head + struct.pack(f"<{len(sizes)}Q", *sizes) + pickled]
+    for view, stop in zip(buffers, stops, strict=True):
+        pieces += (bytes(stop - view.nbytes - position), view)
+        position = stop
+    return pieces
+
+
+def decode(frame: memoryview) -> object:
+    """The value of a whole frame, whose memory it may keep."""
+    _, num_pickled, num_buffers = _HEAD.unpack_from(frame)
+    sizes = struct.unpack_from(f"<{num_buffers}Q", frame, _HEAD.size)
+    start = _HEAD.size + num_buffers * _SIZE_BYTES
+    stops = _stops(start + num_pickled, sizes)
+    buffers = [frame[stop - size : stop] for size, stop in zip(sizes, stops, strict=True)]
+    return pickle.loads(frame[start : start + num_pickled], buffers=buffers)
+
+
+def _stops(position: int, sizes: Sequence[int]) -> list[int]:
+    """Where each buffer ends, when the first may begin at `position`."""
+    stops: list[int] = []
+    for size in sizes:
+        position += -position % _ALIGNMENT + size
+        stops.append(position)
+    return stops
+
+
+class Outgoing:
+    """A frame on its way into a pipe."""
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        self._unsent = [memoryview(piece) for piece in pieces]
+
+    def send(self, pipe: socket.socket) -> bool:
+        """Whether all of it is sent; a pipe that does not block may have no room for the rest. Raises OSError."""
+        while self._unsent:
+            try:
+                num_sent = pipe.sendmsg(self._unsent[:_MOST_PIECES])
+            except BlockingIOError:
+                return False
+            self._drop(num_sent)
+        return True
+
+    def _drop(self, num_bytes: int) -> None:
+        num_whole = 0
+        while num_whole < len(self._unsent) and num_bytes >= self._unsent[num_whole].nbytes:
+            num_bytes -= self._unsent[num_whole].nbytes
+            num_whole += 1
+        del self._unsent[:num_whole]
+        if num_bytes:
+            self._unsent[0] = self._unsent[0][num_bytes:]
+
+
+class Incoming:
+    """Frames as they come out of a pipe."""
+
+    def __init__(self) -> None:
+        self._begin()
+
+    def receive(self, pipe: socket.socket) -> memoryview | None:
+        """The next frame; None when a pipe that does not block has no more for now.
+
+        Raises EOFError when the other side has closed it, OSError.
+        """
+        while self._missing:
+            try:
+                num_read = pipe.recv_into(self._missing)
+            except BlockingIOError:
+                return None
+            if num_read == 0:
+                raise EOFError("the other side closed the pipe")
+            self._missing = self._missing[num_read:]
+            if not self._missing and len(self._frame) == _HEAD.size:
+                self._make_room()
+        frame = self._frame
+        self._begin()
+        return frame
+
+    def _begin(self) -> None:
+        self._frame = self._missing = memoryview(bytearray(_HEAD.size))
+
+    def _make_room(self) -> None:
+        head = self._frame
+        self._frame = np.empty(_HEAD.unpack(head)[0], np.uint8).data
+        self._frame[: _HEAD.size] = head
+        self._missing = self._frame[_HEAD.size :]

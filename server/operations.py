@@ -109,7 +109,7 @@ class Operations:
         await self._dispatch.drop_run(run.run_id)
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
-        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora))
+        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), run.tenant_id)
         if operation.checkpoint is not None:
             await self._load(run, operation.checkpoint, operation.optimizer)
         await self._store.insert_run(run)

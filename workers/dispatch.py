@@ -4,20 +4,23 @@ Imports neither torch nor ray.
 """
 
 import asyncio
+import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import check_fit, runs_on_cpu
-from .group import Group, Verb
+from .group import Group
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
+from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
+from .work import Item, Verb
 
 
 @dataclass(frozen=True)
@@ -27,8 +30,8 @@ class DispatchConfig:
     pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
     ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
     slice_milliseconds: about how long sampling holds the ranks at a time.
-    pass_tokens: most tokens of one pass (one longer sequence is a pass of its own).
-    tenant_weights: tenant id -> its share of the ranks' time relative to the others; 1 for those not named.
+    pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
+    tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
     worker: the class built on every rank, as "module:Class".
     """
 
@@ -52,14 +55,17 @@ class WorkerDispatch:
         names = [model.model.name for model in config.models]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"base model {sorted(repeated)[0]} is given twice: give each served name once")
+        for tenant_id, weight in config.tenant_weights.items():
+            if not 0 < weight < math.inf:
+                raise ValueError(f"the weight {weight} of tenant {tenant_id} is no positive number")
         self.models = {}
         self._config = config
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
         self._groups = {
-            model.model.name: Group(model, self._new_pool, config.slice_milliseconds)
+            model.model.name: Group(model, self._new_pool, _limits(config, model), config.slice_milliseconds)
             for model in _with_threads(config.models)
         }
-        self._group_of: dict[str, Group] = {}  # by id of run and sampler adapter
+        self._homes: dict[str, _Home] = {}  # by id of run and sampler adapter
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
@@ -88,23 +94,22 @@ class WorkerDispatch:
         """Process ids of the base model's ranks."""
         return self._group(base_model).pids()
 
-    async def create_run(self, base_model: str, spec: RunSpec) -> RunInfo:
-        group = self._group(base_model)
-        info = await group.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
-        self._group_of[spec.run_id] = group
+    async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
+        """tenant_id: whose share of the base model's passes it takes part in."""
+        home = _Home(self._group(base_model), tenant_id)
+        info = await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
+        self._homes[spec.run_id] = home
         return info
 
     async def drop_run(self, run_id: str) -> None:
         """Unknown and lost runs: no-op."""
-        group = self._group_of.pop(run_id, None)
-        if group is not None and not group.forget_lost(run_id):
-            await group.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
+        await self._drop("drop_run", run_id)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
-        return await self._group_of_run(request.model_id).submit(request.model_id, request)
+        return await self._home_of_run(request.model_id).submit(request.model_id, request)
 
     async def optim_step(self, step: Step) -> dict[str, float]:
-        return await self._group_of_run(step.run_id).submit(step.run_id, step)
+        return await self._home_of_run(step.run_id).submit(step.run_id, step)
 
     async def clear_gradients(self, run_id: str) -> None:
         await self._submit_verb(run_id, "clear_gradients")
@@ -117,20 +122,18 @@ class WorkerDispatch:
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights as they are now, for sampling. Held until `drop_adapter`, or until the worker dies."""
-        group = self._group_of_run(run_id)
-        await group.submit(run_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
-        self._group_of[adapter_id] = group
+        home = self._home_of_run(run_id)
+        await home.submit(run_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
+        self._homes[adapter_id] = home
 
     async def load_adapter(self, base_model: str, adapter_id: str, directory: Path) -> None:
-        group = self._group(base_model)
-        await group.submit(adapter_id, Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id))
-        self._group_of[adapter_id] = group
+        home = _Home(self._group(base_model))
+        await home.submit(adapter_id, Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id))
+        self._homes[adapter_id] = home
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Unknown and lost adapters: no-op."""
-        group = self._group_of.pop(adapter_id, None)
-        if group is not None and not group.forget_lost(adapter_id):
-            await group.submit(adapter_id, Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+        await self._drop("drop_adapter", adapter_id)
 
     async def sample(self, base_model: str, job: SampleJob) -> SampleResponse:
         """A caller that is cancelled cancels the job."""
@@ -144,25 +147,30 @@ class WorkerDispatch:
     async def memory(self) -> dict[str, dict[str, int]]:
         """Served name -> bytes by purpose, of the groups that are up."""
         groups = {name: group for name, group in self._groups.items() if not group.restarting}
-        answers = await asyncio.gather(*(group.submit("memory", Verb("memory")) for group in groups.values()))
+        answers = await asyncio.gather(*(_Home(group).submit("memory", Verb("memory")) for group in groups.values()))
         return dict(zip(groups, answers, strict=True))
 
     async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
-        await self._group_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
+        await self._home_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
+
+    async def _drop(self, method: str, key: str) -> None:
+        home = self._homes.pop(key, None)
+        if home is not None and not home.group.forget_lost(key):
+            await home.submit(key, Verb(method, (key,), drops=key))
 
     def _group(self, base_model: str) -> Group:
         if base_model not in self._groups:
             raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._groups)}")
         return self._groups[base_model]
 
-    def _group_of_run(self, run_id: str) -> Group:
-        if run_id not in self._group_of:
+    def _home_of_run(self, run_id: str) -> "_Home":
+        if run_id not in self._homes:
             raise OperationError(
                 f"run {run_id} is not live: it was dropped, or the server was restarted since; "
                 "create a run from its last checkpoint",
                 "server",
             )
-        return self._group_of[run_id]
+        return self._homes[run_id]
 
     def _new_pool(self, model: WorkerConfig) -> Pool:
         spec = PoolSpec(
@@ -173,6 +181,21 @@ class WorkerDispatch:
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
         )
         return RayPool(spec) if self._cluster else LocalPool(spec)
+
+
+@dataclass(frozen=True)
+class _Home:
+    """Where a run or adapter lives, and whose it is; "": the server's."""
+
+    group: Group
+    tenant_id: str = ""
+
+    async def submit(self, key: str, item: Item) -> Any:
+        return await self.group.submit(key, self.tenant_id, item)
+
+
+def _limits(config: DispatchConfig, model: WorkerConfig) -> PassLimits:
+    return PassLimits(config.pass_tokens, model.adapter_slots, config.tenant_weights)
 
 
 def _with_threads(models: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:

@@ -5,10 +5,11 @@ A group calls its ranks one call at a time, so that all of them see the same ord
 
 import asyncio
 import logging
+import math
 import time
-from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ..schemas.errors import OperationError
@@ -17,22 +18,15 @@ from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import gigabytes, loaded_bytes
 from .pool import Pool, WorkerDied, WorkerError
-from .verbs import Failure, ModelInfo, Part, Pass, SampleJob, Slice, SliceResult, Step
+from .queue import Piece, Queue
+from .shares import PassLimits
+from .turns import Turns
+from .verbs import Failure, ModelInfo, Pass, SampleJob, Slice, SliceResult
+from .work import Item, PassWork, Verb, Work
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Verb:
-    """A call that concerns one run or adapter alone. creates, drops: the id that the worker holds (or not) after it."""
-
-    method: str
-    arguments: tuple[object, ...] = ()
-    creates: str | None = None
-    drops: str | None = None
-
-
-Item = ForwardBackwardRequest | Step | Verb
+_KINDS = ("training", "verbs", "sampling")
 
 
 class Group:
@@ -44,19 +38,25 @@ class Group:
     info: ModelInfo
 
     def __init__(
-        self, config: WorkerConfig, new_pool: Callable[[WorkerConfig], Pool], slice_milliseconds: float
+        self,
+        config: WorkerConfig,
+        new_pool: Callable[[WorkerConfig], Pool],
+        limits: PassLimits,
+        slice_milliseconds: float,
     ) -> None:
         self.restarting = False
         self._config = config
         self._new_pool = new_pool
+        self._limits = limits
         self._slice_milliseconds = slice_milliseconds
         self._pool: Pool | None = None
         self._lane: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
-        self._turns = Turns()
+        self._turns = Turns(_KINDS)
         self._backoff = Backoff()
-        self._queue = Queue()
-        self._running: list[_Work] = []
+        self._queue = Queue(limits)
+        self._running: list[Work[Any]] = []
+        self._operation_ids = count()
         self._joining: dict[str, _Sampling] = {}
         self._sampling: dict[str, _Sampling] = {}
         self._cancelled: list[str] = []
@@ -89,21 +89,42 @@ class Group:
 
     def status(self) -> str | None:
         """What the work on this model waits for, in words; None when there is none."""
+        name = self._config.model.name
         if self.restarting:
-            return f"the worker of {self._config.model.name} is restarting"
-        num_waiting = len(self._queue) + len(self._running) + len(self._joining) + len(self._sampling)
-        return f"{num_waiting} operations wait or run on {self._config.model.name}" if num_waiting else None
+            return f"the worker of {name} is restarting"
+        num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
+        if not num_works:
+            return None
+        works = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
+        return f"{works} on {name}{self._passes_ahead()}"
+
+    def _passes_ahead(self) -> str:
+        num_passes = math.ceil(self._queue.num_tokens / self._limits.tokens)
+        if not num_passes:
+            return ""
+        passes = f"{num_passes} passes" if num_passes > 1 else "1 pass"
+        return f"; {self._queue.num_tokens} tokens wait for {passes}"
 
     def pids(self) -> list[int]:
         return self._pool.pids if self._pool else []
 
-    async def submit(self, key: str, item: Item) -> Any:
+    async def submit(self, key: str, tenant_id: str, item: Item) -> Any:
         """The item's answer. key: the run (or adapter) whose items run in the order in which they are submitted."""
         self._check_usable(key, item)
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        self._queue.add(_Work(key, item, answer))
+        work = self._work(key, tenant_id, item)
+        self._queue.add(work)
         self._wake.set()
-        return await answer
+        try:
+            return await work.answer
+        except asyncio.CancelledError:
+            self._queue.withdraw(work)
+            raise
+
+    def _work(self, key: str, tenant_id: str, item: Item) -> Work[Any]:
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if isinstance(item, ForwardBackwardRequest):
+            return PassWork(key, tenant_id, item, answer, next(self._operation_ids))
+        return Work(key, tenant_id, item, answer)
 
     async def sample(self, job: SampleJob) -> SampleResponse:
         if job.job_id in self._joining or job.job_id in self._sampling:
@@ -157,48 +178,78 @@ class Group:
     async def _serve(self) -> None:
         pool = self._opened()
         while True:
-            await self._wait_for_work(pool)
+            kind = self._turns.next(await self._wait_for_work(pool))
             started = time.monotonic()
-            if training := self._turns.training_is_next(bool(self._queue), self._wants_to_sample()):
-                await self._run_next_call(pool)
-            else:
-                await self._run_slice(pool)
-            self._turns.spent(training, time.monotonic() - started)
+            match kind:
+                case "verbs":
+                    await self._run_verb(pool)
+                case "sampling":
+                    await self._run_slice(pool)
+                case _:
+                    await self._train(pool)
+            self._turns.spent(kind, time.monotonic() - started)
 
-    async def _wait_for_work(self, pool: Pool) -> None:
-        while not (self._queue or self._wants_to_sample()):
+    async def _wait_for_work(self, pool: Pool) -> list[str]:
+        """The kinds of it that there are."""
+        # Who has just been answered may have more, which is to be in the next pass.
+        await asyncio.sleep(0)
+        while not (wanted := [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]):
             if pool.death.done():
                 raise pool.death.result()
             self._wake.clear()
             await self._wake.wait()
+        return wanted
 
-    def _wants_to_sample(self) -> bool:
-        return bool(self._joining or self._sampling or self._cancelled)
+    def _wants(self) -> tuple[bool, bool, bool]:
+        sampling = bool(self._joining or self._sampling or self._cancelled)
+        return self._queue.wants_training, self._queue.wants_verb, sampling
 
-    async def _run_next_call(self, pool: Pool) -> None:
-        self._running = self._queue.take()
-        try:
-            answers = await self._call(pool, [work.item for work in self._running])
-        except WorkerDied:
-            raise
-        except Exception as error:
-            answers = [_as_failure(error)] * len(self._running)
-        for work, answer in zip(self._running, answers, strict=True):
-            self._note(work.item, answer)
+    async def _run_verb(self, pool: Pool) -> None:
+        work = self._queue.take_verb()
+        self._running = [work]
+        answer = await self._call(pool, work.item.method, *work.item.arguments)
+        self._note(work.item, answer)
+        _settle(work.answer, answer)
+        self._running = []
+
+    async def _train(self, pool: Pool) -> None:
+        if self._queue.steps_are_next():
+            await self._run_steps(pool)
+        else:
+            await self._run_pass(pool)
+
+    async def _run_steps(self, pool: Pool) -> None:
+        works = self._running = self._queue.take_steps()
+        answers = await self._call(pool, "apply_steps", tuple(work.item for work in works))
+        for work, answer in zip(works, _one_each(answers, len(works)), strict=True):
             _settle(work.answer, answer)
         self._running = []
 
-    async def _call(self, pool: Pool, items: list[Item]) -> Sequence[Any]:
-        """One answer per item: with one rank per group, that rank's."""
-        match items[0]:
-            case Verb(method, arguments):
-                return await pool.call(method, *arguments)
-            case Step():
-                [answers] = await pool.call("apply_steps", tuple(items))
-            case ForwardBackwardRequest() as operation:
-                [answers] = await pool.call("run_pass", Pass((Part(0, operation),)))
-        assert len(answers) == len(items), f"{len(answers)} answers to {len(items)} items"
-        return answers
+    async def _run_pass(self, pool: Pool) -> None:
+        pieces = self._queue.take_pass()
+        # The others still wait in the queue, for their next passes.
+        self._running = [piece.work for piece in pieces if piece.last]
+        answers = await self._call(pool, "run_pass", Pass(tuple(piece.part for piece in pieces)))
+        for piece, answer in zip(pieces, _one_each(answers, len(pieces)), strict=True):
+            self._answer_piece(piece, answer)
+        self._running = []
+
+    def _answer_piece(self, piece: Piece, answer: object) -> None:
+        if piece.last:
+            _settle(piece.work.answer, answer)
+        elif isinstance(answer, Failure):
+            self._queue.drop(piece.work)
+            _settle(piece.work.answer, answer)
+
+    async def _call(self, pool: Pool, method: str, *arguments: object) -> Any:
+        """With one rank per group, that rank's answer; a Failure when it has none."""
+        try:
+            [answer] = await pool.call(method, *arguments)
+        except WorkerDied:
+            raise
+        except Exception as error:
+            return _as_failure(error)
+        return answer
 
     async def _run_slice(self, pool: Pool) -> None:
         work = Slice(
@@ -208,25 +259,23 @@ class Group:
         )
         self._sampling |= self._joining
         self._joining, self._cancelled = {}, []
-        try:
-            result: SliceResult = (await pool.call("sample_slice", work))[0]
-        except WorkerDied:
-            raise
-        except Exception as error:
+        result: SliceResult | Failure = await self._call(pool, "sample_slice", work)
+        if isinstance(result, Failure):
             # Nobody knows how far the slice came, so none of its requests can go on.
             self._cancelled = list(self._sampling)
-            result = SliceResult(dict.fromkeys(self._sampling, _as_failure(error)), 0)
+            result = SliceResult(dict.fromkeys(self._sampling, result), 0)
         for job_id, answer in result.finished.items():
             if waiting := self._sampling.pop(job_id, None):
                 _settle(waiting.answer, answer)
 
-    def _note(self, item: Item, answer: object) -> None:
+    def _note(self, verb: Verb, answer: object) -> None:
         """Here and not by the caller: a death right after the answer must find the run among the live."""
-        if isinstance(item, Verb) and not isinstance(answer, Failure):
-            if item.creates is not None:
-                self._live.add(item.creates)
-                self._lost.pop(item.creates, None)
-            self._live.discard(item.drops or "")
+        if isinstance(answer, Failure):
+            return
+        if verb.creates is not None:
+            self._live.add(verb.creates)
+            self._lost.pop(verb.creates, None)
+        self._live.discard(verb.drops or "")
 
     def _lose(self, death: WorkerDied) -> None:
         name = self._config.model.name
@@ -240,11 +289,12 @@ class Group:
         self._fail_all(f"base model {name}: {death}; training state since the last checkpoint is lost")
 
     def _fail_all(self, message: str) -> None:
-        waiting = [*self._running, *self._queue.take_all(), *self._joining.values(), *self._sampling.values()]
+        waiting = [*self._running, *self._queue.works(), *self._joining.values(), *self._sampling.values()]
+        self._queue = Queue(self._limits)
         self._running, self._joining, self._sampling, self._cancelled = [], {}, {}, []
         for each in waiting:
             # What was to be dropped is gone.
-            dropped = isinstance(each, _Work) and isinstance(each.item, Verb) and each.item.drops is not None
+            dropped = isinstance(each, Work) and isinstance(each.item, Verb) and each.item.drops is not None
             _settle(each.answer, None if dropped else Failure(message, "server"))
 
     async def _restart(self) -> None:
@@ -279,90 +329,9 @@ class Group:
 
 
 @dataclass(eq=False)
-class _Work:
-    key: str
-    item: Item
-    answer: "asyncio.Future[Any]"
-
-
-@dataclass(eq=False)
 class _Sampling:
     job: SampleJob
     answer: "asyncio.Future[SampleResponse]"
-
-
-class Queue:
-    """Waiting work: in order for each key, round-robin over the keys."""
-
-    def __init__(self) -> None:
-        self._by_key: OrderedDict[str, deque[_Work]] = OrderedDict()
-
-    def __len__(self) -> int:
-        return sum(map(len, self._by_key.values()))
-
-    def __bool__(self) -> bool:
-        return bool(self._by_key)
-
-    def add(self, work: _Work) -> None:
-        self._by_key.setdefault(work.key, deque()).append(work)
-        work.answer.add_done_callback(lambda answer: self._remove(work) if answer.cancelled() else None)
-
-    def take(self) -> list[_Work]:
-        """The next call's work: the item of the key whose turn it is; if that is a step, the steps of all keys."""
-        work = self._pop(next(iter(self._by_key)))
-        if not isinstance(work.item, Step):
-            return [work]
-        others = [key for key, works in self._by_key.items() if key != work.key and isinstance(works[0].item, Step)]
-        return [work, *map(self._pop, others)]
-
-    def take_all(self) -> list[_Work]:
-        works = [work for works in self._by_key.values() for work in works]
-        self._by_key.clear()
-        return works
-
-    def _pop(self, key: str) -> _Work:
-        works = self._by_key[key]
-        work = works.popleft()
-        if works:
-            self._by_key.move_to_end(key)
-        else:
-            del self._by_key[key]
-        return work
-
-    def _remove(self, work: _Work) -> None:
-        """Its caller was cancelled. Work that has been taken goes on."""
-        works = self._by_key.get(work.key, deque())
-        if work in works:
-            works.remove(work)
-            if not works:
-                del self._by_key[work.key]
-
-
-@dataclass
-class Turns:
-    """Shares the ranks' time between training and sampling: of the two, the one that has had less goes next.
-
-    Each has a clock of the seconds it got. One that does not want the ranks is set forward to the other's clock, so
-    idleness earns no credit; time taken while the other waited stays a debt.
-    """
-
-    training_seconds: float = 0.0
-    sampling_seconds: float = 0.0
-
-    def training_is_next(self, training: bool, sampling: bool) -> bool:
-        if training and sampling:
-            return self.training_seconds <= self.sampling_seconds
-        if training:
-            self.sampling_seconds = max(self.sampling_seconds, self.training_seconds)
-        else:
-            self.training_seconds = max(self.training_seconds, self.sampling_seconds)
-        return training
-
-    def spent(self, training: bool, seconds: float) -> None:
-        if training:
-            self.training_seconds += seconds
-        else:
-            self.sampling_seconds += seconds
 
 
 @dataclass
@@ -395,6 +364,10 @@ def _as_failure(error: Exception) -> Failure:
     if not isinstance(error, WorkerError):
         logger.error("a call to the worker failed", exc_info=error)
     return Failure(f"the worker failed: {error}", "server")
+
+
+def _one_each(answers: Any, num_works: int) -> Sequence[object]:
+    return [answers] * num_works if isinstance(answers, Failure) else answers
 
 
 def _settle(future: "asyncio.Future[Any]", answer: object) -> None:

@@ -59,7 +59,7 @@ async def _through_the_dispatch(config: WorkerConfig) -> float:
     dispatch = WorkerDispatch(DispatchConfig(models=(config,), pool="local"))
     await dispatch.start(lambda message: None)
     try:
-        await dispatch.create_run(config.model.name, RunSpec("run", _LORA))
+        await dispatch.create_run(config.model.name, RunSpec("run", _LORA), "tenant")
         times = []
         for seq_id in range(_WARMUP + _ROUNDS):
             started = time.perf_counter()

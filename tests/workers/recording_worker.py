@@ -2,21 +2,35 @@
 
 import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.config import WorkerConfig
-from trainhouse.workers.verbs import Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.verbs import Failure, ModelInfo, Part, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
 
 RECORDING = "trainhouse.tests.workers.recording_worker:RecordingWorker"
+
+
+@dataclass
+class Progress:
+    """Of an operation of which more parts are to come."""
+
+    operation_id: int
+    data: list[Datum] = field(default_factory=list)
+    num_parts: int = 0
 
 
 class RecordingWorker:
     """Operations are told what to do by their loss_fn: "sleep" (loss_fn_config: seconds), "refuse", "fail", "die".
 
-    Every answer holds `call:last`, the number of the worker's calls up to then. A sample of n tokens takes n slices.
+    With loss_fn_config part they do so in that part only (0 is the first). Every answer holds `call:last`, the number
+    of the worker's calls up to then; that of an operation also the number of its parts and, of the pass of the last
+    one, the runs and tokens. A sample of n tokens takes n slices.
     A file "dies-once" in the model's directory makes the next worker die as soon as it has started.
     """
 
@@ -27,6 +41,7 @@ class RecordingWorker:
         self._num_calls = 0
         self._num_slices = 0
         self._slices_left: dict[str, int] = {}
+        self._progress: dict[str, Progress] = {}
 
     def info(self) -> ModelInfo:
         dies_once = Path(self._config.model.source, "dies-once")
@@ -47,21 +62,54 @@ class RecordingWorker:
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         self._num_calls += 1
 
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure, ...]:
+    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
         self._num_calls += 1
-        return tuple(self._run(operation.loss_fn, operation.loss_fn_config) for operation in (part.request for part in work.parts))
+        runs = {part.request.model_id for part in work.parts}
+        tokens = sum(len(datum.tokens) for part in work.parts for datum in part.request.data)
+        return tuple(self._run(part, {"runs:max": len(runs), "tokens:max": tokens}) for part in work.parts)
 
-    def _run(self, loss_fn: str, config) -> ForwardBackwardOutput | Failure:
-        match loss_fn:
+    def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
+        """Outputs are the first tokens of the operation's data."""
+        progress = self._continue(part)
+        if (failure := self._do(part, progress.num_parts - 1)) is not None:
+            del self._progress[part.request.model_id]
+            return failure
+        if not part.last:
+            return None
+        del self._progress[part.request.model_id]
+        outputs = tuple({"first": datum.tokens[:1].astype(np.float32)} for datum in progress.data)
+        metrics = {
+            "call:last": self._num_calls,
+            "slices:last": self._num_slices,
+            "parts:sum": progress.num_parts,
+            **pass_metrics,
+        }
+        return ForwardBackwardOutput(outputs, metrics)
+
+    def _continue(self, part: Part) -> Progress:
+        """Raises AssertionError on parts that are out of order, or when another operation of the run is not done."""
+        progress = self._progress.setdefault(part.request.model_id, Progress(part.operation_id))
+        assert progress.operation_id == part.operation_id, (progress.operation_id, part.operation_id)
+        assert part.first_datum == len(progress.data), (part.first_datum, len(progress.data))
+        progress.data += part.request.data
+        progress.num_parts += 1
+        return progress
+
+    def _do(self, part: Part, index: int) -> Failure | None:
+        config = part.request.loss_fn_config
+        if config.get("part", index) != index:
+            return None
+        match part.request.loss_fn:
             case "sleep":
-                time.sleep(config["seconds"])
+                time.sleep(float(config["seconds"]))
             case "refuse":
                 return Failure("refused", "user")
             case "fail":
+                self._progress.clear()
                 raise KeyError("unforeseen")
             case "die":
                 os._exit(1)
-        return ForwardBackwardOutput((), {"call:last": self._num_calls, "slices:last": self._num_slices})
+        return None
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float], ...]:
         self._num_calls += 1

@@ -6,8 +6,10 @@ import os
 import signal
 import struct
 import time
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,8 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.group import Backoff, Turns
+from trainhouse.workers.group import Backoff
+from trainhouse.workers.turns import Turns
 from trainhouse.workers.verbs import RunSpec, SampleJob, Step
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
@@ -37,8 +40,12 @@ def step(run_id: str) -> Step:
     return Step(run_id, AdamParams(learning_rate=1e-2))
 
 
-def operation(run_id: str, loss_fn: str, **config: float) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(run_id, 0, (), loss_fn, config)
+def operation(
+    run_id: str, loss_fn: str = "sleep", lengths: Sequence[int] = (), seconds: float = 0.0, **config: float
+) -> ForwardBackwardRequest:
+    """Its data have these lengths, and their numbers as tokens."""
+    data = tuple(Datum(np.full(length, i, np.int32)) for i, length in enumerate(lengths))
+    return ForwardBackwardRequest(run_id, 0, data, loss_fn, {"seconds": seconds, **config})
 
 
 def sample_job(job_id: str, max_tokens: int = 1, adapter_id: str | None = None) -> SampleJob:
@@ -60,7 +67,7 @@ def dispatch(
     request: pytest.FixtureRequest, runner: asyncio.Runner, tiny_models: dict[str, Path]
 ) -> Iterator[WorkerDispatch]:
     models = (WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1, max_lora_rank=8),)
-    dispatch = WorkerDispatch(DispatchConfig(models, pool=request.param))
+    dispatch = WorkerDispatch(DispatchConfig(models, pool=request.param, pass_tokens=64))
     runner.run(dispatch.start(lambda _: None))
     yield dispatch
     runner.run(dispatch.close())
@@ -83,7 +90,7 @@ def test_two_runs_train_and_are_sampled(dispatch: WorkerDispatch, runner: asynci
     async def check() -> None:
         assert dispatch.models["tiny"].vocab_size == 512
         for run_id in ("first", "second"):
-            assert (await dispatch.create_run("tiny", spec(run_id))).num_parameters > 0
+            assert (await dispatch.create_run("tiny", spec(run_id), "tenant")).num_parameters > 0
         first, second = await asyncio.gather(train(dispatch, "first", 5), train(dispatch, "second", 5))
         assert first == pytest.approx(second, rel=1e-5) and first[-1] < first[0]
         await dispatch.copy_adapter("first", "sampler")
@@ -104,13 +111,32 @@ def test_two_runs_train_and_are_sampled(dispatch: WorkerDispatch, runner: asynci
     runner.run(check())
 
 
+def test_an_operation_that_is_split_over_passes_trains_as_one_that_is_not(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        for run_id in ("split", "whole"):
+            await dispatch.create_run("tiny", spec(run_id), "tenant")
+        data = cross_entropy("split").data * 12
+        large = await dispatch.forward_backward(replace(cross_entropy("split"), data=data))
+        losses = [(await dispatch.forward_backward(cross_entropy("whole"))).metrics["loss:sum"] for _ in data]
+        assert large.metrics["loss:sum"] == pytest.approx(sum(losses), rel=1e-5) and len(large.loss_fn_outputs) == 12
+        assert large.metrics["loss:sum"] != pytest.approx(sum(losses[1:]), rel=1e-5)
+        norms = [(await dispatch.optim_step(step(run_id)))["grad_norm"] for run_id in ("split", "whole")]
+        assert norms[0] == pytest.approx(norms[1], rel=1e-5)
+        for run_id in ("split", "whole"):
+            await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
 def test_wrong_requests_name_what_is_wrong(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
     async def check() -> None:
         with pytest.raises(OperationError, match="base model huge is not served here; served are: tiny") as refused:
-            await dispatch.create_run("huge", spec("run"))
+            await dispatch.create_run("huge", spec("run"), "tenant")
         assert refused.value.category == "user"
         with pytest.raises(OperationError, match="256") as refused:
-            await dispatch.create_run("tiny", spec("run", rank=256))
+            await dispatch.create_run("tiny", spec("run", rank=256), "tenant")
         assert refused.value.category == "user"
         with pytest.raises(OperationError, match="run nobody is not live"):
             await dispatch.optim_step(step("nobody"))
@@ -122,7 +148,7 @@ def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
     dispatch: WorkerDispatch, runner: asyncio.Runner
 ) -> None:
     async def check() -> None:
-        await dispatch.create_run("tiny", spec("victim"))
+        await dispatch.create_run("tiny", spec("victim"), "tenant")
         await dispatch.copy_adapter("victim", "victim-sampler")
         [pid] = dispatch.pids("tiny")
         sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("long", 900)))
@@ -140,7 +166,7 @@ def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
         assert dispatch.status("tiny") == "the worker of tiny is restarting"
         sampled = await dispatch.sample("tiny", sample_job("bare", 2))
         assert len(sampled.sequences[0].tokens) == 2
-        await dispatch.create_run("tiny", spec("successor"))
+        await dispatch.create_run("tiny", spec("successor"), "tenant")
         losses = await train(dispatch, "successor", 2)
         assert losses[1] < losses[0]
         await dispatch.drop_run("victim")
@@ -154,32 +180,165 @@ def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
 
 @asynccontextmanager
 async def recording(
-    *runs: str, slice_milliseconds: float = 5.0, names: tuple[str, ...] = ("tiny",)
+    *runs: str,
+    slice_milliseconds: float = 5.0,
+    names: tuple[str, ...] = ("tiny",),
+    slots: int = 64,
 ) -> AsyncIterator[WorkerDispatch]:
-    models = tuple(WorkerConfig(ServedModel(name, name), device="cpu", max_lora_rank=8) for name in names)
-    dispatch = WorkerDispatch(DispatchConfig(models, worker=RECORDING, slice_milliseconds=slice_milliseconds))
+    """Runs are of the tenant that their first letter names. 800 tokens a pass."""
+    models = tuple(
+        WorkerConfig(ServedModel(name, name), device="cpu", max_lora_rank=8, adapter_slots=slots) for name in names
+    )
+    config = DispatchConfig(models, worker=RECORDING, slice_milliseconds=slice_milliseconds, pass_tokens=800)
+    dispatch = WorkerDispatch(config)
     await dispatch.start(lambda _: None)
     try:
         for run_id in runs:
-            await dispatch.create_run(names[0], spec(run_id))
+            await dispatch.create_run(names[0], spec(run_id), run_id[0])
         yield dispatch
     finally:
         await dispatch.close()
 
 
-def calls(outputs: list[ForwardBackwardOutput]) -> list[float]:
-    return [output.metrics["call:last"] for output in outputs]
+@asynccontextmanager
+async def occupied(dispatch: WorkerDispatch, run_id: str) -> AsyncIterator[None]:
+    """Inside, a pass of this run runs; what is submitted then waits for it, so that all of it is there afterwards."""
+    running = asyncio.create_task(dispatch.forward_backward(operation(run_id, seconds=0.1)))
+    await asyncio.sleep(0.02)
+    yield
+    await running
 
 
-def test_runs_take_turns_and_each_keeps_its_order() -> None:
+def call_of(output: ForwardBackwardOutput) -> float:
+    return output.metrics["call:last"]
+
+
+def test_what_is_ready_together_runs_in_one_pass() -> None:
     async def check() -> None:
-        async with recording("busy", "modest") as dispatch:
-            busy = [dispatch.forward_backward(operation("busy", "sleep", seconds=0.01)) for _ in range(8)]
-            modest = [dispatch.forward_backward(operation("modest", "sleep", seconds=0.01)) for _ in range(2)]
-            outputs = await asyncio.gather(*busy, *modest)
-            first = calls(outputs)[0]
-            assert calls(outputs[8:]) == [first + 1, first + 3]
-            assert calls(outputs[:8]) == sorted(calls(outputs[:8]))
+        async with recording("a", "b", "c") as dispatch:
+            async with occupied(dispatch, "c"):
+                requests = [operation(run_id, lengths=[20]) for run_id in ("a", "a", "b", "c")]
+                waiting = asyncio.gather(*map(dispatch.forward_backward, requests))
+                await asyncio.sleep(0)
+            outputs = await waiting
+            assert {call_of(output) for output in outputs} == {call_of(outputs[0])}
+            assert outputs[0].metrics["runs:max"] == 3 and outputs[0].metrics["tokens:max"] == 80
+
+    run(check())
+
+
+def test_a_large_operation_is_split_and_answers_as_one() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            lengths = [40] * 30 + [900] + [7] * 20
+            large, other = await asyncio.gather(
+                dispatch.forward_backward(operation("a", lengths=lengths)),
+                dispatch.forward_backward(operation("b", lengths=[30] * 40)),
+            )
+            assert [int(each["first"][0]) for each in large.loss_fn_outputs] == list(range(51))
+            assert [int(each["first"][0]) for each in other.loss_fn_outputs] == list(range(40))
+            assert large.metrics["parts:sum"] >= 4 and other.metrics["parts:sum"] >= 2
+
+    run(check())
+
+
+@pytest.mark.parametrize("fault", ["refuse", "fail"])
+def test_a_part_that_fails_ends_its_operation_and_the_run_goes_on(fault: str) -> None:
+    async def check() -> None:
+        async with recording("a") as dispatch:
+            with pytest.raises(OperationError, match="refused" if fault == "refuse" else "KeyError"):
+                await dispatch.forward_backward(operation("a", fault, lengths=[100] * 100, part=1))
+            output = await dispatch.forward_backward(operation("a", lengths=[1]))
+            assert call_of(output) == 4 and dispatch.status("tiny") is None
+
+    run(check())
+
+
+def test_a_short_operation_waits_for_one_pass_while_large_ones_are_split() -> None:
+    async def check() -> None:
+        async with recording("a", "b", "b2", "c") as dispatch:
+            bulk = asyncio.gather(
+                *(
+                    dispatch.forward_backward(operation(run_id, lengths=[20] * 300, seconds=0.02))
+                    for run_id in ("a", "b")
+                )
+            )
+            await asyncio.sleep(0.01)
+            calls = []
+            for run_id in ("c", "b2", "c", "b2"):
+                short = await dispatch.forward_backward(operation(run_id, lengths=[50]))
+                assert short.metrics["runs:max"] == 3 and short.metrics["tokens:max"] <= 800
+                calls.append(call_of(short))
+            # The pass that was formed while its predecessor was answered, and then its own.
+            assert all(after - before <= 2 for before, after in pairwise(calls))
+            assert call_of((await bulk)[0]) > calls[-1] + 5
+
+    run(check())
+
+
+def test_a_large_operation_whose_caller_went_away_runs_to_its_end() -> None:
+    async def check() -> None:
+        async with recording("a", slice_milliseconds=1) as dispatch:
+            large = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[100] * 24, seconds=0.05)))
+            await asyncio.sleep(0.02)
+            large.cancel()
+            after = await dispatch.forward_backward(operation("a", lengths=[100]))
+            # The worker asserts that nothing of the large one is left.
+            assert call_of(after) == 5 and after.metrics["parts:sum"] == 1
+
+    run(check())
+
+
+def test_a_death_between_the_parts_of_operations_leaves_nothing_of_them() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            requests = [operation("a", "die", lengths=[100] * 100, part=2), operation("b", lengths=[100] * 100)]
+            failed = await asyncio.gather(*map(dispatch.forward_backward, requests), return_exceptions=True)
+            assert all("worker died" in str(error) for error in failed)
+            await dispatch.create_run("tiny", spec("a"), "a")
+            assert call_of(await dispatch.forward_backward(operation("a", lengths=[100]))) == 2
+            assert dispatch.status("tiny") is None
+
+    run(check())
+
+
+def test_a_pass_names_no_more_runs_than_there_are_slots() -> None:
+    async def check() -> None:
+        runs = [f"{tenant}{number}" for tenant in "abc" for number in range(4)]
+        async with recording(*runs, slots=3) as dispatch:
+            async with occupied(dispatch, runs[0]):
+                waiting = asyncio.gather(
+                    *(dispatch.forward_backward(operation(run_id, lengths=[5])) for run_id in runs)
+                )
+                await asyncio.sleep(0)
+            assert {output.metrics["runs:max"] for output in await waiting} == {3}
+
+    run(check())
+
+
+def test_verbs_and_passes_take_turns() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            bulk = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[100] * 80, seconds=0.02)))
+            verbs = [dispatch.copy_adapter("b", f"sampler-{number}") for number in range(20)]
+            started = time.monotonic()
+            await asyncio.gather(*verbs)
+            assert not bulk.done() and time.monotonic() - started < 0.15
+            assert (await bulk).metrics["parts:sum"] == 10
+
+    run(check())
+
+
+def test_waiting_work_is_told_in_words() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            assert dispatch.status("tiny") is None
+            async with occupied(dispatch, "a"):
+                assert dispatch.status("tiny") == "1 operation waits or runs on tiny"
+                large = asyncio.create_task(dispatch.forward_backward(operation("b", lengths=[100] * 24)))
+                await asyncio.sleep(0)
+                assert dispatch.status("tiny") == "2 operations wait or run on tiny; 2400 tokens wait for 3 passes"
+            await large
 
     run(check())
 
@@ -187,12 +346,32 @@ def test_runs_take_turns_and_each_keeps_its_order() -> None:
 def test_steps_that_are_ready_share_a_call_but_pass_no_operation_of_their_own_run() -> None:
     async def check() -> None:
         async with recording("a", "b", "c") as dispatch:
-            running = asyncio.create_task(dispatch.forward_backward(operation("a", "sleep", seconds=0.05)))
-            await asyncio.sleep(0.01)
-            waiting = asyncio.create_task(dispatch.forward_backward(operation("c", "sleep", seconds=0)))
-            steps = await asyncio.gather(*(dispatch.optim_step(step(run_id)) for run_id in ("a", "b", "c")))
-            assert [metrics["steps:last"] for metrics in steps] == [3, 3, 3]
-            assert calls([await running, await waiting]) == [steps[0]["call:last"] - 2, steps[0]["call:last"] - 1]
+            async with occupied(dispatch, "a"):
+                operations = [dispatch.forward_backward(operation(run_id)) for run_id in ("c", "c")]
+                waiting = asyncio.gather(*operations)
+                steps = asyncio.gather(*(dispatch.optim_step(step(run_id)) for run_id in ("a", "b", "c")))
+                await asyncio.sleep(0)
+            metrics = await steps
+            # The call of a and b comes at once, for it may unlock passes; that of c after its operations.
+            assert [each["steps:last"] for each in metrics] == [2, 2, 1]
+            calls = [metrics[0]["call:last"], *map(call_of, await waiting), metrics[2]["call:last"]]
+            assert calls == [calls[0], calls[0] + 1, calls[0] + 1, calls[0] + 2]
+
+    run(check())
+
+
+def test_the_next_forward_backward_starts_after_the_step_has_been_answered() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            async with occupied(dispatch, "b"):
+                first = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[40])))
+                stepped = asyncio.create_task(dispatch.optim_step(step("a")))
+                second = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[40])))
+                other = asyncio.create_task(dispatch.forward_backward(operation("b", lengths=[40])))
+                await asyncio.sleep(0)
+            calls = [call_of(await first), (await stepped)["call:last"], call_of(await second)]
+            assert calls == [calls[0], calls[0] + 1, calls[0] + 2]
+            assert call_of(await other) == calls[0]
 
     run(check())
 
@@ -201,7 +380,7 @@ def test_long_passes_and_sampling_get_equal_time() -> None:
     async def check() -> None:
         async with recording("run") as dispatch:
             sampling = asyncio.create_task(dispatch.sample("tiny", sample_job("endless", 10_000)))
-            passes = (dispatch.forward_backward(operation("run", "sleep", seconds=0.1)) for _ in range(5))
+            passes = (dispatch.forward_backward(operation("run", lengths=[800], seconds=0.1)) for _ in range(5))
             outputs = await asyncio.gather(*passes)
             slices = [output.metrics["slices:last"] for output in outputs]
             # Between two passes of 100 ms: 100 ms of slices of at least 5 ms.
@@ -211,18 +390,18 @@ def test_long_passes_and_sampling_get_equal_time() -> None:
     run(check())
 
 
-def test_of_two_the_one_that_had_less_goes_next_and_idleness_earns_nothing() -> None:
-    turns = Turns()
+def test_the_kind_of_work_that_had_least_goes_next_and_idleness_earns_nothing() -> None:
+    turns = Turns(("training", "sampling"))
     for _ in range(10):
-        assert turns.training_is_next(True, False)
-        turns.spent(True, 1.0)
+        assert turns.next(["training"]) == "training"
+        turns.spent("training", 1.0)
     order = []
     for _ in range(60):
-        order.append(turns.training_is_next(True, True))
-        turns.spent(order[-1], 0.5 if order[-1] else 0.1)
+        order.append(turns.next(["training", "sampling"]))
+        turns.spent(order[-1], 0.5 if order[-1] == "training" else 0.1)
     # Sampling begins with the time of one pass, for it may have waited during the last: not with that of ten.
-    assert 9 <= order.index(True) <= 11
-    assert 5 <= order[12:].count(False) / order[12:].count(True) <= 6
+    assert 9 <= order.index("training") <= 11
+    assert 5 <= order[12:].count("sampling") / order[12:].count("training") <= 6
 
 
 def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
@@ -288,7 +467,7 @@ def test_work_whose_caller_went_away_is_not_begun() -> None:
             await asyncio.sleep(0.02)
             with pytest.raises(TimeoutError):
                 await asyncio.wait_for(dispatch.forward_backward(operation("run", "die")), 0.01)
-            assert dispatch.status("tiny") == "1 operations wait or run on tiny"
+            assert dispatch.status("tiny") == "1 operation waits or runs on tiny"
             await running
             await dispatch.optim_step(step("run"))
 
@@ -298,11 +477,11 @@ def test_work_whose_caller_went_away_is_not_begun() -> None:
 def test_a_death_touches_no_other_base_model() -> None:
     async def check() -> None:
         async with recording("run", names=("tiny", "other")) as dispatch:
-            await dispatch.create_run("other", spec("elsewhere"))
+            await dispatch.create_run("other", spec("elsewhere"), "tenant")
             with pytest.raises(OperationError, match="exit code 1"):
                 await dispatch.forward_backward(operation("run", "die"))
             await dispatch.optim_step(step("elsewhere"))
-            await dispatch.create_run("tiny", spec("new"))
+            await dispatch.create_run("tiny", spec("new"), "tenant")
 
     run(check())
 
@@ -333,7 +512,7 @@ def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Pat
             (tmp_path / "dies-once").touch()
             with pytest.raises(OperationError, match="worker died"):
                 await dispatch.forward_backward(operation("run", "die"))
-            await dispatch.create_run(str(tmp_path), spec("run"))
+            await dispatch.create_run(str(tmp_path), spec("run"), "tenant")
             assert not (tmp_path / "dies-once").exists()
             assert len(os.listdir("/proc/self/fd")) == files
 
@@ -394,3 +573,9 @@ def test_a_name_served_twice_is_refused() -> None:
     model = WorkerConfig(ServedModel("tiny", "tiny"))
     with pytest.raises(ValueError, match="base model tiny is given twice"):
         WorkerDispatch(DispatchConfig((model, model)))
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
+    with pytest.raises(ValueError, match=rf"the weight {weight} of tenant alice is no positive number"):
+        WorkerDispatch(DispatchConfig((), tenant_weights={"alice": weight}))

@@ -1,0 +1,218 @@
+"""Queue: the work that waits for a group's ranks. Keeps the order of each run, and forms calls of all runs' work."""
+
+from collections import OrderedDict
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .shares import PassLimits, Shares, Tenant
+from .verbs import Part, Step
+from .work import Line, PassWork, Verb, Work
+
+
+@dataclass(eq=False)
+class Piece:
+    """What a pass runs of an operation: its data from first_datum to before end."""
+
+    work: PassWork
+    first_datum: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == len(self.work.lengths)
+
+    @property
+    def part(self) -> Part:
+        request = self.work.item
+        if self.first_datum > 0 or not self.last:
+            request = replace(request, data=request.data[self.first_datum : self.end])
+        return Part(self.work.operation_id, request, self.first_datum, self.last)
+
+
+class Queue:
+    """What is taken goes to the ranks in one call, and is answered before anything else is taken.
+
+    num_works, num_tokens: of what waits, without what is taken.
+    """
+
+    def __init__(self, limits: PassLimits) -> None:
+        self.num_works = 0
+        self.num_tokens = 0
+        self._limits = limits
+        self._lines: dict[str, Line] = {}
+        # Each line is in one of these, by what its head is.
+        self._shares = Shares(limits)
+        self._steps: dict[str, Line] = {}
+        self._verbs = _ByTenant()
+        self._steps_went_last = False
+
+    @property
+    def wants_verb(self) -> bool:
+        return bool(self._verbs)
+
+    @property
+    def wants_training(self) -> bool:
+        return bool(self._steps or self._shares)
+
+    def works(self) -> list[Work[Any]]:
+        return [work for line in self._lines.values() for work in line.works]
+
+    def add(self, work: Work[Any]) -> None:
+        line = self._lines.setdefault(work.key, Line(work.key, work.tenant_id))
+        line.works.append(work)
+        self.num_works += 1
+        if isinstance(work, PassWork):
+            self.num_tokens += work.tokens
+        if len(line.works) == 1:
+            self._file(line)
+
+    def withdraw(self, work: Work[Any]) -> None:
+        """Nobody waits for it any more. What the ranks have begun goes on to its end."""
+        line = self._lines.get(work.key)
+        if line is not None and work in line.works and not work.begun:
+            self.drop(work)
+
+    def drop(self, work: Work[Any]) -> None:
+        """What is left of it waits no longer."""
+        line = self._lines[work.key]
+        if work is line.head:
+            self._unfile(line)
+            self._end(line)
+        else:
+            line.works.remove(work)
+            self._forget(work)
+
+    def take_verb(self) -> Work[Verb]:
+        """Tenants take turns, and a tenant's runs."""
+        return self._pop(self._verbs.next())
+
+    def steps_are_next(self) -> bool:
+        """They go first, for they unlock passes; but by turns, should a run have nothing but steps."""
+        return bool(self._steps) and not (self._steps_went_last and self._shares)
+
+    def take_steps(self) -> list[Work[Step]]:
+        """One of each run that is ready for it."""
+        self._steps_went_last = True
+        return [self._pop(line) for line in list(self._steps.values())]
+
+    def take_pass(self) -> list[Piece]:
+        """First the run whose turn it is, so that it comes on whatever else there is; then the short operations, which
+        are to wait for one pass at most; and then by turns until the pass is full.
+        """
+        self._steps_went_last = False
+        forming = _Forming(self._limits)
+        if turn := self._shares.next():
+            self._move(*turn, forming)
+        forming.open_second_half()
+        for tenant in self._shares.hurried():
+            self._move_short(tenant, forming)
+        while (turn := self._shares.next()) and forming.admits(turn[1].operation):
+            self._move(*turn, forming)
+        return list(forming.pieces.values())
+
+    def _move_short(self, tenant: Tenant, forming: "_Forming") -> None:
+        taken = 0
+        while (line := tenant.next_short()) and forming.admits(line.operation):
+            if taken and taken + line.operation.tokens > self._limits.short_tokens:
+                return
+            taken += self._move(tenant, line, forming)
+
+    def _move(self, tenant: Tenant, line: Line, forming: "_Forming") -> int:
+        """Into the pass: of the operation at the line's head what the tenant's turn and the pass have room for."""
+        operation = line.operation
+        self._unfile(line)
+        tokens = forming.take(operation, tenant.credit)
+        tenant.credit -= tokens
+        self.num_tokens -= tokens
+        if operation.taken:
+            self._end(line)
+        else:
+            self._file(line)
+        return tokens
+
+    def _pop(self, line: Line) -> Work[Any]:
+        work = line.head
+        self._unfile(line)
+        self._end(line)
+        return work
+
+    def _end(self, line: Line) -> None:
+        """The head, of a line that is not filed."""
+        self._forget(line.works.popleft())
+        if line.works:
+            self._file(line)
+        else:
+            del self._lines[line.key]
+
+    def _forget(self, work: Work[Any]) -> None:
+        self.num_works -= 1
+        if isinstance(work, PassWork):
+            self.num_tokens -= work.tokens
+
+    def _file(self, line: Line) -> None:
+        match line.head.item:
+            case Step():
+                self._steps[line.key] = line
+            case Verb():
+                self._verbs.add(line)
+            case _:
+                self._shares.add(line)
+
+    def _unfile(self, line: Line) -> None:
+        match line.head.item:
+            case Step():
+                del self._steps[line.key]
+            case Verb():
+                self._verbs.remove(line)
+            case _:
+                self._shares.remove(line)
+
+
+class _Forming:
+    """A pass on its way. Its first half is for whose turn it is."""
+
+    def __init__(self, limits: PassLimits) -> None:
+        self.pieces: dict[int, Piece] = {}
+        self._limits = limits
+        self._room = limits.tokens / 2
+        self._runs: set[str] = set()
+
+    def open_second_half(self) -> None:
+        """Whole, even if the first sequence was longer than the first half: short operations wait for one pass."""
+        self._room = max(0.0, self._room) + self._limits.tokens / 2
+
+    def admits(self, work: PassWork) -> bool:
+        tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
+        return tokens <= self._room and (work.key in self._runs or len(self._runs) < self._limits.runs)
+
+    def take(self, work: PassWork, credit: float) -> int:
+        """Tokens taken: of an operation that may be cut, about `credit`, while there is room; but always one datum."""
+        piece = self.pieces.setdefault(work.operation_id, Piece(work, work.num_taken, 0))
+        tokens = work.take(credit, self._room) if self._limits.is_cut(work) else work.take_all()
+        piece.end = work.num_taken
+        self._room -= tokens
+        self._runs.add(work.key)
+        return tokens
+
+
+class _ByTenant:
+    """Lines, of which the tenants have their turns, and those of one tenant, too."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[str, Line]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def add(self, line: Line) -> None:
+        self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line
+
+    def next(self) -> Line:
+        return next(iter(next(iter(self._tenants.values())).values()))
+
+    def remove(self, line: Line) -> None:
+        lines = self._tenants[line.tenant_id]
+        del lines[line.key]
+        self._tenants.move_to_end(line.tenant_id)
+        if not lines:
+            del self._tenants[line.tenant_id]

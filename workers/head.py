@@ -1,70 +1,35 @@
-"""The unembedding: log-probabilities a chunk of rows at a time, and the gradient of the loss in the same pass.
+"""The unembedding: log-probabilities a chunk of rows at a time, and the gradient of the losses in the same pass.
 
-No [tokens, vocabulary] tensor exists beyond one chunk. Log-probabilities are float32 for a bf16 base too.
+A chunk's rows may be of any adapters and losses. No [tokens, vocabulary] tensor exists beyond one chunk.
+Log-probabilities are float32 for a bf16 base too.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .lora import LoraPair, Segment, frozen_product
-from .losses import Loss, LossOutput
+from .losses import LossOutput
 from .model import BaseModel
-
-
-@dataclass(frozen=True, eq=False)
-class Objective:
-    """The loss of n rows that are whole sequences of one operation.
-
-    targets: int64 [n] or [n, K]; inputs: float32 of the same shape. weight: multiplies the loss.
-    bounds: where each sequence starts, and n.
-    """
-
-    loss: Loss
-    config: Mapping[str, float]
-    weight: float
-    targets: Tensor
-    inputs: Mapping[str, Tensor]
-    bounds: tuple[int, ...]
-
-    def evaluate(self, logprobs: Tensor, rows: slice) -> LossOutput:
-        """logprobs: those of `rows`. Sequence-wise losses need all of a sequence's rows."""
-        inputs = {name: value[rows] for name, value in self.inputs.items()}
-        if not self.loss.sequence_wise:
-            return self._weighted(self.loss.function(logprobs, inputs, self.config))
-        parts = []
-        for start, stop in pairwise(self.bounds):
-            sequence = {name: value[start:stop] for name, value in inputs.items()}
-            parts.append(self.loss.function(logprobs[start:stop], sequence, self.config))
-        sums = {name: torch.stack([part.sums[name] for part in parts]).sum() for name in parts[0].sums}
-        return self._weighted(LossOutput(torch.cat([part.losses for part in parts]), sums))
-
-    def gradient(self, logprobs: Tensor, rows: slice) -> tuple[LossOutput, Tensor]:
-        """The detached loss, and its gradient by the log-probabilities."""
-        with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
-            output = self.evaluate(leaf, rows)
-            (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
-        return LossOutput(output.losses.detach(), output.sums), gradient
-
-    def _weighted(self, output: LossOutput) -> LossOutput:
-        return output if self.weight == 1.0 else LossOutput(self.weight * output.losses, output.sums)
+from .objective import Objective, join_outputs
 
 
 @dataclass(frozen=True, eq=False)
 class HeadOutput:
-    """logprobs, losses: float32 [n] or [n, K]. sums: see LossOutput."""
+    """Of the n rows of an objective. logprobs: float32 of its targets' shape, [n] or [n, K]."""
 
     logprobs: Tensor
-    losses: Tensor
-    sums: Mapping[str, Tensor]
+    scored: LossOutput
 
 
 class Head:
-    """Stateless but for the frozen weights. `pair` is the adapter's part of the output head, None where it has none."""
+    """Stateless but for the frozen weights. Segments say whose part of the output head each row gets.
+
+    Segments and objectives are in the order of the rows, and objectives cover all of them.
+    """
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._unembedding = base.unembedding
@@ -83,57 +48,54 @@ class Head:
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """As `logits`, for rows of several adapters: hidden [n, hidden] -> float32 [n, vocab]."""
         logits = self._product(hidden, self._unembedding)
-        for segment in segments:
-            pair = segment.adapter.unembed if segment.adapter is not None else None
-            if pair is not None:
-                rows = slice(segment.start, segment.stop)
-                pair.add_up(logits[rows], pair.down(hidden[rows]))
+        for segment, pair in _with_pair(segments):
+            rows = slice(segment.start, segment.stop)
+            pair.add_up(logits[rows], pair.down(hidden[rows]))
         return logits.float()
 
     @torch.no_grad()
-    def logprobs(self, hidden: Tensor, pair: LoraPair | None, targets: Tensor) -> Tensor:
-        """hidden [n, hidden], targets int64 [n] or [n, K] -> float32 of the targets' shape."""
-        parts = [_gather(self._log_softmax(hidden[rows], pair), targets[rows]) for rows in self._chunks(len(hidden))]
-        return torch.cat(parts)
+    def losses(self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective]) -> list[HeadOutput]:
+        """Of hidden [n, hidden], by objective, without gradients."""
+        logprobs = self._logprobs(hidden, segments, _side_by_side([each.targets for each in objectives]))
+        outputs = []
+        for objective in objectives:
+            own = _in_shape_of(objective.targets, logprobs[objective.start : objective.stop])
+            outputs.append(HeadOutput(own, objective.evaluate(own, slice(None))))
+        return outputs
 
     @torch.no_grad()
-    def loss(self, hidden: Tensor, pair: LoraPair | None, objective: Objective) -> HeadOutput:
-        """The loss of hidden [n, hidden], without gradients."""
-        logprobs = self.logprobs(hidden, pair, objective.targets)
-        output = objective.evaluate(logprobs, slice(None))
-        return HeadOutput(logprobs, output.losses, output.sums)
-
-    @torch.no_grad()
-    def loss_and_gradient(
-        self, hidden: Tensor, pair: LoraPair | None, objective: Objective, gradient: Tensor
-    ) -> HeadOutput:
-        """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pair's to the adapter's scratch.
-
-        A sequence-wise loss takes a second pass: the loss of whole sequences must be known before any gradient.
-        """
-        if objective.loss.sequence_wise:
-            return self._in_two_passes(hidden, pair, objective, gradient)
-        parts = []
+    def losses_and_gradient(
+        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], gradient: Tensor
+    ) -> list[HeadOutput]:
+        """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
+        targets = _side_by_side([each.targets for each in objectives])
+        scorings = [self._scoring(hidden, segments, objective) for objective in objectives]
         for rows in self._chunks(len(hidden)):
-            log_softmax = self._log_softmax(hidden[rows], pair)
-            logprobs = _gather(log_softmax, objective.targets[rows])
-            output, d_logprobs = objective.gradient(logprobs, rows)
-            self._backward(log_softmax, objective.targets[rows], d_logprobs, hidden[rows], pair, gradient[rows])
-            parts.append(HeadOutput(logprobs, output.losses, output.sums))
-        return _joined(parts)
+            inside = _within(segments, rows)
+            log_softmax = self._log_softmax(hidden[rows], inside)
+            d_logprobs = _score(scorings, rows, _gather(log_softmax, targets[rows]))
+            self._backward(log_softmax, targets[rows], d_logprobs, hidden[rows], inside, gradient[rows])
+        return [scoring.output() for scoring in scorings]
 
-    def _in_two_passes(
-        self, hidden: Tensor, pair: LoraPair | None, objective: Objective, gradient: Tensor
-    ) -> HeadOutput:
-        logprobs = self.logprobs(hidden, pair, objective.targets)
-        output, d_logprobs = objective.gradient(logprobs, slice(None))
-        for rows in self._chunks(len(hidden)):
-            log_softmax = self._log_softmax(hidden[rows], pair)
-            self._backward(log_softmax, objective.targets[rows], d_logprobs[rows], hidden[rows], pair, gradient[rows])
-        return HeadOutput(logprobs, output.losses, output.sums)
+    def _scoring(self, hidden: Tensor, segments: Sequence[Segment], objective: Objective) -> "_Scoring":
+        """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
+        before any gradient."""
+        scoring = _Scoring(objective)
+        rows = slice(objective.start, objective.stop)
+        if objective.loss.sequence_wise and rows.start // self._chunk_rows != (rows.stop - 1) // self._chunk_rows:
+            scoring.score_all(self._logprobs(hidden[rows], _within(segments, rows), objective.targets))
+        return scoring
 
-    def _log_softmax(self, hidden: Tensor, pair: LoraPair | None) -> Tensor:
-        return torch.log_softmax(self.logits(hidden, pair), dim=-1)
+    def _logprobs(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> Tensor:
+        parts = [
+            _gather(self._log_softmax(hidden[rows], _within(segments, rows)), targets[rows])
+            for rows in self._chunks(len(hidden))
+        ]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _log_softmax(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        logits = self.logits_of_segments(hidden, segments)
+        return torch.log_softmax(logits, dim=-1, out=logits)
 
     def _chunks(self, num_rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self._chunk_rows, num_rows)) for i in range(0, num_rows, self._chunk_rows))
@@ -144,7 +106,7 @@ class Head:
         targets: Tensor,
         d_logprobs: Tensor,
         hidden: Tensor,
-        pair: LoraPair | None,
+        segments: Sequence[Segment],
         gradient: Tensor,
     ) -> None:
         """The gradient of one chunk, which it takes over log_softmax's memory for.
@@ -153,17 +115,17 @@ class Head:
         """
         has_gradient = d_logprobs != 0 if d_logprobs.ndim == 1 else (d_logprobs != 0).any(dim=1)
         if bool(has_gradient.all()):
-            gradient.copy_(self._hidden_gradient(log_softmax, targets, d_logprobs, hidden, pair))
+            gradient.copy_(self._hidden_gradient(log_softmax, targets, d_logprobs, hidden, segments))
             return
         gradient.zero_()
         rows = has_gradient.nonzero().squeeze(1)
         if len(rows):
             gradient[rows] = self._hidden_gradient(
-                log_softmax[rows], targets[rows], d_logprobs[rows], hidden[rows], pair
+                log_softmax[rows], targets[rows], d_logprobs[rows], hidden[rows], _among(segments, rows)
             )
 
     def _hidden_gradient(
-        self, log_softmax: Tensor, targets: Tensor, d_logprobs: Tensor, hidden: Tensor, pair: LoraPair | None
+        self, log_softmax: Tensor, targets: Tensor, d_logprobs: Tensor, hidden: Tensor, segments: Sequence[Segment]
     ) -> Tensor:
         """d l_y / d logits = onehot(y) - softmax."""
         d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
@@ -171,20 +133,103 @@ class Head:
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
         d_logits = d_logits.to(hidden.dtype)
         d_hidden = self._product(d_logits, self._unembedding.t())
-        if pair is not None:
-            pair.backward(d_logits, hidden, pair.down(hidden), d_hidden)
+        for segment, pair in _with_pair(segments):
+            rows = slice(segment.start, segment.stop)
+            pair.backward(d_logits[rows], hidden[rows], pair.down(hidden[rows]), d_hidden[rows])
         return d_hidden
+
+
+class _Scoring:
+    """An objective on its way through the chunks."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._logprobs: list[Tensor] = []
+        self._scored: list[LossOutput] = []
+        self._whole_gradient: Tensor | None = None
+
+    def score_all(self, logprobs: Tensor) -> None:
+        """Before the first chunk."""
+        self._whole_gradient = self._gradient(logprobs, slice(None))
+
+    def gradient(self, logprobs: Tensor, rows: slice) -> Tensor:
+        """By the log-probabilities of `rows`, counted from the objective's first."""
+        if self._whole_gradient is not None:
+            return self._whole_gradient[rows]
+        return self._gradient(logprobs, rows)
+
+    def output(self) -> HeadOutput:
+        return HeadOutput(torch.cat(self._logprobs), join_outputs(self._scored))
+
+    def _gradient(self, logprobs: Tensor, rows: slice) -> Tensor:
+        output, gradient = self.objective.gradient(logprobs, rows)
+        self._logprobs.append(logprobs)
+        self._scored.append(output)
+        return gradient
+
+
+def _score(scorings: list[_Scoring], rows: slice, logprobs: Tensor) -> Tensor:
+    """The gradient of all losses by the log-probabilities of a chunk, `rows`."""
+    gradient = torch.zeros_like(logprobs)
+    for scoring in scorings:
+        objective = scoring.objective
+        start, stop = max(rows.start, objective.start), min(rows.stop, objective.stop)
+        if start < stop:
+            piece = slice(start - rows.start, stop - rows.start)
+            own = _in_shape_of(objective.targets, logprobs[piece])
+            found = scoring.gradient(own, slice(start - objective.start, stop - objective.start))
+            _in_shape_of(objective.targets, gradient[piece]).copy_(found)
+    return gradient
+
+
+def _side_by_side(targets: list[Tensor]) -> Tensor:
+    """[n] and [n, K] tensors one after another: all [n], or all [n, largest K] with zeros where a row has fewer."""
+    if len(targets) == 1:
+        return targets[0]
+    if all(each.ndim == 1 for each in targets):
+        return torch.cat(targets)
+    columns = [each.reshape(len(each), -1) for each in targets]
+    widest = max(each.shape[1] for each in columns)
+    return torch.cat([pad(each, (0, widest - each.shape[1])) for each in columns])
+
+
+def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
+    """The view of rows of a `_side_by_side` tensor that belongs to these targets."""
+    if values.ndim == 1:
+        return values
+    return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]
+
+
+def _within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
+    """The segments of `rows`, counted from their first."""
+    return [
+        Segment(max(segment.start, rows.start) - rows.start, min(segment.stop, rows.stop) - rows.start, segment.adapter)
+        for segment in segments
+        if segment.start < rows.stop and segment.stop > rows.start
+    ]
+
+
+def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
+    """The segments of a selection of rows, int64 in ascending order, counted from its first."""
+    if not any(True for _ in _with_pair(segments)):
+        return []
+    borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=rows.device)
+    return [
+        Segment(start, stop, segment.adapter)
+        for segment, (start, stop) in zip(segments, torch.searchsorted(rows, borders).tolist(), strict=True)
+        if start < stop
+    ]
+
+
+def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:
+    """Those whose adapter has a part of the output head."""
+    for segment in segments:
+        pair = segment.adapter.unembed if segment.adapter is not None else None
+        if pair is not None:
+            yield segment, pair
 
 
 def _gather(log_softmax: Tensor, targets: Tensor) -> Tensor:
     if targets.ndim == 2:
         return log_softmax.gather(1, targets)
     return log_softmax.gather(1, targets[:, None]).squeeze(1)
-
-
-def _joined(parts: list[HeadOutput]) -> HeadOutput:
-    return HeadOutput(
-        torch.cat([part.logprobs for part in parts]),
-        torch.cat([part.losses for part in parts]),
-        {name: torch.stack([part.sums[name] for part in parts]).sum() for name in parts[0].sums},
-    )

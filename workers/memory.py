@@ -1,10 +1,17 @@
-"""The process's memory allocator."""
+"""Memory: the process's allocator, how to know that there is none left, and how much there is."""
 
 import ctypes
 import platform
 
+import torch
+
+from . import footprint
+
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
+
+# torch has a type of its own for CUDA only: its CPU allocator and the libraries below raise plain RuntimeErrors.
+_OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "ALLOC_FAILED")
 
 
 def tune_allocator() -> bool:
@@ -17,3 +24,16 @@ def tune_allocator() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     return bool(mallopt(_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+def available_bytes(device: torch.device) -> int | None:
+    """What the device can still give; None: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return footprint.available_bytes()

@@ -10,13 +10,13 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.training import ForwardBackwardOutput
-from .batch import ModelLimits
 from .checkpoint import load_adapter, load_new_adapter, save_adapter
 from .config import WorkerConfig
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
 from .memory import tune_allocator
 from .model import BaseModel
+from .operation import ModelLimits
 from .optim import apply_steps
 from .programs import PROGRAMS
 from .sampler import SAMPLERS
@@ -62,16 +62,18 @@ class Worker:
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
+        self._program.forget(run_id)
         self._adapters.drop(run_id)
 
     def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
-        return tuple(self._program.run(part.request) for part in work.parts)
+        return self._program.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
         """In calls of as many runs as there are adapter slots."""
         return tuple(answer for chunk in _chunks(steps, self._adapter_slots) for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:
+        self._program.forget(run_id)
         with self._resident(run_id) as adapter:
             adapter.clear_window()
 
@@ -84,6 +86,7 @@ class Worker:
         """Discards pending gradients. Raises OperationError, the run untouched, when the checkpoint does not fit."""
         with self._resident(run_id) as adapter:
             load_adapter(adapter, Path(directory), optimizer=optimizer)
+            self._program.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""

@@ -1,11 +1,11 @@
-"""Data to micro-batches and back: what is refused and how, packing without padding, outputs in the client's order."""
+"""Operations to micro-batches and back: packing without padding, outputs in the client's order."""
 
 import numpy as np
 import pytest
 import torch
-from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.batch import MicroBatch, ModelLimits, Operation, pack, read_operation, unpack
+from trainhouse.workers.batch import MicroBatch, cut, fill, pack, smaller_budget
+from trainhouse.workers.operation import ModelLimits, Operation, read_operation
 
 LIMITS = ModelLimits(vocab_size=100, max_context_length=16)
 CPU = torch.device("cpu")
@@ -31,128 +31,6 @@ def read(*data: Datum, loss_fn: str = "cross_entropy", config: dict | None = Non
     return read_operation(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), LIMITS)
 
 
-def without(datum: Datum, name: str) -> Datum:
-    return Datum(datum.tokens, {key: value for key, value in datum.loss_fn_inputs.items() if key != name})
-
-
-nan_at_two = np.array([1, 1, np.nan, 1], np.float32)
-
-REFUSED = {
-    "empty batch": ((), {}, ["batch is empty"]),
-    "empty sequence": ((supervised(4), supervised(0)), {}, ["datum 1", "empty"]),
-    "too long": ((supervised(17),), {}, ["datum 0", "17 tokens", "16", "shorten"]),
-    "token beyond the vocabulary": (
-        (supervised(4), Datum(np.array([5, 100], np.int32), supervised(2).loss_fn_inputs)),
-        {},
-        ["datum 1", "token id 100", "position 1", "0 to 99"],
-    ),
-    "negative token": (
-        (Datum(np.array([-3], np.int32), supervised(1).loss_fn_inputs),),
-        {},
-        ["datum 0", "token id -3"],
-    ),
-    "target beyond the vocabulary": (
-        (supervised(2, target_tokens=np.array([1, -100])),),
-        {},
-        ["target_tokens", "-100", "position 1", "weight"],
-    ),
-    "float tokens": (
-        (Datum(np.ones(2, np.float32), supervised(2).loss_fn_inputs),),
-        {},
-        ["model_input", "float32", "integers"],
-    ),
-    "float targets": ((supervised(2, target_tokens=np.ones(2)),), {}, ["target_tokens", "float64", "integers"]),
-    "targets of another length": (
-        (supervised(4, target_tokens=np.arange(3)),),
-        {},
-        ["datum 0", "3 positions", "model_input 4"],
-    ),
-    "weights of another length": ((supervised(4, weights=np.ones(3, np.float32)),), {}, ["weights", "[3]", "[4]"]),
-    "weights of another rank": ((supervised(4, weights=np.ones((4, 2), np.float32)),), {}, ["weights", "[4, 2]"]),
-    "weights of text": ((supervised(1, weights=np.array(["a"])),), {}, ["weights", "numeric"]),
-    "NaN weight": ((supervised(4), supervised(4, weights=nan_at_two)), {}, ["datum 1", "weights is nan", "position 2"]),
-    "weight beyond float32": ((supervised(1, weights=np.array([1e39])),), {}, ["weights is inf", "position 0"]),
-    "missing targets": ((without(supervised(4), "target_tokens"),), {}, ["cross_entropy needs", "target_tokens"]),
-    "unknown input": ((supervised(4, mask=np.ones(4)),), {}, ["no input mask", "target_tokens", "weights"]),
-    "unknown loss": (
-        (supervised(4),),
-        {"loss_fn": "mse"},
-        ["unknown loss_fn 'mse'", "cross_entropy, importance_sampling"],
-    ),
-    "config of a loss without": ((supervised(4),), {"config": {"beta": 1.0}}, ["no config key 'beta'", "takes none"]),
-    "unknown config": ((sampled(4),), {"loss_fn": "ppo", "config": {"eps": 1.0}}, ["'eps'", "clip_low_threshold"]),
-    "text config": ((sampled(4),), {"loss_fn": "dro", "config": {"beta": "big"}}, ["beta", "'big'", "number"]),
-    "bounds that are not on the ratio": (
-        (sampled(4),),
-        {"loss_fn": "ppo", "config": {"clip_high_threshold": 0.2}},
-        ["0.8 exceeds", "0.2", "0.8 and 1.2"],
-    ),
-    "infinite loss_weight": ((supervised(4),), {"weight": float("inf")}, ["loss_weight is inf"]),
-    "missing advantages": (
-        (sampled(4), without(sampled(4), "advantages")),
-        {"loss_fn": "ppo"},
-        ["datum 1", "ppo needs the input advantages"],
-    ),
-    "NaN advantage": ((sampled(4, advantages=nan_at_two),), {"loss_fn": "ppo"}, ["advantages is nan", "position 2"]),
-    "NaN logprob where it is read": (
-        (sampled(4, logprobs=nan_at_two),),
-        {"loss_fn": "ppo"},
-        ["logprobs is nan", "position 2"],
-    ),
-    "NaN logprob in the ratio of a sequence": (
-        (sampled(4, logprobs=nan_at_two, advantages=np.array([0, 0, 0, 1]), sequence_ratio_mask=np.ones(4)),),
-        {"loss_fn": "gspo"},
-        ["logprobs is nan", "position 2"],
-    ),
-    "targets [T, K] for another loss": (
-        (sampled(4, target_tokens=np.ones((4, 2), np.int64)),),
-        {"loss_fn": "ppo"},
-        ["[4, 2]", "ppo takes [T]"],
-    ),
-    "NaN in the second of K": (
-        (supervised(2, target_tokens=np.ones((2, 2), np.int64), weights=np.array([[1, 1], [1, np.nan]])),),
-        {},
-        ["weights is nan", "position 1"],
-    ),
-}
-
-
-@pytest.mark.parametrize("case", REFUSED)
-def test_bad_data_is_refused_with_the_value_and_the_remedy(case: str) -> None:
-    data, options, fragments = REFUSED[case]
-    with pytest.raises(OperationError) as refusal:
-        read(*data, **options)
-    assert refusal.value.category == "user"
-    for fragment in fragments:
-        assert fragment in refusal.value.message
-
-
-def test_sampler_logprobs_may_be_anything_where_nothing_reads_them() -> None:
-    operation = read(
-        sampled(4, logprobs=np.array([-np.inf, np.nan, -1, -1]), advantages=np.array([0, 0, 1, 1])), loss_fn="ppo"
-    )
-    assert operation.num_tokens == 2
-
-
-def test_absent_optional_inputs_are_filled() -> None:
-    absent = read(without(supervised(3), "weights")).rows[0].inputs["weights"]
-    assert absent.tolist() == [1, 1, 1]
-    advantages = np.array([0, 2, -1], np.float32)
-    inputs = read(sampled(3, advantages=advantages), loss_fn="gspo", config={"clip_low_threshold": 0.5}).rows[0].inputs
-    assert inputs["sequence_ratio_mask"].tolist() == [0, 1, 1]
-    assert inputs["clip_low_threshold"].tolist() == [0.5] * 3
-    per_token = np.array([0.1, 0.2, 0.3], np.float32)
-    given = read(sampled(3, clip_low_threshold=per_token), sampled(2), loss_fn="ppo")
-    assert given.rows[0].inputs["clip_low_threshold"].tolist() == per_token.tolist()
-    assert given.rows[1].inputs["clip_low_threshold"].tolist() == np.float32([0.8, 0.8]).tolist()
-
-
-def test_integer_weights_are_taken_as_numbers() -> None:
-    operation = read(supervised(3, weights=np.array([0, 1, -2])))
-    assert operation.rows[0].inputs["weights"].dtype == np.float32
-    assert (operation.num_tokens, operation.denominator) == (2, -1.0)
-
-
 @pytest.mark.parametrize("budget", [1, 7, 12, 1000])
 def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
     lengths = (3, 9, 3, 1, 5, 9, 2)
@@ -166,9 +44,10 @@ def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
         assert (segment.start, segment.stop) == (0, len(batch.tokens))
         for datum, start, stop in zip(segment.datums, segment.bounds, segment.bounds[1:], strict=False):
             row = operation.rows[datum]
+            (objective,) = batch.objectives
             assert batch.tokens[start:stop].tolist() == row.tokens.tolist()
             assert batch.positions[start:stop].tolist() == list(range(len(row.tokens)))
-            assert segment.targets[start:stop].tolist() == row.targets.tolist()
+            assert objective.targets[start:stop].tolist() == row.targets.tolist()
 
 
 def test_equal_lengths_attend_as_one_group() -> None:
@@ -181,7 +60,10 @@ def outputs_of(batches: list[MicroBatch], operations: list[Operation]) -> list[l
     collected: list[list[np.ndarray | None]] = [[None] * len(operation.rows) for operation in operations]
     for batch in batches:
         for segment in batch.segments:
-            unpack(segment, segment.targets, operations[segment.operation], collected[segment.operation])
+            (objective,) = (each for each in batch.objectives if segment in batch.segments_of(each))
+            targets = objective.targets[segment.start - objective.start : segment.stop - objective.start]
+            for datum, values in cut(segment, targets.numpy(), operations[segment.operation]):
+                collected[segment.operation][datum] = values
     return collected
 
 
@@ -195,13 +77,76 @@ def test_outputs_come_back_in_the_order_and_shape_of_the_data() -> None:
     for operation, outputs in zip(operations, collected, strict=True):
         for row, output in zip(operation.rows, outputs, strict=True):
             assert output is not None
-            assert output.dtype == np.float32
             np.testing.assert_array_equal(output, row.targets)
 
 
 def test_several_operations_share_a_micro_batch_in_segments() -> None:
-    operations = [read(*map(supervised, (3, 5))), read(sampled(4), sampled(4), loss_fn="ppo")]
+    operations = [read(*map(supervised, (3, 5))), read(sampled(4), sampled(4), loss_fn="ppo"), read(supervised(2))]
     (batch,) = pack(operations, 1000, CPU)
-    assert [(segment.operation, segment.start, segment.stop) for segment in batch.segments] == [(0, 0, 8), (1, 8, 16)]
-    assert set(batch.segments[0].inputs) == {"weights"}
-    assert "advantages" in batch.segments[1].inputs
+    spans = [(segment.operation, segment.start, segment.stop) for segment in batch.segments]
+    assert spans == [(0, 0, 8), (1, 8, 16), (2, 16, 18)]
+    assert [set(objective.inputs) >= {"weights"} for objective in batch.objectives] == [True, False, True]
+    assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 8), (8, 16), (16, 18)]
+
+
+def test_neighbours_with_one_loss_are_one_objective() -> None:
+    operations = [read(*map(supervised, (3, 5))), read(supervised(4)), read(supervised(4), weight=0.5)]
+    (batch,) = pack(operations, 1000, CPU)
+    assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 12), (12, 16)]
+    assert batch.objectives[0].bounds == (0, 5, 8, 12)
+    assert batch.objectives[0].targets.tolist() == [
+        token for i, j in ((0, 1), (0, 0), (1, 0)) for token in operations[i].rows[j].targets.tolist()
+    ]
+    assert [each.operation for each in batch.segments_of(batch.objectives[0])] == [0, 1]
+
+
+def unused(bins: list[list[int]], lengths: np.ndarray, budget: int) -> float:
+    """Of the token budgets of all micro-batches, the share that nothing fills."""
+    return 1 - lengths.sum() / (len(bins) * budget)
+
+
+def next_fit(lengths: np.ndarray, budget: int) -> list[list[int]]:
+    """The simplest packing: the longest first, a new bin whenever the last has no room."""
+    bins: list[list[int]] = [[]]
+    for i in np.argsort(-lengths):
+        if lengths[bins[-1]].sum() + lengths[i] > budget:
+            bins.append([])
+        bins[-1].append(int(i))
+    return bins
+
+
+MIXES = {
+    "16 to 256": lambda random: random.integers(16, 257, 600),
+    "8 to 512, log-uniform": lambda random: np.exp(random.uniform(np.log(8), np.log(512), 600)).astype(int),
+    "chats": lambda random: np.clip(random.lognormal(5.5, 0.8, 400), 8, 2048).astype(int),
+    "two lengths": lambda random: random.choice([384, 640], 200),
+}
+
+
+@pytest.mark.parametrize("budget", [1024, 4096])
+@pytest.mark.parametrize("mix", MIXES)
+def test_mixed_lengths_leave_less_than_a_tenth_of_the_budget_unused(mix: str, budget: int) -> None:
+    lengths = np.minimum(MIXES[mix](np.random.default_rng(1)), budget)
+    bins = fill(lengths.tolist(), budget)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(lengths[members].sum() <= budget for members in bins)
+    assert unused(bins, lengths, budget) < 0.1
+
+
+def test_the_simplest_packing_wastes_more_than_that() -> None:
+    lengths = np.minimum(MIXES["chats"](np.random.default_rng(1)), 1024)
+    assert unused(next_fit(lengths, 1024), lengths, 1024) > 0.1
+
+
+def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
+    assert fill([3, 12, 4], budget=10) == [[1], [2, 0]]
+
+
+def test_for_want_of_memory_micro_batches_halve_down_to_the_longest_row() -> None:
+    operation = read(*map(supervised, (5, 16, 9, 2)))
+    budgets = [4096]
+    while smaller := smaller_budget(operation, budgets[-1]):
+        budgets.append(smaller)
+    assert budgets == [4096, 16]
+    assert smaller_budget(read(*[supervised(4)] * 16), 4096) == 32
+    assert smaller_budget(read(supervised(4)), 4096) is None

@@ -1,5 +1,6 @@
 """The chunked head against the plain way: all logits at once, log_softmax, autograd."""
 
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -9,10 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.head import Head, Objective
+from trainhouse.workers.head import Head, HeadOutput
 from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.model import BaseModel
+from trainhouse.workers.objective import Objective
 
 LENGTHS = (7, 4, 12, 1)
 NUM_ROWS = sum(LENGTHS)
@@ -48,7 +50,7 @@ def objective(name: str, num_targets: int | None = None) -> Objective:
     bounds = {key: torch.full(shape, value) for key, value in loss.config.items() if key in loss.optional}
     inputs = {key: (random | ones | bounds)[key] for key in (*loss.required, *loss.optional)}
     targets = torch.randint(512, shape, generator=generator)
-    return Objective(loss, loss.config, 1.0, targets, inputs, BOUNDS)
+    return Objective(0, NUM_ROWS, loss, loss.config, 1.0, targets, inputs, BOUNDS)
 
 
 def plain(hidden: Tensor, base: BaseModel, adapter: Adapter | None, objective: Objective) -> tuple[Tensor, ...]:
@@ -82,9 +84,15 @@ def ours(
     pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
         adapter.begin_operation()
-    output = Head(base, chunk_rows).loss_and_gradient(hidden, pair, objective, gradient)
+    output = trained(Head(base, chunk_rows), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
-    return output.logprobs, output.losses.sum(), gradient, *pair_gradients
+    return output.logprobs, output.scored.losses.sum(), gradient, *pair_gradients
+
+
+def trained(head: Head, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor) -> HeadOutput:
+    """One objective, one adapter."""
+    (output,) = head.losses_and_gradient(hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
+    return output
 
 
 @pytest.mark.parametrize("chunk_rows", CHUNKS)
@@ -133,9 +141,7 @@ def test_rows_that_do_not_count_get_no_gradient_whatever_is_in_them(
 
 def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adapter) -> None:
     hidden, plain_objective = some_hidden(base), objective("ppo")
-    weighted = Objective(
-        plain_objective.loss, plain_objective.config, -0.5, plain_objective.targets, plain_objective.inputs, BOUNDS
-    )
+    weighted = replace(plain_objective, weight=-0.5)
     once, half = (ours(hidden, base, adapter, wanted, 5) for wanted in (plain_objective, weighted))
     assert torch.equal(half[0], once[0])
     for found, reference in zip(half[1:], once[1:], strict=True):
@@ -146,12 +152,12 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 def test_forward_alone_gives_the_same_and_touches_no_gradient(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
     head, before = Head(base, 5), adapter.scratch.clone()
-    output = head.loss(hidden, adapter.unembed, wanted)
+    (output,) = head.losses(hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
     assert torch.equal(adapter.scratch, before)
-    trained = head.loss_and_gradient(hidden, adapter.unembed, wanted, torch.empty_like(hidden))
-    assert torch.equal(output.logprobs, trained.logprobs)
-    torch.testing.assert_close(output.losses, trained.losses)
-    assert output.sums.keys() == trained.sums.keys()
+    with_gradient = trained(head, hidden, adapter, wanted, torch.empty_like(hidden))
+    assert torch.equal(output.logprobs, with_gradient.logprobs)
+    torch.testing.assert_close(output.scored.losses, with_gradient.scored.losses)
+    assert output.scored.metrics.keys() == with_gradient.scored.metrics.keys()
 
 
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
@@ -161,7 +167,7 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
-    output = Head(base, 5).loss_and_gradient(hidden, adapter.unembed, wanted, gradient)
+    output = trained(Head(base, 5), hidden, adapter, wanted, gradient)
     logits = Head(base, 100).logits(hidden, adapter.unembed)
     expected = torch.log_softmax(logits, dim=-1).gather(1, wanted.targets[:, None]).squeeze(1)
     assert output.logprobs.dtype == torch.float32
@@ -175,6 +181,64 @@ def test_rows_of_several_adapters_each_get_their_own(base: BaseModel, adapter: A
     logits = head.logits_of_segments(hidden, segments)
     torch.testing.assert_close(logits[:7], head.logits(hidden[:7], adapter.unembed))
     torch.testing.assert_close(logits[7:], head.logits(hidden[7:], None))
+
+
+MIXED = ("cross_entropy", "gspo", "ppo", "dro")
+SPLIT = (0, 6, 13, 14, NUM_ROWS)
+"""Where each of the mixed losses begins: at sequences of its own, which chunks of 5 rows cut."""
+
+
+def mixed_objectives() -> list[Objective]:
+    """Rows of several losses: the first has three targets a position, the second sees two sequences."""
+    whole = [objective(name, 3 if name == "cross_entropy" else None) for name in MIXED]
+    bounds = [(0, 6), (0, 4, 7), (0, 1), (0, 10)]
+    return [
+        replace(
+            each,
+            start=start,
+            stop=stop,
+            targets=each.targets[start:stop],
+            inputs={name: values[start:stop] for name, values in each.inputs.items()},
+            bounds=own,
+        )
+        for each, (start, stop), own in zip(whole, pairwise(SPLIT), bounds, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("chunk_rows", CHUNKS)
+def test_rows_of_several_losses_and_adapters_are_as_each_alone(
+    chunk_rows: int, base: BaseModel, adapter: Adapter
+) -> None:
+    other = Adapters(base, max_rank=8).create("other", LoraConfig(rank=8, seed=2))
+    other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
+    hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
+    owners = [adapter, other, None, adapter]
+    segments = [Segment(each.start, each.stop, owner) for each, owner in zip(mixed_objectives(), owners, strict=True)]
+    for each in (adapter, other):
+        each.begin_operation()
+    found = Head(base, chunk_rows).losses_and_gradient(hidden, segments, mixed_objectives(), gradient)
+    pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
+    pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
+    only_forward = Head(base, chunk_rows).losses(hidden, segments, mixed_objectives())
+    for each in (adapter, other):
+        each.begin_operation()
+    for each, output, forward, owner in zip(mixed_objectives(), found, only_forward, owners, strict=True):
+        rows = slice(each.start, each.stop)
+        own = torch.empty_like(gradient[rows])
+        alone = replace(each, start=0, stop=rows.stop - rows.start)
+        (expected,) = Head(base, 100).losses_and_gradient(hidden[rows], [Segment(0, alone.stop, owner)], [alone], own)
+        torch.testing.assert_close(output.logprobs, expected.logprobs)
+        torch.testing.assert_close(forward.logprobs, expected.logprobs)
+        torch.testing.assert_close(output.scored.losses, expected.scored.losses)
+        torch.testing.assert_close(gradient[rows], own)
+        for name, values in expected.scored.metrics.items():
+            torch.testing.assert_close(output.scored.metrics[name], values)
+            torch.testing.assert_close(forward.scored.metrics[name], values)
+    for pair, (a_grad, b_grad) in zip(pairs, pair_gradients, strict=True):
+        torch.testing.assert_close(a_grad, pair.a_grad)
+        torch.testing.assert_close(b_grad, pair.b_grad)
+        with pytest.raises(AssertionError):
+            torch.testing.assert_close(a_grad, 1.001 * pair.a_grad)
 
 
 class LargestTensor(TorchDispatchMode):

@@ -147,10 +147,10 @@ def test_positions_that_do_not_count_contribute_exactly_nothing(name: str, garba
     assert not gradient[uncounted].any()
     per_position = loss.function(broken, inputs, loss.config)
     assert not per_position.losses[uncounted].any()
-    assert all(bool(torch.isfinite(value)) for value in per_position.sums.values())
+    assert not any(bool(values[uncounted].any()) for values in per_position.metrics.values())
 
 
-def test_kl_and_clip_fraction_are_summed_over_counted_positions() -> None:
+def test_kl_and_clip_fraction_are_zero_at_positions_that_do_not_count() -> None:
     loss = LOSSES["ppo"]
     inputs = {
         "logprobs": torch.tensor([0.0, -1.0, -1.0, -1.0]),
@@ -158,9 +158,9 @@ def test_kl_and_clip_fraction_are_summed_over_counted_positions() -> None:
         "clip_low_threshold": torch.full((4,), 0.8),
         "clip_high_threshold": torch.full((4,), 1.2),
     }
-    sums = loss.function(torch.tensor([-9.0, -1.5, -0.5, -1.1]), inputs, loss.config).sums
-    assert sums["kl"].item() == pytest.approx(0.5 - 0.5 + 0.1)
-    assert sums["clip_fraction"].item() == 2
+    metrics = loss.function(torch.tensor([-9.0, -1.5, -0.5, -1.1]), inputs, loss.config).metrics
+    assert metrics["kl"].tolist() == pytest.approx([0, 0.5, -0.5, 0.1])
+    assert metrics["clip_fraction"].tolist() == [False, True, True, False]
 
 
 def test_the_mean_divides_by_summed_weights_or_by_positions_with_an_advantage() -> None:

@@ -12,15 +12,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.batch import ModelLimits
 from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.operation import ModelLimits
 from trainhouse.workers.programs import PROGRAMS
 from trainhouse.workers.sampler import SAMPLERS
 from trainhouse.workers.sampler.choice import Choice, choose
 from trainhouse.workers.sampler.native import NativeSampler
 from trainhouse.workers.sampler.noise import noise_key, uniforms
 from trainhouse.workers.sampler.stopping import StopStrings
-from trainhouse.workers.verbs import Failure, SampleJob, Slice
+from trainhouse.workers.verbs import Failure, Part, SampleJob, Slice
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ..tiny import KINDS, tiny_model
@@ -171,7 +171,7 @@ def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> n
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}
     forward = ForwardBackwardRequest("one", 1, (Datum(whole[:-1], targets),), "cross_entropy", forward_only=True)
-    output = program.run(forward)
+    (output,) = program.run_pass((Part(0, forward),))
     assert isinstance(output, ForwardBackwardOutput)
     return output.loss_fn_outputs[0]["logprobs"][len(tokens) - 1 :]
 

@@ -19,11 +19,12 @@ Fill = Callable[[Arrays, Config], "np.ndarray | float"]
 class LossOutput:
     """losses: float32 of the shape of the log-probabilities; their sum is the loss.
 
-    sums: name -> scalar; divided by the number of counted positions of the operation it becomes `name:mean`.
+    metrics: name -> a number per position, of the same shape and without a gradient; `name:mean` is their sum divided
+    by the number of counted positions of the operation.
     """
 
     losses: Tensor
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Loss:
 
     required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
     config: keys and their defaults. counted_by: the input whose zeros do not count.
-    sequence_wise: the function must see one whole sequence and nothing else at a time.
+    sequence_wise: the function must see one whole sequence and nothing else at a time. Other functions see positions
+    of any sequences, of several operations too, and keep them apart: what is wrong at one changes no other.
     many_targets: target_tokens may be [T, K].
     """
 

@@ -25,8 +25,8 @@ class Sampled:
         return self.logprobs - self.sampler_logprobs
 
     def kl(self) -> Tensor:
-        """Summed estimate of the divergence of the policy in training from the sampler's: E_q[q - l]."""
-        return -self.log_ratio.detach().sum()
+        """Estimate of the divergence of the policy in training from the sampler's, E_q[q - l], per position."""
+        return -self.log_ratio.detach()
 
 
 def counted(logprobs: Tensor, inputs: Mapping[str, Tensor]) -> Sampled:
@@ -41,9 +41,9 @@ def clip(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
 
 
 def clipped(ratio: Tensor, inputs: Mapping[str, Tensor]) -> Tensor:
-    """How many counted positions have a ratio outside the bounds."""
+    """Which counted positions have a ratio outside the bounds."""
     outside = (ratio < inputs["clip_low_threshold"]) | (ratio > inputs["clip_high_threshold"])
-    return (outside & (inputs["advantages"] != 0)).sum()
+    return outside & (inputs["advantages"] != 0)
 
 
 def clip_config(low: float, high: float) -> dict[str, float]:

@@ -22,7 +22,7 @@ def stable_reinforce(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Con
     ratio = log_ratio.detach().exp()
     losses = -ratio.clamp(max=_RATIO_CAP) * sampled.logprobs * sampled.advantages
     losses = losses + 0.5 * config["kl_coeff"] * log_ratio.square()
-    return LossOutput(losses, {"kl": -log_ratio.detach().sum(), "clip_fraction": (ratio > _RATIO_CAP).sum()})
+    return LossOutput(losses, {"kl": -log_ratio.detach(), "clip_fraction": ratio > _RATIO_CAP})
 
 
 STABLE_REINFORCE = Loss(stable_reinforce, required=(*RATIO_INPUTS, "sampled_mask"), config={"kl_coeff": 0.01})

@@ -1,157 +1,190 @@
 """Policies: a frozen causal LM with one LoRA adapter a run, trained by losses on the log-probabilities of tokens."""
 
-from dataclasses import dataclass, field
+import logging
+from collections.abc import Sequence
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from ...schemas.errors import Category, OperationError
-from ...schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from ..batch import MicroBatch, MicroBatchSegment, ModelLimits, Operation, pack, read_operation, unpack
+from ..batch import MicroBatch, pack, smaller_budget
 from ..config import WorkerConfig
-from ..head import Head, HeadOutput, Objective
+from ..head import Head, HeadOutput
 from ..lora import Adapter, Adapters, Segment
 from ..model import BaseModel
-from ..verbs import Failure
+from ..operation import ModelLimits, read_operation
+from ..verbs import Failure, Part
+from .progress import Answer, Progress, Scores, Task
+from .rounds import rounds
+from .trouble import Trouble, out_of_memory_message, trouble_of
 
-
-@dataclass(eq=False)
-class Progress:
-    """An operation under way: what its micro-batches have given so far, and why it failed if it did."""
-
-    operation: Operation
-    adapter: Adapter
-    forward_only: bool
-    logprobs: list[np.ndarray | None]
-    loss: float = 0.0
-    sums: dict[str, float] = field(default_factory=dict)
-    failure: str | None = None
-
-    def take(self, segment: MicroBatchSegment, output: HeadOutput) -> None:
-        self.loss += float(output.losses.sum(dtype=torch.float64))
-        for name, value in output.sums.items():
-            self.sums[name] = self.sums.get(name, 0.0) + float(value)
-        unpack(segment, output.logprobs, self.operation, self.logprobs)
-
-    def refuse(self, reason: str) -> None:
-        self.failure = self.failure or f"{reason}; the operation contributes nothing"
+logger = logging.getLogger(__name__)
 
 
 class PolicyProgram:
+    """Between passes, the operations that have more parts to come wait here."""
+
     def __init__(self, base: BaseModel, adapters: Adapters, limits: ModelLimits, config: WorkerConfig) -> None:
         self._base = base
         self._adapters = adapters
         self._limits = limits
         self._head = Head(base, config.head_chunk_tokens)
         self._token_budget = config.micro_batch_tokens
+        self._most_runs = config.adapter_slots
+        self._open: dict[int, Progress] = {}
 
-    def run(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput | Failure:
-        """All or nothing: gradients join the run's accumulator only if every micro-batch succeeded."""
-        if request.model_id not in self._adapters:
-            return Failure(f"run {request.model_id} is not on this worker: create it first", "server")
-        adapter = self._adapters.get(request.model_id)
+    def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
+        """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
+        answers: dict[int, Answer] = {}
+        for members in rounds(parts, self._most_runs):
+            answers |= zip(members, self._run_round([parts[i] for i in members]), strict=True)
+        return tuple(answers[i] for i in range(len(parts)))
+
+    def forget(self, run_id: str) -> None:
+        """The run's operations that have more parts to come: those parts will fail."""
+        self._open = {key: progress for key, progress in self._open.items() if progress.run_id != run_id}
+
+    def _run_round(self, parts: list[Part]) -> list[Answer]:
+        begun = [self._begin(part) for part in parts]
+        tasks = [each for each in begun if isinstance(each, Task)]
+        # Neighbours are scored together where their losses agree, and share a segment where their adapters do.
+        tasks.sort(key=lambda task: (task.operation.loss_key, task.run_id))
+        if tasks:
+            self._run_or_split(tasks, self._token_budget)
+        return [each.answer if isinstance(each, Task) else each for each in begun]
+
+    def _begin(self, part: Part) -> Task | Failure:
+        if part.request.model_id not in self._adapters:
+            return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
         try:
-            operation = read_operation(request, self._limits)
-            progress = Progress(operation, adapter, request.forward_only, [None] * len(operation.rows))
-            self._compute([progress])
-        except OperationError as error:
-            return self._failed(request, adapter, error.message, error.category)
-        except torch.OutOfMemoryError as error:
-            reason = f"out of memory: {error}; start the server with a smaller --micro-batch-tokens"
-            return self._failed(request, adapter, reason, "server")
+            operation = read_operation(part.request, self._limits, part.first_datum)
+            return Task(part, operation, self._progress(part))
         except Exception as error:
-            # The pool logs what nobody foresaw and fails the call; a step must not pass over what is missing.
-            self._failed(request, adapter, f"{type(error).__name__}: {error}", "server")
-            raise
-        if progress.failure:
-            return self._failed(request, adapter, progress.failure, "user")
-        if not progress.forward_only:
-            _commit(progress)
-        return _output(progress)
+            trouble = trouble_of(error)
+            return self._failed(part, trouble.message, trouble.category)
 
-    def _failed(self, request: ForwardBackwardRequest, adapter: Adapter, message: str, category: Category) -> Failure:
-        """The window has lost a part of its batch, so its step is refused."""
-        if not request.forward_only:
+    def _progress(self, part: Part) -> Progress:
+        """Raises OperationError when earlier parts of the operation are not here."""
+        if not part.first_datum:
+            progress = Progress(part.request.model_id)
+            if not part.last:
+                self._open[part.operation_id] = progress
+            return progress
+        progress = self._open.get(part.operation_id)
+        if progress is None or len(progress.logprobs) != part.first_datum:
+            raise OperationError(
+                f"the {part.first_datum} data before these are not here: since they were computed, the run's gradients"
+                " were cleared or its weights loaded; send the whole operation again",
+                "server",
+            )
+        return progress
+
+    def _run_or_split(self, tasks: list[Task], token_budget: int) -> None:
+        """After trouble that may be any task's each runs alone, and for want of memory in smaller micro-batches."""
+        trouble = self._attempt(tasks, token_budget)
+        if trouble is None:
+            return
+        for task in [task for task in tasks if not task.done]:
+            if len(tasks) > 1:
+                self._run_or_split([task], token_budget)
+            elif trouble.out_of_memory and (smaller := smaller_budget(task.operation, token_budget)):
+                self._run_or_split([task], smaller)
+            else:
+                self._give_up(task, trouble, token_budget)
+
+    def _attempt(self, tasks: list[Task], token_budget: int) -> Trouble | None:
+        """Returns what stopped it before all tasks were done; of its tensors nothing is held then."""
+        run_ids = list(dict.fromkeys(task.run_id for task in tasks))
+        try:
+            with self._adapters.resident(run_ids) as adapters:
+                by_run = dict(zip(run_ids, adapters, strict=True))
+                self._compute(tasks, [by_run[task.run_id] for task in tasks], token_budget)
+                for task in tasks:
+                    self._finish(task, by_run[task.run_id])
+        except Exception as error:
+            return trouble_of(error)
+        return None
+
+    def _give_up(self, task: Task, trouble: Trouble, token_budget: int) -> None:
+        if trouble.out_of_memory:
+            message = out_of_memory_message(task.operation, self._token_budget, token_budget, self._base.device)
+        else:
+            message = trouble.message
+        if trouble.account:
+            logger.error("an operation of run %s failed: %s\n%s", task.run_id, message, trouble.account)
+        task.done, task.answer = True, self._failed(task.part, message, trouble.category)
+
+    def _failed(self, part: Part, message: str, category: Category) -> Failure:
+        """Ends the operation. The window has lost a part of its batch, so its step is refused."""
+        self._open.pop(part.operation_id, None)
+        if not part.request.forward_only:
+            adapter = self._adapters.get(part.request.model_id)
+            adapter.abandon_operation()
             adapter.window.refused = adapter.window.refused or message
         return Failure(message, category)
 
-    def _compute(self, group: list[Progress]) -> None:
-        """Operations whose tokens may share micro-batches: all of different runs, all with or all without gradients."""
-        gradients = not group[0].forward_only
-        for progress in group:
-            if gradients:
-                progress.adapter.begin_operation()
-        for micro_batch in pack([progress.operation for progress in group], self._token_budget, self._base.device):
-            self._run_micro_batch(micro_batch, group, gradients)
-            if all(progress.failure for progress in group):
-                return
-        for progress in group:
-            if gradients and not progress.failure and not progress.adapter.scratch_is_finite():
-                progress.refuse(f"the gradient of {progress.operation.loss_name} is not finite")
+    def _finish(self, task: Task, adapter: Adapter) -> None:
+        """After its last micro-batch: the gradients of a last part go to the accumulator, others wait for that."""
+        if not (task.failure or task.forward_only):
+            task.add_earlier_gradient(adapter)
+        if task.failure:
+            task.answer = self._failed(task.part, task.failure, "user")
+        elif task.part.last:
+            self._open.pop(task.part.operation_id, None)
+            task.answer = task.complete(adapter)
+        else:
+            task.suspend(adapter)
+        task.done = True
 
-    def _run_micro_batch(self, micro_batch: MicroBatch, group: list[Progress], gradients: bool) -> None:
-        segments = [Segment(part.start, part.stop, group[part.operation].adapter) for part in micro_batch.segments]
-        with torch.set_grad_enabled(gradients), self._adapters.applied(segments):
+    def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int) -> None:
+        """Tasks whose tokens may share micro-batches: see `rounds`."""
+        for task, adapter in zip(tasks, adapters, strict=True):
+            task.begin()
+            if not task.forward_only:
+                adapter.begin_operation()
+        run = self._run_forward if tasks[0].forward_only else self._run_forward_backward
+        for micro_batch in pack([task.operation for task in tasks], token_budget, self._base.device):
+            run(micro_batch, tasks, _segments(micro_batch, adapters))
+            if all(task.failure for task in tasks):
+                return
+
+    @torch.no_grad()
+    def _run_forward(self, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
+        with self._adapters.applied(segments):
             hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-            gradient = torch.empty_like(hidden) if gradients else None
-            for segment in micro_batch.segments:
-                self._run_head(segment, group[segment.operation], hidden.detach(), gradient)
-            if gradient is not None and hidden.requires_grad:
+        _take(micro_batch, self._head.losses(hidden, segments, micro_batch.objectives), tasks)
+
+    def _run_forward_backward(self, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
+        with self._adapters.applied(segments):
+            hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
+            gradient = torch.empty_like(hidden, requires_grad=False)
+            outputs = self._head.losses_and_gradient(hidden.detach(), segments, micro_batch.objectives, gradient)
+            _take(micro_batch, outputs, tasks)
+            _zero_failed(micro_batch, tasks, gradient)
+            if hidden.requires_grad:
                 hidden.backward(gradient)
 
-    def _run_head(
-        self, segment: MicroBatchSegment, progress: Progress, hidden: Tensor, gradient: Tensor | None
-    ) -> None:
-        rows = slice(segment.start, segment.stop)
-        pair, objective = progress.adapter.unembed, _objective(segment, progress.operation)
-        if gradient is None:
-            output = self._head.loss(hidden[rows], pair, objective)
-        else:
-            output = self._head.loss_and_gradient(hidden[rows], pair, objective, gradient[rows])
-        if reason := _not_finite(segment, output, progress.operation):
-            progress.refuse(reason)
-            if gradient is not None:
-                # Others share this micro-batch: what failed must not reach the backward pass.
-                gradient[rows] = 0
-            return
-        progress.take(segment, output)
+
+def _segments(micro_batch: MicroBatch, adapters: list[Adapter]) -> list[Segment]:
+    """Neighbours with the same adapter as one."""
+    segments: list[Segment] = []
+    for part in micro_batch.segments:
+        adapter = adapters[part.operation]
+        start = segments.pop().start if segments and segments[-1].adapter is adapter else part.start
+        segments.append(Segment(start, part.stop, adapter))
+    return segments
 
 
-def _objective(segment: MicroBatchSegment, operation: Operation) -> Objective:
-    return Objective(
-        operation.loss, operation.config, operation.weight, segment.targets, segment.inputs, segment.bounds
-    )
+def _take(micro_batch: MicroBatch, outputs: list[HeadOutput], tasks: list[Task]) -> None:
+    for objective, output in zip(micro_batch.objectives, outputs, strict=True):
+        scores = Scores.of(output)
+        for segment in micro_batch.segments_of(objective):
+            rows = slice(segment.start - objective.start, segment.stop - objective.start)
+            tasks[segment.operation].take(segment, scores.of_rows(rows))
 
 
-def _not_finite(segment: MicroBatchSegment, output: HeadOutput, operation: Operation) -> str | None:
-    """Which datum has a loss that is not finite. Log-probabilities may be infinite where nothing counts."""
-    bad = ~torch.isfinite(output.losses) | torch.isnan(output.logprobs)
-    if not bool(bad.any()):
-        return None
-    row = int(bad.nonzero()[0, 0])
-    sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
-    datum, position = segment.datums[sequence], row - segment.bounds[sequence]
-    if bool(torch.isnan(output.logprobs[row]).any()):
-        return (
-            f"datum {datum}: the model's log-probability at position {position} is NaN: its weights have diverged;"
-            " go on from an earlier checkpoint with a lower learning rate"
-        )
-    return (
-        f"datum {datum}: the {operation.loss_name} loss at position {position} is not finite, the model's"
-        f" log-probability is {output.logprobs[row].tolist()}: check its advantages, weights and logprobs"
-    )
-
-
-def _commit(progress: Progress) -> None:
-    operation = progress.operation
-    progress.adapter.commit(operation.num_tokens, operation.denominator, {f"loss/{operation.loss_name}": progress.loss})
-
-
-def _output(progress: Progress) -> ForwardBackwardOutput:
-    operation = progress.operation
-    means = {f"{name}:mean": value / max(operation.num_tokens, 1) for name, value in progress.sums.items()}
-    outputs = tuple({"logprobs": array} for array in progress.logprobs if array is not None)
-    assert len(outputs) == len(operation.rows), "a datum was in no micro-batch"
-    totals = {"loss:sum": progress.loss, "num_tokens:sum": float(operation.num_tokens)}
-    return ForwardBackwardOutput(outputs, totals | means)
+def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor) -> None:
+    """Others share the micro-batch: what failed must not reach the backward pass."""
+    for segment in micro_batch.segments:
+        if tasks[segment.operation].failure:
+            gradient[segment.start : segment.stop] = 0

@@ -6,7 +6,7 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from ..batch import ModelLimits
+from ..operation import ModelLimits
 from ..verbs import SampleJob
 from .noise import SAMPLE_STREAM, noise_key
 from .prompt_scores import PromptScores

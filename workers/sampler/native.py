@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import groupby
+from itertools import groupby, islice
 
 import numpy as np
 import torch
@@ -21,11 +21,11 @@ from transformers import AutoTokenizer
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ..attention import DecodeStep, Packing, pack_lengths
-from ..batch import ModelLimits
 from ..config import WorkerConfig
 from ..head import Head
 from ..lora import Adapters, Segment
 from ..model import BaseModel
+from ..operation import ModelLimits
 from ..verbs import Failure, SampleJob, Slice, SliceResult
 from .choice import Choice, choose
 from .jobs import Job, Row, check_request
@@ -77,6 +77,7 @@ class NativeSampler:
         self._limits = limits
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
+        self._served: list[str] = []
         self._waiting: deque[Row] = deque()
         self._slots = self._new_slots()
         self._decoding: Decoding | None = None
@@ -104,11 +105,22 @@ class NativeSampler:
 
     @torch.no_grad()
     def _run_until(self, deadline: float) -> None:
-        while self._jobs:
-            self._admit()
-            self._decode()
-            if time.monotonic() >= deadline:
-                break
+        self._served = self._choose_adapters()
+        with self._adapters.resident(self._served):
+            while self._slots.rows or (self._waiting and self._is_served(self._waiting[0])):
+                self._admit()
+                self._decode()
+                if time.monotonic() >= deadline:
+                    break
+
+    def _choose_adapters(self) -> list[str]:
+        """Of this slice: those of the rows in slots, then those of jobs as they came, as many as the device holds."""
+        jobs = (*(row.job for row in self._slots.rows), *self._jobs.values())
+        wanted = dict.fromkeys(job.adapter_id for job in jobs if job.adapter_id is not None)
+        return list(islice(wanted, self._config.adapter_slots))
+
+    def _is_served(self, row: Row) -> bool:
+        return row.job.adapter_id is None or row.job.adapter_id in self._served
 
     def _forget_all(self) -> None:
         self._jobs.clear()
@@ -178,7 +190,10 @@ class NativeSampler:
             self._decoding = None
 
     def _admit(self) -> None:
-        """Prefills waiting rows in their order, until one does not fit or a micro-batch is full."""
+        """Prefills waiting rows in their order, until one does not fit or a micro-batch is full.
+
+        One whose adapter has no slot in this slice lets none pass, lest it wait for ever.
+        """
         prefills = self._take_waiting()
         cached, uncached = [p for p in prefills if p.slots], [p for p in prefills if not p.slots]
         for part in (cached, uncached):
@@ -188,7 +203,7 @@ class NativeSampler:
     def _take_waiting(self) -> list[Prefill]:
         prefills: list[Prefill] = []
         num_rows = num_tokens = 0
-        while self._waiting and num_rows < self._slots.most_rows:
+        while self._waiting and num_rows < self._slots.most_rows and self._is_served(self._waiting[0]):
             row = self._waiting[0]
             if row.needs_cache and not self._slots.admits(row):
                 if self._slots.rows:

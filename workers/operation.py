@@ -1,0 +1,218 @@
+"""Operation: a request whose data have been read and checked, before any of it is computed."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from ..schemas.errors import OperationError
+from ..schemas.training import Datum, ForwardBackwardRequest
+from .losses import LOSSES, Loss
+
+TARGETS = "target_tokens"
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    vocab_size: int
+    max_context_length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One checked sequence. tokens int64 [T]; targets int64 [T] or [T, K]; inputs float32 of the targets' shape."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A checked request, or the part of one whose rows start at number first_datum. weight: multiplies its loss.
+
+    num_tokens: positions that count in the loss. denominator: see Loss.denominator.
+    """
+
+    loss_name: str
+    loss: Loss
+    config: Mapping[str, float]
+    weight: float
+    rows: tuple[Row, ...]
+    num_tokens: int
+    denominator: float
+    first_datum: int = 0
+
+    @cached_property
+    def loss_key(self) -> tuple[Hashable, ...]:
+        """Operations with the same one are scored together: their rows differ in data alone."""
+        many_targets = any(row.targets.ndim == 2 for row in self.rows)
+        return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
+
+
+def read_operation(request: ForwardBackwardRequest, limits: ModelLimits, first_datum: int = 0) -> Operation:
+    """first_datum: number of the request's first datum in the whole operation.
+
+    Raises OperationError naming the datum, the value and the remedy.
+    """
+    if request.loss_fn not in LOSSES:
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(LOSSES)}")
+    if not request.data:
+        raise OperationError("the batch is empty: send at least one datum")
+    loss = LOSSES[request.loss_fn]
+    config = _read_config(request, loss)
+    for i, datum in enumerate(request.data, first_datum):
+        _check_names(i, datum, request.loss_fn, loss)
+        _check_shapes(i, datum, request.loss_fn, loss, limits)
+    _check_ids("model_input", [datum.tokens for datum in request.data], limits, first_datum)
+    _check_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in request.data], limits, first_datum)
+    rows = tuple(_row(datum, loss, config) for datum in request.data)
+    for name in (*loss.required, *loss.optional):
+        _check_finite(name, rows, first_datum)
+    counts = [row.inputs[loss.counted_by] for row in rows]
+    return Operation(
+        loss_name=request.loss_fn,
+        loss=loss,
+        config=config,
+        weight=_loss_weight(request),
+        rows=rows,
+        num_tokens=sum(map(_num_counted, counts)),
+        denominator=loss.denominator(np.concatenate([count.ravel() for count in counts])),
+        first_datum=first_datum,
+    )
+
+
+def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
+    config = dict(loss.config)
+    for key, value in request.loss_fn_config.items():
+        if key not in config:
+            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(loss.config)}")
+        if isinstance(value, str) or not np.isfinite(value):
+            raise OperationError(f"{request.loss_fn} config {key} is {value!r}: it must be a finite number")
+        config[key] = float(value)
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
+    if low > high:
+        raise OperationError(
+            f"{request.loss_fn} config clip_low_threshold {low} exceeds clip_high_threshold {high}:"
+            " they are bounds on the ratio itself, such as 0.8 and 1.2"
+        )
+    return config
+
+
+def _loss_weight(request: ForwardBackwardRequest) -> float:
+    if not np.isfinite(request.loss_weight):
+        raise OperationError(f"loss_weight is {request.loss_weight}: it must be a finite number")
+    return float(request.loss_weight)
+
+
+def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
+    required = (TARGETS, *loss.required)
+    if missing := [name for name in required if name not in datum.loss_fn_inputs]:
+        raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {_inputs(loss)}")
+    if unknown := [name for name in datum.loss_fn_inputs if name not in required and name not in loss.optional]:
+        raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {_inputs(loss)}")
+
+
+def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: ModelLimits) -> None:
+    tokens, targets = datum.tokens, datum.loss_fn_inputs[TARGETS]
+    length = len(tokens) if tokens.ndim == 1 else 0
+    if not length:
+        raise OperationError(f"datum {index}: model_input is empty: send at least one token")
+    if length > limits.max_context_length:
+        raise OperationError(
+            f"datum {index}: model_input has {length} tokens, more than this model's context of"
+            f" {limits.max_context_length}: shorten or split it"
+        )
+    for name, array in (("model_input", tokens), (TARGETS, targets)):
+        if array.dtype.kind not in "iu":
+            raise OperationError(f"datum {index}: {name} is {array.dtype}: token ids must be integers")
+    if targets.ndim != 1 and not (loss.many_targets and targets.ndim == 2 and targets.shape[1]):
+        wanted = "[T] or [T, K]" if loss.many_targets else "[T]"
+        raise OperationError(f"datum {index}: {TARGETS} has shape {list(targets.shape)}: {loss_name} takes {wanted}")
+    if len(targets) != length:
+        raise OperationError(
+            f"datum {index}: {TARGETS} has {len(targets)} positions, model_input {length}: position i of the targets"
+            " is predicted from model_input up to i, so the lengths must be equal"
+        )
+    for name, array in datum.loss_fn_inputs.items():
+        if array.dtype.kind not in "fiub":
+            raise OperationError(f"datum {index}: {name} is {array.dtype}: it must be numeric")
+        if array.shape != targets.shape:
+            raise OperationError(
+                f"datum {index}: {name} has shape {list(array.shape)}, {TARGETS} {list(targets.shape)}:"
+                " they must be equal"
+            )
+
+
+def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, first_datum: int) -> None:
+    ids = np.concatenate([array.ravel() for array in arrays])
+    if ids.min() >= 0 and ids.max() < limits.vocab_size:
+        return
+    at = int(np.argmax((ids < 0) | (ids >= limits.vocab_size)))
+    datum, position = _find(at, arrays)
+    remedy = "; give a position that is to be ignored weight or advantage 0" if name == TARGETS else ""
+    raise OperationError(
+        f"datum {first_datum + datum}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
+        f" {limits.vocab_size}: ids go from 0 to {limits.vocab_size - 1}{remedy}"
+    )
+
+
+def _check_finite(name: str, rows: tuple[Row, ...], first_datum: int) -> None:
+    """The sampler's log-probabilities may be anything where nothing reads them: prompts often have none."""
+    arrays = [row.inputs[name] for row in rows]
+    values = np.concatenate([array.ravel() for array in arrays])
+    if np.isfinite(values).all():
+        return
+    if name == "logprobs":
+        values = np.where(np.concatenate([_reads_logprobs(row) for row in rows]), values, 0.0)
+        if np.isfinite(values).all():
+            return
+    at = int(np.argmin(np.isfinite(values)))
+    datum, position = _find(at, arrays)
+    raise OperationError(
+        f"datum {first_datum + datum}: {name} is {values[at]} at position {position}: it must be finite"
+    )
+
+
+def _reads_logprobs(row: Row) -> np.ndarray:
+    advantages = row.inputs["advantages"]
+    return (advantages != 0) | (row.inputs.get("sequence_ratio_mask", advantages) != 0)
+
+
+def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
+    """Element `at` of the concatenated arrays -> (datum, position)."""
+    for datum, array in enumerate(arrays):
+        if at < array.size:
+            return datum, at // (array.size // len(array))
+        at -= array.size
+    raise AssertionError("beyond the last array")
+
+
+def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
+    given = datum.loss_fn_inputs
+    targets = given[TARGETS].astype(np.int64)
+    # A number beyond float32 becomes infinite, which is then refused with its position.
+    with np.errstate(over="ignore"):
+        inputs = {name: given[name].astype(np.float32) for name in given if name != TARGETS}
+    for name, fill in loss.optional.items():
+        if name not in inputs:
+            inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
+    return Row(datum.tokens.astype(np.int64), targets, inputs)
+
+
+def _num_counted(counts: np.ndarray) -> int:
+    return int(np.count_nonzero(counts if counts.ndim == 1 else (counts != 0).any(axis=1)))
+
+
+def _inputs(loss: Loss) -> str:
+    optional = f" and optionally {_listed(loss.optional)}" if loss.optional else ""
+    return _listed((TARGETS, *loss.required)) + optional
+
+
+def _allowed(config: Mapping[str, float]) -> str:
+    return f"allowed: {_listed(config)}" if config else "it takes none"
+
+
+def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(names)

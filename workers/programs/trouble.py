@@ -1,0 +1,43 @@
+"""Trouble: what stopped the tasks of a round, when it is not known whose fault it was."""
+
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from ...schemas.errors import Category, OperationError
+from ..footprint import gigabytes
+from ..memory import available_bytes, is_out_of_memory
+from ..operation import Operation
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """account: of what nobody foresaw, for the log."""
+
+    message: str
+    category: Category = "server"
+    out_of_memory: bool = False
+    account: str | None = None
+
+
+def trouble_of(error: Exception) -> Trouble:
+    """Without the error itself, whose frames hold tensors."""
+    if isinstance(error, OperationError):
+        return Trouble(error.message, error.category)
+    message = f"{type(error).__name__}: {error}"
+    return Trouble(message, out_of_memory=is_out_of_memory(error), account=traceback.format_exc())
+
+
+def out_of_memory_message(operation: Operation, configured: int, tried: int, device: torch.device) -> str:
+    """configured, tried: tokens of a micro-batch."""
+    lengths = [len(row.tokens) for row in operation.rows]
+    longest = max(lengths)
+    free = available_bytes(device)
+    lowered = f", down from {configured}" if tried < configured else ""
+    return (
+        f"out of memory: datum {operation.first_datum + lengths.index(longest)} has {longest} tokens, which one"
+        f" micro-batch must hold (of {tried} tokens at last{lowered}), and {device} has"
+        f" {gigabytes(free) if free is not None else 'an unknown amount'} free: send shorter sequences, or serve this"
+        " model with more memory"
+    )

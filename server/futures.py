@@ -1,22 +1,24 @@
 """Futures: the results of accepted operations: created, resolved or failed, waited for, and kept for a time.
 
-A result is in memory from the moment it is there, and behind that written to a file (its place to the store), after
-which memory may let go of it and it survives a restart.
+A result goes to a file as soon as it is there: a small one before anybody is answered with it, so that kill -9 takes
+nothing back. Where it is there the store hears later, in batches; after that memory may let go of it.
 """
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
 from ..schemas.errors import Category, RequestError
 from ..schemas.futures import Pending, RequestFailed
 from .journal import Header
-from .segments import Place, Segments
+from .segments import Place, Segments, read_segment
 from .store import ResultRecord, Store
 
 logger = logging.getLogger(__name__)
@@ -26,8 +28,8 @@ _MEMORY_BYTES = 128 << 20
 _MOST_IN_MEMORY = 100_000
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
-_LINGER_SECONDS = 0.02
-"""What comes within this time of the first result is written together with it."""
+_LINGER_SECONDS = 0.25
+"""What comes within this time of the first result is told to the store together with it."""
 
 Encoding = Literal["json", "forward_backward", "sample"]
 
@@ -48,7 +50,7 @@ def failure(message: str, category: Category) -> Result:
 class Future:
     """One accepted operation's result, or the place for it.
 
-    pending: why there is no result yet. on_stored: called once the result is durable.
+    pending: why there is no result yet. on_stored: called once the store knows the result's place.
     """
 
     request_id: str
@@ -56,7 +58,8 @@ class Future:
     pending: Callable[[], Pending]
     on_stored: Callable[[], None]
     result: Result | None = None
-    stored_at: float = 0.0
+    place: Place | None = None
+    resolved_at: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -71,18 +74,21 @@ class Futures:
         self._live: dict[str, Future] = {}
         self._stored: OrderedDict[str, Future] = OrderedDict()
         self._stored_bytes = 0
-        self._unstored: list[Future] = []
+        self._appending: set[Future] = set()  # on their way to the file
+        self._unstored: list[Future] = []  # in the file, in its order; the store does not know them yet
         self._has_unstored = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
         self._writer: asyncio.Task[None] | None = None
-        self._closing = False
+        self._closing = asyncio.Event()
 
     async def open(self, unfinished: Iterable[Header]) -> None:
         """`unfinished`: what an earlier process accepted; whatever of it has no result is answered as lost."""
+        await self._tell_store_of_those_after(await self._store.newest_result())
         headers = await asyncio.to_thread(lambda: {header.request_id: header for header in unfinished})
-        lost = [header for header in headers.values() if await self._store.get_result(header.request_id) is None]
-        for start in range(0, len(lost), _MOST_PER_WRITE):
-            await self._write([_lost(header) for header in lost[start : start + _MOST_PER_WRITE]])
+        lost = [_lost(header) for header in headers.values() if await self._store.get_result(header.request_id) is None]
+        for future in lost:
+            future.place = await self._append_to_file(future)
+        await self._put([_record(future) for future in lost])
         self._writer = asyncio.create_task(self._write_behind())
 
     @property
@@ -104,10 +110,9 @@ class Futures:
     def resolve(self, future: Future, result: Result) -> None:
         if future.result is not None:
             return
-        future.result = result
+        future.result, future.resolved_at = result, time.time()
         future.done.set()
-        self._unstored.append(future)
-        self._has_unstored.set()
+        self._append(future)
 
     def fail(self, future: Future, message: str, category: Category) -> None:
         self.resolve(future, failure(message, category))
@@ -159,11 +164,11 @@ class Futures:
         oldest = time.time() - self._ttl_seconds
         await self._store.delete_results(oldest)
         self._segments.delete_older_than(self._ttl_seconds)
-        while self._stored and next(iter(self._stored.values())).stored_at < oldest:
+        while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._forget_oldest()
 
     async def close(self) -> None:
-        self._closing = True
+        self._closing.set()
         self._has_unstored.set()
         try:
             if self._writer is not None:
@@ -181,43 +186,76 @@ class Futures:
             raise _unknown(request_id) from None
         return Result(stored.body, cast(Encoding, record.encoding))
 
+    def _append(self, future: Future) -> None:
+        self._appending.add(future)
+        written = self._append_to_file(future)
+        if written.done():
+            self._appended(future, written)
+        else:
+            written.add_done_callback(partial(self._appended, future))
+
+    def _append_to_file(self, future: Future) -> "asyncio.Future[Place]":
+        assert future.result is not None
+        return self._segments.append(_header(future, future.result), future.result.body)
+
+    def _appended(self, future: Future, written: "asyncio.Future[Place]") -> None:
+        if error := written.exception():
+            # Nothing is lost while this process lives: the result stays in memory, and the write is tried again.
+            logger.error("result %s cannot be written (%s)", future.request_id, error)
+            if not self._closing.is_set():
+                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._append, future)
+                return
+        else:
+            future.place = written.result()
+            self._unstored.append(future)
+        self._appending.discard(future)
+        self._has_unstored.set()
+
     async def _write_behind(self) -> None:
-        while self._unstored or not self._closing:
+        while self._unstored or self._appending or not self._closing.is_set():
             if not self._unstored:
                 self._has_unstored.clear()
                 await self._has_unstored.wait()
-                await asyncio.sleep(_LINGER_SECONDS)
+                await self._linger(_LINGER_SECONDS)
                 continue
             batch = self._unstored[:_MOST_PER_WRITE]
             try:
-                await self._write(batch)
+                await self._store.put_results([_record(future) for future in batch])
             except Exception:
-                if self._closing:
+                if self._closing.is_set():
                     raise
-                # Nothing is lost while this process lives: results stay in memory, and the write is tried again.
-                logger.exception("results cannot be written; trying again")
-                await asyncio.sleep(_RETRY_SECONDS)
+                logger.exception("the places of results cannot be stored; trying again")
+                await self._linger(_RETRY_SECONDS)
                 continue
             del self._unstored[: len(batch)]
             for future in batch:
+                future.on_stored()
                 self._keep(future)
             self._shrink()
 
-    async def _write(self, batch: list[Future]) -> None:
-        places = await asyncio.gather(*(self._append(future) for future in batch))
-        now = time.time()
-        await self._store.put_results(
-            [_record(future, place, now) for future, place in zip(batch, places, strict=True)]
-        )
-        for future in batch:
-            future.on_stored()
+    async def _linger(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
 
-    async def _append(self, future: Future) -> Place:
-        assert future.result is not None
-        return await self._segments.append({"request_id": future.request_id}, future.result.body)
+    async def _tell_store_of_those_after(self, newest: ResultRecord | None) -> None:
+        """Results of an earlier process that were in its file when it ended, but not in the store."""
+        start = Place(-1, 0) if newest is None else Place.parse(newest.place)
+        await self._put(await asyncio.to_thread(lambda: list(self._records_after(start))))
+
+    async def _put(self, records: list[ResultRecord]) -> None:
+        for first in range(0, len(records), _MOST_PER_WRITE):
+            await self._store.put_results(records[first : first + _MOST_PER_WRITE])
+
+    def _records_after(self, start: Place) -> Iterator[ResultRecord]:
+        for segment in self._segments.earlier:
+            if segment < start.segment:
+                continue
+            for stored in read_segment(self._segments.path(segment)):
+                if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
+                    place = str(Place(segment, stored.offset))
+                    yield ResultRecord(place=place, size_bytes=len(stored.body), **stored.header)  # pyright: ignore[reportArgumentType]
 
     def _keep(self, future: Future) -> None:
-        future.stored_at = time.time()
         self._stored[future.request_id] = future
         self._stored_bytes += _size(future)
 
@@ -235,15 +273,25 @@ def _size(future: Future) -> int:
     return len(future.result.body) if future.result else 0
 
 
-def _record(future: Future, place: Place, now: float) -> ResultRecord:
-    assert future.result is not None
+def _header(future: Future, result: Result) -> dict[str, object]:
+    """Together with its place, all that the store knows of a result."""
+    return {
+        "request_id": future.request_id,
+        "tenant_id": future.tenant_id,
+        "encoding": result.encoding,
+        "created_at": future.resolved_at,
+    }
+
+
+def _record(future: Future) -> ResultRecord:
+    assert future.result is not None and future.place is not None
     return ResultRecord(
         request_id=future.request_id,
         tenant_id=future.tenant_id,
-        place=str(place),
+        place=str(future.place),
         size_bytes=len(future.result.body),
         encoding=future.result.encoding,
-        created_at=now,
+        created_at=future.resolved_at,
     )
 
 
@@ -253,7 +301,7 @@ def _lost(header: Header) -> Future:
         remedy = "create a new client from the last saved checkpoint and go on from there"
     message = f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
     future = Future(header.request_id, header.tenant_id, Pending, lambda: None)
-    future.result = failure(message, "server")
+    future.result, future.resolved_at = failure(message, "server"), time.time()
     return future
 
 

@@ -24,6 +24,8 @@ _FRAME = struct.Struct("<III")
 """Before each record: bytes of its header, bytes of its body, crc32 of both."""
 
 _SUFFIX = ".segment"
+_SMALL_BYTES = 32 << 10
+"""Writing less than this into the page cache takes less than handing it to a thread and hearing back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,16 +74,21 @@ class Segments:
         self._flush: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
 
-    async def append(self, header: Mapping[str, object], body: bytes = b"") -> Place:
-        """Returns once the operating system has the record. Records that wait together are written together.
+    def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
+        """Done once the operating system has the record: for a small one when this returns, unless others wait.
 
-        Raises OSError (disk full, directory gone); later appends start a new segment.
+        Large ones are written by a thread, those that wait together in one go. Fails with OSError (disk full, directory
+        gone); later appends start a new segment.
         """
         written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        self._pending.append(_Append(json.dumps(header, separators=(",", ":")).encode(), body, written))
+        append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
+        if self._flush is None and len(body) < _SMALL_BYTES:
+            self._write_at_once(append)
+            return written
+        self._pending.append(append)
         if self._flush is None:
             self._flush = asyncio.create_task(self._write_pending())
-        return await asyncio.shield(written)
+        return written
 
     async def read(self, place: Place) -> Record:
         """Raises ValueError where there is no whole record, OSError where there is no segment."""
@@ -108,6 +115,12 @@ class Segments:
         self._thread.shutdown()
         self._close_file()
 
+    def _write_at_once(self, append: _Append) -> None:
+        try:
+            append.written.set_result(self._write([append])[0])
+        except OSError as error:
+            append.written.set_exception(error)
+
     async def _write_pending(self) -> None:
         loop = asyncio.get_running_loop()
         while self._pending:
@@ -118,11 +131,12 @@ class Segments:
                 _fail(batch, error)
                 continue
             for append, place in zip(batch, places, strict=True):
-                append.written.set_result(place)
+                if not append.written.cancelled():
+                    append.written.set_result(place)
         self._flush = None
 
     def _write(self, batch: list[_Append]) -> list[Place]:
-        """In the writer's thread."""
+        """In the writer's thread, or while it has nothing to do."""
         try:
             places = [self._write_one(append) for append in batch]
             assert self._file is not None
@@ -210,4 +224,5 @@ def _whole_record(file: BinaryIO, offset: int) -> Record | None:
 
 def _fail(batch: list[_Append], error: OSError) -> None:
     for append in batch:
-        append.written.set_exception(error)
+        if not append.written.cancelled():
+            append.written.set_exception(error)

@@ -417,6 +417,9 @@ class Store:
     async def get_result(self, request_id: str) -> ResultRecord | None:
         return await self._one(ResultRecord, select(results).where(results.c.request_id == request_id))
 
+    async def newest_result(self) -> ResultRecord | None:
+        return await self._one(ResultRecord, select(results).order_by(results.c.created_at.desc()).limit(1))
+
     async def delete_results(self, created_before: float) -> tuple[ResultRecord, ...]:
         """The deleted ones, so that their payloads can go, too."""
         old = results.c.created_at < created_before

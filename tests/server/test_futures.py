@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
@@ -93,6 +96,52 @@ async def test_results_survive_a_restart(open_futures) -> None:
     with pytest.raises(RequestError):
         await second.wait("r:1", "bob", 1)
     await second.close()
+
+
+def test_a_result_that_somebody_saw_survives_kill_9(tmp_path: Path) -> None:
+    program = f"""
+import asyncio, os, signal
+from pathlib import Path
+from trainhouse.server.futures import Futures, Result
+from trainhouse.server.store import SqliteStore, TenantRecord
+async def main():
+    store = SqliteStore(Path({str(tmp_path / DATABASE_NAME)!r}))
+    await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
+    futures = Futures(Path({str(tmp_path / "results")!r}), store, 3600.0)
+    await futures.open([])
+    for number in range(3):
+        future = futures.create(f"r:{{number}}", "alice")
+        asyncio.get_running_loop().call_soon(futures.resolve, future, Result(bytes([number]), "sample"))
+        await futures.wait(f"r:{{number}}", "alice", 5)
+    os.kill(os.getpid(), signal.SIGKILL)
+asyncio.run(main())
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60, check=False).returncode == -signal.SIGKILL
+    asyncio.run(assert_all_there(tmp_path))
+
+
+async def assert_all_there(directory: Path) -> None:
+    store = SqliteStore(directory / DATABASE_NAME)
+    futures = Futures(directory / "results", store, 3600.0)
+    await futures.open([header(f"r:{number}") for number in range(4)])
+    for number in range(3):
+        assert await futures.wait(f"r:{number}", TENANT, 1) == Result(bytes([number]), "sample")
+    assert b"server restarted" in (await futures.wait("r:3", TENANT, 1)).body
+    await futures.close()
+    store.close()
+
+
+async def test_a_result_whose_file_cannot_be_written_is_answered_and_written_later(
+    open_futures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainhouse.server.futures._RETRY_SECONDS", 0.05)
+    futures = await open_futures()
+    (tmp_path / "results").rmdir()
+    futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
+    assert await futures.wait("r:1", TENANT, 1) == Result(b"{}")
+    (tmp_path / "results").mkdir()
+    await wait_until(lambda: futures.num_stored == 1)
+    await futures.close()
 
 
 async def test_closing_writes_what_was_not_written_yet(open_futures) -> None:

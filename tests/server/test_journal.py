@@ -81,6 +81,19 @@ async def test_a_file_that_is_no_segment_is_skipped(tmp_path: Path, caplog: pyte
     assert "not a segment" in caplog.text
 
 
+async def test_a_small_record_is_written_at_once_unless_a_large_one_is_being_written(tmp_path: Path) -> None:
+    segments = Segments(tmp_path, 1 << 30)
+    small = segments.append({"number": 0}, b"small")
+    assert small.done()
+    large = segments.append({"number": 1}, bytes(8 << 20))
+    behind = segments.append({"number": 2}, b"small")
+    assert not large.done() and not behind.done()
+    await asyncio.gather(large, behind)
+    assert segments.append({"number": 3}).done()
+    assert [record.header["number"] for record in read_segment(segment_files(tmp_path)[0])] == [0, 1, 2, 3]
+    await segments.close()
+
+
 async def test_records_are_read_at_their_places(tmp_path: Path) -> None:
     segments = Segments(tmp_path, 200)
     places = [await segments.append({"number": number}, bytes([number]) * 50) for number in range(10)]

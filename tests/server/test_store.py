@@ -170,7 +170,9 @@ async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
 
 async def test_results_go_by_age(open_store: OpenStore) -> None:
     store = await filled(open_store())
+    assert await store.newest_result() is None
     await store.put_results([ResultRecord(str(age), "t", f"place {age}", 1, "json", float(age)) for age in range(4)])
+    assert (await store.newest_result()) == await store.get_result("3")
     assert [one.request_id for one in await store.delete_results(2.0)] == ["0", "1"]
     assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
 

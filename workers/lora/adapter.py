@@ -269,9 +269,10 @@ class _Layout:
         """A [rank, in] and B [out, rank] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
         rank = self._rank
         a_start, b_start = self._starts[target.name]
-        a = vector[a_start : a_start + rank * target.in_features].view(rank, target.in_features)
-        b = vector[b_start : b_start + rank * target.out_features].view(rank, target.out_features)
-        return a, b.t()
+        start = vector.storage_offset()
+        a = vector.as_strided((rank, target.in_features), (target.in_features, 1), start + a_start)
+        b = vector.as_strided((target.out_features, rank), (1, target.out_features), start + b_start)
+        return a, b
 
 
 class _Vector:

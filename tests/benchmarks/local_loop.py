@@ -1,6 +1,7 @@
 """The baseline: what somebody writes by hand with transformers and peft, in one process, on the same model and data.
 
-Run as a child process: reads a number of steps a line, answers the seconds that they took.
+Run as a child process: the first line names the model and the batches; every further one a batch and a number of
+steps, and is answered by the seconds that they took.
 """
 
 import json
@@ -52,12 +53,12 @@ def main() -> None:
     torch.set_num_threads(request["threads"])
     loop = LocalLoop(Path(request["model"]), request["rank"])
     batches = {name: padded(rows) for name, rows in request["batches"].items()}
-    print("ready", flush=True)
+    print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
-        name, num_steps = line.split()
+        asked = json.loads(line)
         started = time.perf_counter()
-        for _ in range(int(num_steps)):
-            loop.step(*batches[name])
+        for _ in range(asked["steps"]):
+            loop.step(*batches[asked["batch"]])
         print(time.perf_counter() - started, flush=True)
 
 

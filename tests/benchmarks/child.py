@@ -1,0 +1,47 @@
+"""A helper process of a benchmark, which answers a line of JSON for every line of JSON that it is sent."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+EXIT_SECONDS = 30
+
+
+class Child:
+    def __init__(self, process: subprocess.Popen[str]) -> None:
+        assert process.stdin and process.stdout
+        self._stdin, self._stdout = process.stdin, process.stdout
+
+    def send(self, request: object) -> None:
+        self._stdin.write(json.dumps(request) + "\n")
+        self._stdin.flush()
+
+    def receive(self) -> Any:
+        """Raises RuntimeError when the process has ended instead."""
+        if not (line := self._stdout.readline()):
+            raise RuntimeError("a benchmark's process ended without an answer: its error is above")
+        return json.loads(line)
+
+    def ask(self, request: object) -> Any:
+        self.send(request)
+        return self.receive()
+
+
+@contextmanager
+def child(module: str, *arguments: str) -> Iterator[Child]:
+    """Runs `module` of this package until the end of the block; it waits silently in between."""
+    command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        yield Child(process)
+    finally:
+        assert process.stdin
+        process.stdin.close()
+        try:
+            process.wait(EXIT_SECONDS)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

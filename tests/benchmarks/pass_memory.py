@@ -1,0 +1,54 @@
+"""A worker process of its own that says how far one pass raises its peak of resident memory.
+
+The first line is {"model", and any knob of WorkerConfig}; every further one {"tokens", "length"}: a pass of sequences
+of that length, so many tokens together, answered by the bytes that the peak lies above what the loaded worker had.
+Passes of one process are to grow: what the allocator keeps of a large pass hides the peak of a small one.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from ...schemas.models import LoraConfig
+from ...schemas.training import Datum, ForwardBackwardRequest
+from ...workers.config import ServedModel, WorkerConfig
+from ...workers.verbs import Failure, Part, Pass, RunSpec
+from ...workers.worker import Worker
+
+
+def main() -> None:
+    setup = json.loads(sys.stdin.readline())
+    worker = Worker(WorkerConfig(ServedModel("measured", setup.pop("model")), device="cpu", **setup))
+    worker.create_run(RunSpec("run", LoraConfig(rank=8, seed=0, train_unembed=False)))
+    _run_pass(worker, tokens=64, length=64)  # whatever is made once, at the first pass
+    loaded = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on: see proc(5)
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        _run_pass(worker, **json.loads(line))
+        print(_status("VmHWM") - loaded, flush=True)
+
+
+def _run_pass(worker: Worker, tokens: int, length: int) -> None:
+    vocab = worker.info().vocab_size
+    random = np.random.default_rng(0)
+    data = []
+    for _ in range(tokens // length):
+        row = random.integers(0, vocab, length + 1)
+        weights = np.ones(length, dtype=np.float32)
+        data.append(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": weights}))
+    request = ForwardBackwardRequest("run", 1, tuple(data), "cross_entropy")
+    (output,) = worker.run_pass(Pass((Part(tokens, request),)))
+    assert output is not None and not isinstance(output, Failure), output
+
+
+def _status(name: str) -> int:
+    """Bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+if __name__ == "__main__":
+    main()

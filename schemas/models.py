@@ -77,6 +77,27 @@ class ServerCapabilities(Wire):
     supported_models: list[SupportedModel]
 
 
+class Limit(Wire):
+    """limit None: there is none."""
+
+    limit: int | None
+    used: int
+
+
+class Limits(Wire):
+    """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
+
+    queued_operations, queued_bytes: accepted and not answered yet, uploads included. tokens_per_minute: of training and
+    sampling; `used` falls with time. server_queued_bytes: of all tenants together.
+    """
+
+    runs: Limit
+    queued_operations: Limit
+    queued_bytes: Limit
+    tokens_per_minute: Limit
+    server_queued_bytes: Limit
+
+
 class CreateSessionRequest(Wire):
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, Any] | None = None

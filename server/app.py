@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import logging
+import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -19,9 +20,11 @@ from .auth import Auth
 from .bodies import BodyLimit, describe_errors
 from .checkpoints import Checkpoints
 from .config import ServerConfig
+from .direct import Direct, endpoints
 from .futures import Futures
 from .journal import Journal
 from .operations import Operations
+from .quotas import Quotas
 from .recordings import Recordings
 from .routes import auth, checkpoints, futures, listing, models, sampling, sessions, training
 from .runs import Runs, RunServices
@@ -33,6 +36,8 @@ from .store import DATABASE_NAME, SqliteStore
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 30.0
+_BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
+"""What clients call at every operation."""
 
 _DESCRIPTION = """
 Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
@@ -53,14 +58,20 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
             yield
 
     app = FastAPI(title="trainhouse", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
-    app.add_middleware(BodyLimit, limit_bytes=config.max_body_bytes)
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth):
         app.include_router(routes.router)
-    app.add_exception_handler(RequestError, _refused)
-    app.add_exception_handler(RequestValidationError, _invalid)
-    app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(ClientDisconnect, _broke_off)
+    error_handlers = {
+        RequestError: _refused,
+        RequestValidationError: _invalid,
+        HTTPException: _http_error,
+        ClientDisconnect: _broke_off,
+    }
+    for kind, handler in error_handlers.items():
+        app.add_exception_handler(kind, handler)
     app.add_exception_handler(Exception, _internal_error)
+    busy = endpoints((training.router, sampling.router, futures.router), _BUSY)
+    app.add_middleware(Direct, endpoints=busy, error_handlers=error_handlers)
+    app.add_middleware(BodyLimit, limit_bytes=config.max_body_bytes)
     return app
 
 
@@ -72,11 +83,14 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
     futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds)
     journal = Journal(config.state_dir / "journal", config.journal_segment_bytes)
     recordings = Recordings(config.state_dir / "recordings")
+    quotas = Quotas(config)
     samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings)
-    of_run = RunServices(futures, journal, operations, sessions, dispatch.status, config.seq_gap_seconds)
+    of_run = RunServices(futures, journal, operations, sessions, quotas, dispatch.status, config.seq_gap_seconds)
     runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
-    return Services(config, dispatch, store, auth, sessions, checkpoints, runs, samplers, futures, journal, recordings)
+    return Services(
+        config, dispatch, store, auth, sessions, checkpoints, runs, samplers, futures, journal, recordings, quotas
+    )
 
 
 @asynccontextmanager
@@ -109,6 +123,7 @@ async def _keep_house(services: Services) -> None:
             await services.runs.save_request_times()
             await services.futures.expire()
             await services.recordings.expire()
+            services.quotas.forget_idle()
         except Exception:
             # A full disk, say: the next round may find it better.
             logger.exception("housekeeping failed")
@@ -116,7 +131,10 @@ async def _keep_house(services: Services) -> None:
 
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
-    headers = {} if error.retry_after_seconds is None else {"Retry-After": f"{error.retry_after_seconds:g}"}
+    headers = {}
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+        headers["Retry-After-Ms"] = str(round(1000 * error.retry_after_seconds))  # the SDK reads this one first
     if error.status == 401:
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
     return JSONResponse({"detail": error.message}, error.status, headers)

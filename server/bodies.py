@@ -1,7 +1,7 @@
 """Request bodies: read within a limit, decoded off the event loop when large, and described for OpenAPI."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -16,6 +16,7 @@ LARGE_BYTES = 256 << 10
 """What is larger is decoded and encoded off the event loop."""
 
 _PREFIX_BYTES = 1 << 20
+_CHECKED_BYTES = 1 << 16
 _MOST_SHOWN = 5
 
 Decoded = TypeVar("Decoded")
@@ -81,14 +82,23 @@ class BodyLimit:
             num_dropped += len(message.get("body", b""))
 
 
-async def receive_body(request: Request, limit_bytes: int) -> Received:
-    """Keeps no more than the beginning of a body that says, or shows, that it is too large."""
+async def receive_body(
+    request: Request, limit_bytes: int, check: Callable[[bytes], Awaitable[None]] | None = None
+) -> Received:
+    """Keeps no more than the beginning of a body that says, or shows, that it is too large.
+
+    check: called with the beginning before more is kept; if it raises, the rest is read and dropped.
+    """
     declared = request.headers.get("content-length", "")
     most_kept = _PREFIX_BYTES if declared.isdecimal() and int(declared) > limit_bytes else limit_bytes
     pieces: list[bytes] = []
     num_kept, too_large = 0, False
     try:
-        async for piece in request.stream():
+        stream = request.stream()
+        if check is not None:
+            pieces.append(await _checked_beginning(stream, check))
+            num_kept = len(pieces[0])
+        async for piece in stream:
             if num_kept < most_kept:
                 pieces.append(piece)
                 num_kept += len(piece)
@@ -99,6 +109,22 @@ async def receive_body(request: Request, limit_bytes: int) -> Received:
     return Received(
         b"".join(pieces), headers.get("content-type", "application/json"), headers.get("content-encoding"), too_large
     )
+
+
+async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[bytes], Awaitable[None]]) -> bytes:
+    beginning = b""
+    async for piece in stream:
+        beginning += piece
+        if len(beginning) >= _CHECKED_BYTES:
+            break
+    try:
+        await check(beginning)
+    except RequestError:
+        # A client that is still sending would not read the answer.
+        async for _ in stream:
+            pass
+        raise
+    return beginning
 
 
 @dataclass(frozen=True)

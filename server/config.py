@@ -84,6 +84,14 @@ WITH_RAY = ("pool", "ray")
 
 
 @dataclass(frozen=True)
+class TenantWeight:
+    """name: as `trainhouse keys create` was given it."""
+
+    name: str
+    weight: float
+
+
+@dataclass(frozen=True)
 class ServerConfig:
     """The unit is in the name; sizes in bytes may be written 256MiB. See `trainhouse serve --help-all`."""
 
@@ -107,6 +115,9 @@ class ServerConfig:
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
+    pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)
+    adapter_slots: int = knob(64, "adapters on the device at a time; others wait in host memory", check=POSITIVE)
+    host_adapter_bytes: int = knob(4 << 30, "host memory for adapters; others wait on disk", check=POSITIVE)
     kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
     ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
@@ -114,6 +125,12 @@ class ServerConfig:
     ray_gpus_per_rank: float = knob(
         1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
     )
+    tenant_weights: tuple[TenantWeight, ...] = knob((), "shares of the passes, alice=2,bob=0.5; of others: 1")
+    tenant_runs: int = knob(2000, "most live runs of a tenant", check=POSITIVE)
+    tenant_queued_operations: int = knob(20_000, "most unanswered operations of a tenant", check=POSITIVE)
+    tenant_queued_bytes: int = knob(512 << 20, "most bytes of them", check=POSITIVE)
+    tenant_tokens_per_minute: int = knob(0, "trained and sampled tokens of a tenant; 0 = any", check=NOT_NEGATIVE)
+    queued_bytes: int = knob(2 << 30, "memory for unanswered operations of all tenants", check=POSITIVE)
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
@@ -139,6 +156,11 @@ class ServerConfig:
                 f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "
                 "raise the one or lower the other"
             )
+        if self.queued_bytes < 2 * self.max_body_bytes:
+            raise ConfigError(
+                f"queued_bytes {self.queued_bytes} is below twice max_body_bytes {self.max_body_bytes}: raise the "
+                "one or lower the other"
+            )
         if len(self._devices) not in (1, len(self.base_models)):
             raise ConfigError(
                 f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
@@ -159,7 +181,9 @@ class ServerConfig:
 
     def worker_config(self, model: ServedModel) -> WorkerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
-        return replace(WorkerConfig(model=model, **_shared(self, WorkerConfig)), device=device)
+        # On another machine of a Ray cluster our directories may not be there.
+        pages = None if self.pool == "ray" else str((self.state_dir / "pages").absolute())
+        return replace(WorkerConfig(model=model, **_shared(self, WorkerConfig)), device=device, page_directory=pages)
 
     @property
     def _devices(self) -> list[str]:
@@ -167,7 +191,8 @@ class ServerConfig:
 
     def dispatch_config(self) -> DispatchConfig:
         models = tuple(self.worker_config(model) for model in self.base_models)
-        return DispatchConfig(models=models, **_shared(self, DispatchConfig))
+        weights = {tenant.name: tenant.weight for tenant in self.tenant_weights}
+        return replace(DispatchConfig(models=models, **_shared(self, DispatchConfig)), tenant_weights=weights)
 
 
 def knob_of(knob_field: Field) -> Knob:
@@ -259,6 +284,8 @@ def _from_toml(knob_field: Field, value: object, place: str) -> object:
 def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> object:
     if knob_field.name == "base_models":
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
+    if knob_field.name == "tenant_weights":
+        return parse_weights(text if isinstance(text, str) else ",".join(text))
     if not isinstance(text, str):
         raise ConfigError(f"{place} is {list(text)}: expected {_type_words(knob_field)}")
     wanted = _type_of(knob_field)
@@ -276,6 +303,19 @@ def parse_served_model(text: str) -> ServedModel:
     if not name or ("=" in text and not source):
         raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
     return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+def parse_weights(text: str) -> tuple[TenantWeight, ...]:
+    """alice=2,bob=0.5. Raises ConfigError."""
+    return tuple(_parse_weight(entry.strip()) for entry in text.split(",") if entry.strip())
+
+
+def _parse_weight(text: str) -> TenantWeight:
+    name, _, number = (part.strip() for part in text.rpartition("="))
+    found = re.fullmatch(r"[0-9]+(\.[0-9]+)?", number)
+    if not name or not found or float(number) == 0:
+        raise ConfigError(f"tenant weight {text!r} is not NAME=WEIGHT with a weight above 0, such as alice=2")
+    return TenantWeight(name, float(number))
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
@@ -329,9 +369,11 @@ def _check_value(knob_field: Field, value: object) -> None:
         return
     if choices and value not in choices:
         raise ConfigError(f"{knob_field.name} is {value!r}: expected {' or '.join(choices)}")
-    if knob.check is not None and not knob.check.holds(value):
-        shown = "not given" if value == () else repr(value)
-        raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
+    if knob.check is None or knob.check.holds(value):
+        return
+    if value == ():
+        raise ConfigError(f"{flag_of(knob_field)} is not given: expected {knob.check.words}")
+    raise ConfigError(f"{knob_field.name} is {value!r}: expected {knob.check.words}")
 
 
 def _check_source(model: ServedModel) -> None:

@@ -24,6 +24,7 @@ from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequ
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step
 from .auth import Tenant
+from .bodies import Received
 from .checkpoints import Checkpoints
 from .futures import Result
 from .recordings import Recordings
@@ -60,6 +61,33 @@ def kind_of(operation: Operation) -> str:
             return "forward" if operation.forward_only else "forward_backward"
         case _:
             return operation.type
+
+
+@dataclass(frozen=True)
+class Size:
+    """num_bytes: that it holds in memory until it is done. num_tokens: that are to be trained or scored."""
+
+    num_bytes: int
+    num_tokens: int = 0
+
+
+def size_of(operation: Operation, received: Received) -> Size:
+    if not isinstance(operation, ForwardBackwardRequest):
+        return Size(len(received.body))
+    num_tokens = sum(len(datum.tokens) for datum in operation.data)
+    arrays = (array for datum in operation.data for array in datum.loss_fn_inputs.values())
+    num_bytes = sum(array.nbytes for array in arrays) + 4 * num_tokens
+    return Size(max(num_bytes, len(received.body)), num_tokens)
+
+
+def is_chained(operation: Operation) -> bool:
+    """Whether it can be handed to the dispatch, which keeps a run's order, before what comes before it is done.
+
+    stable_reinforce reads what earlier samples recorded first.
+    """
+    if isinstance(operation, ForwardBackwardRequest):
+        return operation.loss_fn != "stable_reinforce"
+    return isinstance(operation, OptimStepRequest)
 
 
 class Operations:
@@ -109,7 +137,10 @@ class Operations:
         await self._dispatch.drop_run(run.run_id)
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
-        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), run.tenant_id)
+        tenant = await self._store.get_tenant(run.tenant_id)
+        assert tenant is not None
+        # Weights are given by name, to tenants who may come later.
+        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), tenant.name)
         if operation.checkpoint is not None:
             await self._load(run, operation.checkpoint, operation.optimizer)
         await self._store.insert_run(run)

@@ -1,7 +1,8 @@
 """Runs: a Run is one model being trained, which is one ordered queue of operations.
 
 It accepts operations in any order and executes them in the order of their seq_ids, each once: it journals, orders,
-awaits and resolves; it decodes nothing and knows neither ranks nor tensors.
+awaits and resolves; it decodes nothing and knows neither ranks nor tensors. Forward, forward_backward and optim_step it
+hands to the dispatch ahead, which keeps their order: the workers need not wait for it between two of them.
 """
 
 import asyncio
@@ -23,7 +24,8 @@ from .bodies import Received
 from .checkpoints import Checkpoints
 from .futures import Future, Futures, Result
 from .journal import Header, Journal
-from .operations import CreateRun, Operation, Operations, kind_of
+from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
+from .quotas import Admission, Quotas, Standing
 from .samplers import base_model_of, draw_seed, require_served
 from .segments import Place
 from .sessions import Sessions
@@ -35,6 +37,8 @@ MOST_AHEAD = 10_000
 """How far a seq_id may be ahead of the one whose turn it is."""
 
 _MOST_REFUSALS_KEPT = 1000
+_MOST_UNDER_WAY = 64
+_MOST_BYTES_UNDER_WAY = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -54,12 +58,34 @@ class Refused:
 
 @dataclass(eq=False)
 class _Slot:
-    """A seq_id whose turn has not passed. journaled: where it is in the journal, once it is there."""
+    """A seq_id that has come. journaled: where it is in the journal, once it is there.
+
+    future, admission: of an operation, not of a refusal.
+    """
 
     content: Operation | Refused
     arrived_at: float
     journaled: asyncio.Task[Place]
     future: Future | None = None
+    admission: Admission | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return self.admission.num_bytes if self.admission else 0
+
+    def release(self) -> None:
+        if self.admission is not None:
+            self.admission.release()
+
+
+@dataclass(eq=False)
+class _Window:
+    """The operations from one optimizer step to the next. tainted_by: why that step would be a wrong one."""
+
+    tainted_by: str | None = None
+
+    def taint(self, reason: str) -> None:
+        self.tainted_by = self.tainted_by or reason
 
 
 @dataclass(frozen=True)
@@ -70,6 +96,7 @@ class RunServices:
     journal: Journal
     operations: Operations
     sessions: Sessions
+    quotas: Quotas
     status: Callable[[str], str | None]
     seq_gap_seconds: float
 
@@ -81,11 +108,14 @@ class Run:
         self.record = record
         self.last_request_at = record.last_request_at
         self._services = services
-        # By seq_id, in the order of arrival.
+        # By seq_id, in the order of arrival: those that wait, and those that were begun and are not answered.
         self._slots: dict[int, _Slot] = {}
+        self._under_way: dict[int, _Slot] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._one_ended = asyncio.Event()
         self._next_seq_id = 0
         self._refusals: dict[int, str] = {}
-        self._tainted_by: str | None = None
+        self._window = _Window()
         self._unusable: str | None = None
         self._working: asyncio.Task[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -99,7 +129,12 @@ class Run:
         return info
 
     async def submit(
-        self, seq_id: int, operation: Operation, received: Received, drawn: dict[str, int] | None = None
+        self,
+        seq_id: int,
+        operation: Operation,
+        received: Received,
+        admission: Admission,
+        drawn: dict[str, int] | None = None,
     ) -> Submitted:
         """Returns once the operation is journaled. seq_id 0 asks for the next free one (but is CreateRun's own).
 
@@ -113,12 +148,23 @@ class Run:
             return self._submitted_before(seq_id)
         if seq_id not in self._slots:
             self._check_acceptable(seq_id)
-            self._accept(seq_id, operation, received, drawn or {})
+            self._accept(seq_id, operation, received, admission, drawn or {})
         slot = self._slots[seq_id]
         await self._wait_until_journaled(seq_id, slot)
         if isinstance(slot.content, Refused):
             raise _refused_before(seq_id, slot.content.reason)
         return Submitted(self.request_id(seq_id), seq_id)
+
+    def standing(self, seq_id: int) -> Standing:
+        """Of an operation that is to be submitted."""
+        seq_id = seq_id or self._free_seq_id()
+        if seq_id < self._next_seq_id or seq_id in self._slots:
+            return Standing(self.record.run_id, needed=True)  # it came before, and needs only its answer
+        is_next, idle = seq_id == self._next_seq_id, not self._under_way
+        has_gap = self._next_seq_id not in self._slots and bool(self._slots)
+        ready = is_next or all(earlier in self._slots for earlier in range(self._next_seq_id, seq_id))
+        # Clients may send what fills a gap only after what comes behind it was accepted.
+        return Standing(self.record.run_id, ready, alone=is_next and idle, needed=has_gap and (is_next or idle))
 
     async def refuse(self, seq_id: int, refused: Refused) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""
@@ -133,8 +179,12 @@ class Run:
         """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
         self._unusable = reason
         self._give_up_gaps(reason)
-        while self._working is not None:
-            await asyncio.wait({self._working})
+        self._one_ended.set()
+        # Of what was handed on ahead only the first is surely being worked on.
+        for task in list(self._tasks.values())[:0:-1]:
+            task.cancel()
+        while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
+            await asyncio.wait(under_way)
         try:
             await self._services.operations.drop(self.record)
         except OperationError as error:
@@ -144,9 +194,12 @@ class Run:
         """At shutdown: leaves everything as the journal has it."""
         if self._gap_timer is not None:
             self._gap_timer.cancel()
-        if self._working is not None:
-            self._working.cancel()
-            await asyncio.wait({self._working})
+        if under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way)
+        for slot in self._slots.values():
+            slot.release()
 
     # Accepting
 
@@ -169,7 +222,9 @@ class Run:
                 "operations 1, 2, 3 and so on"
             )
 
-    def _accept(self, seq_id: int, operation: Operation, received: Received, drawn: dict[str, int]) -> None:
+    def _accept(
+        self, seq_id: int, operation: Operation, received: Received, admission: Admission, drawn: dict[str, int]
+    ) -> None:
         header = Header(
             kind=kind_of(operation),
             tenant_id=self.record.tenant_id,
@@ -181,6 +236,9 @@ class Run:
             drawn=drawn,
         )
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
+        size = size_of(operation, received)
+        admission.keep(size.num_bytes, size.num_tokens)
+        slot.admission = admission
         slot.future = self._services.futures.create(
             self.request_id(seq_id),
             self.record.tenant_id,
@@ -212,6 +270,7 @@ class Run:
         except RequestError:
             if self._slots.get(seq_id) is slot:
                 del self._slots[seq_id]
+                slot.release()
                 if slot.future is not None:
                     self._services.futures.forget(slot.future)
             raise
@@ -228,11 +287,14 @@ class Run:
         self._watch_gap()
 
     async def _work(self) -> None:
-        """Executes what is there, in order, up to the first gap."""
+        """Begins what is there, in order, up to the first gap."""
         try:
             while (slot := self._slots.get(self._next_seq_id)) is not None:
                 await self._wait_until_journaled(self._next_seq_id, slot)
-                await self._take_turn(self._next_seq_id, slot)
+                while not self._may_begin(slot):
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+                self._begin(self._next_seq_id, slot)
                 del self._slots[self._next_seq_id]
                 self._next_seq_id += 1
         except RequestError as error:
@@ -241,58 +303,97 @@ class Run:
             self._working = None
         self._go_on()
 
-    async def _take_turn(self, seq_id: int, slot: _Slot) -> None:
+    def _may_begin(self, slot: _Slot) -> bool:
+        """Beside what is under way; what is not chained begins and ends alone."""
+        under_way = self._under_way.values()
+        if isinstance(slot.content, Refused) or not under_way or self._unusable is not None:
+            return True
+        chained = is_chained(slot.content) and _is_chained_slot(next(iter(under_way)))
+        num_bytes = slot.num_bytes + sum(other.num_bytes for other in under_way)
+        return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
+
+    def _begin(self, seq_id: int, slot: _Slot) -> None:
+        """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
+        self._services.quotas.moves(self.record.run_id)
         if isinstance(slot.content, Refused):
             self._remember_refusal(seq_id, slot.content)
             self._release(slot.journaled)
             return
-        assert slot.future is not None
+        window = self._window
+        if isinstance(slot.content, OptimStepRequest):
+            self._window = _Window()
+        self._under_way[seq_id] = slot
+        self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
+        # A task that is cancelled before its first step ends nothing by itself.
+        self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
+
+    async def _take_turn(self, seq_id: int, slot: _Slot, window: _Window) -> None:
+        operation, future = slot.content, slot.future
+        assert future is not None and not isinstance(operation, Refused)
         try:
-            result = await self._perform(slot.content)
+            result = await self._perform(operation, window)
         except OperationError as error:
-            self._fail(seq_id, slot.content, slot.future, error.message, error.category)
+            self._fail(seq_id, operation, future, window, error.message, error.category)
         except RequestError as error:
-            self._fail(seq_id, slot.content, slot.future, error.message, "user")
+            self._fail(seq_id, operation, future, window, error.message, "user")
         except Exception:
-            logger.exception("%s failed", slot.future.request_id)
-            message = f"internal error in {kind_of(slot.content)} {slot.future.request_id}: the server's log has it"
-            self._fail(seq_id, slot.content, slot.future, message, "server")
+            logger.exception("%s failed", future.request_id)
+            message = f"internal error in {kind_of(operation)} {future.request_id}: the server's log has it"
+            self._fail(seq_id, operation, future, window, message, "server")
         else:
-            self._services.futures.resolve(slot.future, result)
+            self._services.futures.resolve(future, result)
+        finally:
+            self._end_turn(seq_id)
         self._services.sessions.heard_of(self.record.session_id)
 
-    async def _perform(self, operation: Operation) -> Result:
+    def _end_turn(self, seq_id: int) -> None:
+        """Also of one that was cancelled. Again: no-op."""
+        slot = self._under_way.pop(seq_id, None)
+        if slot is None:
+            return
+        del self._tasks[seq_id]
+        if self._unusable is not None and slot.future is not None:
+            self._services.futures.fail(slot.future, self._unusable, "user")
+        slot.release()
+        self._one_ended.set()
+
+    async def _perform(self, operation: Operation, window: _Window) -> Result:
         if self._unusable is not None:
             raise OperationError(self._unusable)
-        if isinstance(operation, OptimStepRequest) and self._tainted_by is not None:
-            await self._refuse_step()
+        if isinstance(operation, OptimStepRequest):
+            return await self._perform_step(operation, window)
         result = await self._services.operations.perform(self.record, operation)
         if isinstance(operation, LoadWeightsRequest):
-            self._tainted_by = None
+            self._window = _Window()
         return result
 
-    async def _refuse_step(self) -> None:
-        """A step over a part of its batch would be a wrong step."""
-        reason, self._tainted_by = self._tainted_by, None
-        await self._services.operations.clear_gradients(self.record)
-        raise OperationError(
-            f"optim_step was not taken: {reason}. The gradients accumulated since the last step were cleared: repeat "
-            "the whole batch, then optim_step"
-        )
+    async def _perform_step(self, operation: OptimStepRequest, window: _Window) -> Result:
+        """A step over a part of its batch would be a wrong step.
 
-    def _fail(self, seq_id: int, operation: Operation, future: Future, message: str, category: Category) -> None:
+        Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
+        """
+        if window.tainted_by is not None:
+            await self._services.operations.clear_gradients(self.record)
+            raise _incomplete(window.tainted_by)
+        try:
+            return await self._services.operations.perform(self.record, operation)
+        except OperationError:
+            if window.tainted_by is not None:
+                raise _incomplete(window.tainted_by) from None
+            raise
+
+    def _fail(
+        self, seq_id: int, operation: Operation, future: Future, window: _Window, message: str, category: Category
+    ) -> None:
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
         if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
-            self._taint(f"forward_backward with seq_id {seq_id} failed ({message})")
+            window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
         self._services.futures.fail(future, message, category)
-
-    def _taint(self, reason: str) -> None:
-        self._tainted_by = self._tainted_by or reason
 
     def _remember_refusal(self, seq_id: int, refused: Refused) -> None:
         if refused.taints:
-            self._taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
+            self._window.taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
         self._refusals[seq_id] = refused.reason
         if len(self._refusals) > _MOST_REFUSALS_KEPT:
             del self._refusals[next(iter(self._refusals))]
@@ -300,16 +401,24 @@ class Run:
     # Waiting
 
     def _pending(self, seq_id: int) -> Pending:
-        if self._next_seq_id not in self._slots and seq_id > self._next_seq_id:
-            seconds = max(0.0, self._gap_ends_at() - time.monotonic())
-            return Pending(
-                queue_state="paused_capacity",
-                queue_state_reason=f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived; "
-                f"it counts as refused in {seconds:.0f} s",
-            )
-        if seq_id > self._next_seq_id:
-            return Pending(queue_state_reason=f"{seq_id - self._next_seq_id} operations of this run come first")
-        return Pending(queue_state_reason=self._services.status(self.record.base_model))
+        if seq_id > self._next_seq_id and self._next_seq_id not in self._slots:
+            return self._pending_behind_gap()
+        earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
+        if not earlier:
+            return Pending(queue_state_reason=self._services.status(self.record.base_model))
+        are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
+        return Pending(queue_state_reason=f"{len(earlier)} {are} first")
+
+    def _pending_behind_gap(self) -> Pending:
+        seconds = max(0.0, self._gap_ends_at() - time.monotonic())
+        put_off = self._services.quotas.pending(self.record.tenant_id)
+        reason = f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived"
+        if put_off is not None:
+            reason = f"{reason}: requests of yours are put off ({put_off.queue_state_reason})"
+        return Pending(
+            queue_state=put_off.queue_state if put_off else "paused_capacity",
+            queue_state_reason=f"{reason}; it counts as refused in {seconds:.0f} s",
+        )
 
     def _watch_gap(self) -> None:
         if self._gap_timer is not None:
@@ -337,6 +446,17 @@ class Run:
                 self._add_refusal(seq_id, Refused("an operation", reason, taints=True))
 
 
+def _is_chained_slot(slot: _Slot) -> bool:
+    return not isinstance(slot.content, Refused) and is_chained(slot.content)
+
+
+def _incomplete(reason: str) -> OperationError:
+    return OperationError(
+        f"optim_step was not taken: {reason}. The gradients accumulated since the last step were cleared: repeat the "
+        "whole batch, then optim_step"
+    )
+
+
 def _refused_before(seq_id: int, reason: str) -> RequestError:
     return RequestError(f"seq_id {seq_id} was refused before ({reason}): send the operation with the next seq_id")
 
@@ -358,10 +478,12 @@ class Runs:
         self._services = services
         self._max_lora_rank = max_lora_rank
         self._runs: dict[str, Run] = {}
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ending: dict[asyncio.Task[None], Run] = {}
         self._saved_at = time.time()
 
-    async def create(self, tenant: Tenant, request: CreateModelRequest, received: Received) -> Submitted:
+    async def create(
+        self, tenant: Tenant, request: CreateModelRequest, received: Received, admission: Admission
+    ) -> Submitted:
         """The same session and model_seq_id answer the same. Raises RequestError."""
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
@@ -375,10 +497,10 @@ class Runs:
         drawn = {} if lora.seed is not None else {"lora_seed": draw_seed()}
         lora = lora.model_copy(update={"seed": drawn.get("lora_seed", lora.seed)})
         record = _record(tenant, request.session_id, request.model_seq_id, request.base_model, lora, request)
-        return await self._create(record, CreateRun(), received, drawn)
+        return await self._create(record, CreateRun(), received, admission, drawn)
 
     async def create_from_checkpoint(
-        self, tenant: Tenant, request: LoadWeightsRequest, received: Received
+        self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
     ) -> Submitted:
         """As `create`, with the checkpoint's base model and adapter shape, and its weights. Raises RequestError."""
         if request.session_id is None or request.model_seq_id is None:
@@ -391,7 +513,7 @@ class Runs:
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
         record = _record(tenant, request.session_id, request.model_seq_id, base_model, checkpoint.lora, request)
-        return await self._create(record, CreateRun(checkpoint, request.optimizer), received, {})
+        return await self._create(record, CreateRun(checkpoint, request.optimizer), received, admission, {})
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
         """A live run. Raises RequestError 404, also for another tenant's, and 410 when it is not live any more."""
@@ -412,8 +534,8 @@ class Runs:
             reason = f"session {session_id} of run {run.record.run_id} has ended: create a new one"
             # Not awaited: an operation under way may take long.
             ending = asyncio.create_task(run.end(reason))
-            self._ending.add(ending)
-            ending.add_done_callback(self._ending.discard)
+            self._ending[ending] = run
+            ending.add_done_callback(self._ending.pop)
 
     async def save_request_times(self) -> None:
         """For those who list runs."""
@@ -425,16 +547,25 @@ class Runs:
     async def close(self) -> None:
         for ending in self._ending:
             ending.cancel()
-        await asyncio.gather(*(run.stop() for run in self._runs.values()))
+        await asyncio.gather(*(run.stop() for run in (*self._runs.values(), *self._ending.values())))
+
+    def num_live(self, tenant_id: str) -> int:
+        return sum(run.record.tenant_id == tenant_id for run in self._runs.values())
 
     async def _create(
-        self, record: RunRecord, operation: CreateRun, received: Received, drawn: dict[str, int]
+        self,
+        record: RunRecord,
+        operation: CreateRun,
+        received: Received,
+        admission: Admission,
+        drawn: dict[str, int],
     ) -> Submitted:
         if record.run_id not in self._runs:
             if await self._store.get_run(record.run_id) is not None:
                 raise _not_live(record.run_id)
+            self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._runs.setdefault(record.run_id, Run(record, self._services))
-        return await self._runs[record.run_id].submit(0, operation, received, drawn)
+        return await self._runs[record.run_id].submit(0, operation, received, admission, drawn)
 
 
 def _not_live(run_id: str) -> RequestError:

@@ -26,7 +26,7 @@ from ..schemas.futures import (
     SubmitResponse,
 )
 from ..schemas.models import CreateSessionRequest
-from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest
+from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest, SampleResponse
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import ModelInfo, SampleJob
@@ -36,6 +36,7 @@ from .checkpoints import Checkpoints
 from .completions import CLONE_SEQ_IDS, CompletionLog
 from .futures import Future, Futures, Result
 from .journal import Header, Journal
+from .quotas import Admission
 from .recordings import Recordings
 from .sessions import Sessions
 from .store import CheckpointRecord, RunRecord, SamplerRecord, Store
@@ -181,10 +182,11 @@ class Samplers:
         except OperationError as error:
             logger.warning("adapter %s could not be dropped: %s", adapter_id, error)
 
-    def _in_background(self, work: Coroutine[None, None, None]) -> None:
+    def _in_background(self, work: Coroutine[None, None, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
         record = SamplerRecord(
@@ -227,7 +229,9 @@ class Samplers:
 
     # Sampling
 
-    async def submit(self, tenant: Tenant, request: SampleRequest, received: Received) -> SubmitResponse:
+    async def submit(
+        self, tenant: Tenant, request: SampleRequest, received: Received, admission: Admission
+    ) -> SubmitResponse:
         """Accepts a sampling request; the same sampler and seq_id answer the same. Raises RequestError."""
         sampler = await self._require(tenant, request)
         if request.seq_id is not None and request.seq_id < 0:
@@ -236,7 +240,9 @@ class Samplers:
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
         if seq_id not in sampler.accepted:
             job = _Job(request, request_id, sampler, self._dispatch.models[sampler.record.base_model])
-            sampler.accepted[seq_id] = asyncio.create_task(self._accept(sampler, seq_id, job, received))
+            admission.keep(len(received.body), len(job.prompt))
+            accepting = self._accept(sampler, seq_id, job, received, admission)
+            sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted[seq_id]) is not None:
             await asyncio.shield(accepting)
         return SubmitResponse(
@@ -285,7 +291,9 @@ class Samplers:
             self._one_shots[weights] = await self.create(tenant, create)
         return self._one_shots[weights]
 
-    async def _accept(self, sampler: Sampler, seq_id: int, job: "_Job", received: Received) -> None:
+    async def _accept(
+        self, sampler: Sampler, seq_id: int, job: "_Job", received: Received, admission: Admission
+    ) -> None:
         """Journals the request and starts it. Nothing is accepted when the journal cannot be written."""
         header = Header(
             kind="sample",
@@ -301,6 +309,7 @@ class Samplers:
             place = await self._journal.append(header, received.body)
         except BaseException:
             del sampler.accepted[seq_id]
+            admission.release()
             raise
         sampler.accepted[seq_id] = None
         future = self._futures.create(
@@ -309,13 +318,14 @@ class Samplers:
             partial(self._pending, sampler.record.base_model),
             partial(self._journal.release, place),
         )
-        self._in_background(self._perform(sampler, job, future))
+        performing = self._in_background(self._perform(sampler, job, future, admission))
+        performing.add_done_callback(lambda _: admission.release())
 
     def _pending(self, base_model: str) -> Pending:
         return Pending(queue_state_reason=self._dispatch.status(base_model))
 
-    async def _perform(self, sampler: Sampler, job: "_Job", future: Future) -> None:
-        await self._resolve(sampler, job, future)
+    async def _perform(self, sampler: Sampler, job: "_Job", future: Future, admission: Admission) -> None:
+        await self._resolve(sampler, job, future, admission)
         result = future.result
         assert result is not None
         failed = result.encoding == "json"  # samples are protobuf
@@ -327,9 +337,11 @@ class Samplers:
         clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
         sampler.completions_of(clone).add(completion)
 
-    async def _resolve(self, sampler: Sampler, job: "_Job", future: Future) -> None:
+    async def _resolve(self, sampler: Sampler, job: "_Job", future: Future, admission: Admission) -> None:
         try:
-            self._futures.resolve(future, await self._sample(sampler, job))
+            response = await self._sample(sampler, job)
+            admission.charge(sum(len(sequence.tokens) for sequence in response.sequences))
+            self._futures.resolve(future, Result(encode_sample_response(response, job.target_layout), "sample"))
         except OperationError as error:
             self._reload_next_time(sampler, error)
             self._futures.fail(future, error.message, error.category)
@@ -339,12 +351,12 @@ class Samplers:
             logger.exception("sampling request %s failed", job.request_id)
             self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
 
-    async def _sample(self, sampler: Sampler, job: "_Job") -> Result:
+    async def _sample(self, sampler: Sampler, job: "_Job") -> SampleResponse:
         await self._load(sampler)
         response = await self._dispatch.sample(sampler.record.base_model, job.for_worker())
         if job.request.record_stability_info:
             await self._recordings.keep(job.request_id, sampler.record.tenant_id, job.prompt, response)
-        return Result(encode_sample_response(response, job.target_layout), "sample")
+        return response
 
     async def _load(self, sampler: Sampler) -> None:
         """The adapter of a checkpoint, once, for whoever comes first."""

@@ -11,6 +11,7 @@ from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .futures import Futures
 from .journal import Journal
+from .quotas import Quotas
 from .recordings import Recordings
 from .runs import Runs
 from .samplers import Samplers
@@ -31,6 +32,7 @@ class Services:
     futures: Futures
     journal: Journal
     recordings: Recordings
+    quotas: Quotas
 
 
 async def current_services(request: Request) -> Services:

@@ -11,6 +11,7 @@ from ...schemas.errors import RequestError
 from ...schemas.models import (
     GetInfoRequest,
     GetInfoResponse,
+    Limits,
     ModelData,
     ServerCapabilities,
     SupportedModel,
@@ -46,6 +47,15 @@ async def get_server_capabilities(services: ServicesDependency, tenant: TenantDe
             SupportedModel(model_name=model.name, max_context_length=model.max_context_length) for model in models
         ]
     )
+
+
+@router.get("/limits")
+async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> Limits:
+    """What you may have queued and send per minute, and what of it is in use.
+
+    A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
+    """
+    return services.quotas.limits(tenant.id, services.runs.num_live(tenant.id))
 
 
 @router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))

@@ -14,7 +14,7 @@ from ..auth import TenantDependency
 from ..bodies import json_body, json_decoder
 from ..services import ServicesDependency
 from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
-from .submitting import SUBMIT_RESPONSES, answer, receive_submit
+from .submitting import SUBMIT_RESPONSES, answer, receive_submit, receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])
 
@@ -73,7 +73,7 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
 
     From `sampling_session_id`; or, for a single request, from `base_model` or `model_path` (a checkpoint).
     """
-    submit = await receive_submit(request, services, json_decoder(SampleRequest))
-    return await answer(
-        request, services, tenant, await services.samplers.submit(tenant, submit.content, submit.received)
-    )
+    with services.quotas.admission(tenant.id) as admission:
+        submit = await receive_unordered(request, services, admission, json_decoder(SampleRequest))
+        submitted = await services.samplers.submit(tenant, submit.content, submit.received, admission)
+    return await answer(request, services, tenant, submitted)

@@ -11,6 +11,7 @@ from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
 from ...schemas.codec import (
+    JSON,
     PROTOBUF,
     decode_forward_backward_output,
     decode_sample_response,
@@ -24,6 +25,7 @@ from ..auth import Tenant
 from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, decode_body, receive_body
 from ..futures import Result
 from ..operations import Request as Operation
+from ..quotas import UNORDERED, Admission, Standing
 from ..runs import Refused
 from ..services import Services
 
@@ -50,14 +52,35 @@ async def receive_submit(request: Request, services: Services, decode: Callable[
     return Submit(received, await decode_body(received, _limits(services), decode))
 
 
+async def receive_unordered(
+    request: Request, services: Services, admission: Admission, decode: Callable[[bytes], Decoded]
+) -> Submit[Decoded]:
+    """For submits that take up room until they are answered, but have no order. Raises RequestError."""
+    if not admission.try_claim(num_bytes := _num_bytes(request, services)):
+        admission.claim(num_bytes, UNORDERED)
+    return await receive_submit(request, services, decode)
+
+
 async def receive_operation(
-    request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], Decoded]
+    request: Request,
+    services: Services,
+    tenant: Tenant,
+    admission: Admission,
+    kind: str,
+    decode: Callable[[bytes], Decoded],
 ) -> Submit[Decoded]:
     """For operations of a run: one that is refused still counts as done, if it shows its seq_id.
 
-    Raises RequestError.
+    One that is put off (429) does not: it will be sent again. Raises RequestError.
     """
-    received = await receive_body(request, services.config.max_body_bytes)
+    num_bytes = _num_bytes(request, services)
+
+    async def claim(beginning: bytes) -> None:
+        content_type = request.headers.get("content-type", JSON)
+        admission.claim(num_bytes, await _standing(services, tenant, beginning, content_type))
+
+    check = None if admission.try_claim(num_bytes) else claim
+    received = await receive_body(request, services.config.max_body_bytes, check)
     try:
         return Submit(received, await decode_body(received, _limits(services), decode))
     except RequestError as error:
@@ -65,19 +88,38 @@ async def receive_operation(
         raise
 
 
-async def submit_operation(
-    request: Request, services: Services, tenant: Tenant, submit: Submit[AnyOperation]
+async def run_operation(
+    request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
 ) -> Response:
+    """All that the route of an operation of a live run does. Raises RequestError."""
+    with services.quotas.admission(tenant.id) as admission:
+        submit = await receive_operation(request, services, tenant, admission, kind, decode)
+        submitted = await submit_operation(services, tenant, submit, admission)
+    return await answer(request, services, tenant, submitted)
+
+
+async def submit_operation(
+    services: Services, tenant: Tenant, submit: Submit[AnyOperation], admission: Admission
+) -> SubmitResponse:
     """Hands an operation to its run. Raises RequestError."""
     operation = submit.content
     run = await services.runs.get(tenant, operation.model_id or "")
-    submitted = await run.submit(operation.seq_id or 0, operation, submit.received)
-    return await answer(
-        request,
-        services,
-        tenant,
-        SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id),
-    )
+    submitted = await run.submit(operation.seq_id or 0, operation, submit.received, admission)
+    return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
+
+
+def _num_bytes(request: Request, services: Services) -> int:
+    """That the body may have; of one that does not say its size, the most."""
+    declared, most = request.headers.get("content-length", ""), services.config.max_body_bytes
+    return min(int(declared), most) if declared.isdecimal() else most
+
+
+async def _standing(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> Standing:
+    operation = peek_operation(beginning, content_type)
+    if operation.model_id is None:
+        return UNORDERED
+    run = await services.runs.get(tenant, operation.model_id)
+    return run.standing(operation.seq_id or 0)
 
 
 async def _count_as_refused(

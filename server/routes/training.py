@@ -19,7 +19,15 @@ from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..services import ServicesDependency
 from .examples import BASE_MODEL, CHECKPOINT, MODEL_ID, NAME, SESSION_ID
-from .submitting import SUBMIT_RESPONSES, Submit, answer, receive_operation, receive_submit, submit_operation
+from .submitting import (
+    SUBMIT_RESPONSES,
+    Submit,
+    answer,
+    receive_operation,
+    receive_unordered,
+    run_operation,
+    submit_operation,
+)
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
 
@@ -82,8 +90,9 @@ _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
 )
 async def create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """A new LoRA adapter on a base model. Its id is `SESSION_ID:train:MODEL_SEQ_ID`."""
-    submit = await receive_submit(request, services, json_decoder(CreateModelRequest))
-    submitted = await services.runs.create(tenant, submit.content, submit.received)
+    with services.quotas.admission(tenant.id) as admission:
+        submit = await receive_unordered(request, services, admission, json_decoder(CreateModelRequest))
+        submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
     return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 
 
@@ -93,18 +102,16 @@ async def forward_backward(request: Request, services: ServicesDependency, tenan
 
     Protobuf, as the Tinker SDK sends it, or JSON.
     """
-    submit = await receive_operation(request, services, tenant, "forward_backward", _decoder(request))
-    return await submit_operation(request, services, tenant, submit)
+    return await run_operation(request, services, tenant, "forward_backward", _decoder(request))
 
 
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """The same as forward_backward with `forward_only`: losses and log-probabilities, no gradients."""
     decode = _decoder(request)
-    submit = await receive_operation(
+    return await run_operation(
         request, services, tenant, "forward", lambda body: replace(decode(body), forward_only=True)
     )
-    return await submit_operation(request, services, tenant, submit)
 
 
 @router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
@@ -113,8 +120,7 @@ async def optim_step(request: Request, services: ServicesDependency, tenant: Ten
 
     It fails, and clears them, where a forward_backward since the last step failed or was refused.
     """
-    submit = await receive_operation(request, services, tenant, "optim_step", json_decoder(OptimStepRequest))
-    return await submit_operation(request, services, tenant, submit)
+    return await run_operation(request, services, tenant, "optim_step", json_decoder(OptimStepRequest))
 
 
 _SAVE_BODY = json_body(SaveWeightsRequest, {"model_id": MODEL_ID, "path": NAME, "overwrite": True})
@@ -127,8 +133,7 @@ async def save_weights(request: Request, services: ServicesDependency, tenant: T
 
     Gradients accumulated since that step are not saved, and stay where they are.
     """
-    submit = await receive_operation(request, services, tenant, "save_weights", json_decoder(SaveWeightsRequest))
-    return await submit_operation(request, services, tenant, submit)
+    return await run_operation(request, services, tenant, "save_weights", json_decoder(SaveWeightsRequest))
 
 
 @router.post(
@@ -140,8 +145,7 @@ async def save_weights_for_sampler(
 ) -> Response:
     """With `path`: a named checkpoint of the weights alone. Without: a sampling session with the weights of now."""
     decode = json_decoder(SaveWeightsForSamplerRequest)
-    submit = await receive_operation(request, services, tenant, "save_weights_for_sampler", decode)
-    return await submit_operation(request, services, tenant, submit)
+    return await run_operation(request, services, tenant, "save_weights_for_sampler", decode)
 
 
 @router.post(
@@ -151,8 +155,7 @@ async def save_weights_for_sampler(
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """The adapter as PEFT files; the checkpoint's external_weights_urls says where to download them."""
     decode = json_decoder(SaveWeightsExternalRequest)
-    submit = await receive_operation(request, services, tenant, "save_weights_external", decode)
-    return await submit_operation(request, services, tenant, submit)
+    return await run_operation(request, services, tenant, "save_weights_external", decode)
 
 
 _LOAD_BODY = json_body(
@@ -169,12 +172,16 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     Into a live model: gradients accumulated since the last optimizer step are discarded. `optimizer` false: with a
     fresh optimizer.
     """
-    submit = await receive_operation(request, services, tenant, "load_weights", json_decoder(LoadWeightsRequest))
-    submit = _without_secret(submit)
-    if submit.content.model_id is not None:
-        return await submit_operation(request, services, tenant, submit)
-    submitted = await services.runs.create_from_checkpoint(tenant, submit.content, submit.received)
-    return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
+    decode = json_decoder(LoadWeightsRequest)
+    with services.quotas.admission(tenant.id) as admission:
+        submit = await receive_operation(request, services, tenant, admission, "load_weights", decode)
+        submit = _without_secret(submit)
+        if submit.content.model_id is not None:
+            response = await submit_operation(services, tenant, submit, admission)
+        else:
+            created = await services.runs.create_from_checkpoint(tenant, submit.content, submit.received, admission)
+            response = SubmitResponse(request_id=created.request_id)
+    return await answer(request, services, tenant, response)
 
 
 def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:

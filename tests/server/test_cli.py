@@ -75,7 +75,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_wrong_usage_is_refused_in_one_line_with_status_2(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     assert main(["serve", "--base-model", "x", "--prt", "1"]) == 2
     assert "unknown argument --prt: did you mean --port?" in capsys.readouterr().err
-    assert "base_models is not given" in refusal(capsys, "serve")
+    assert "--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]" in refusal(capsys, "serve")
     assert "there is no /no/such" in refusal(capsys, "serve", "--base-model", "a=/no/such")
     missing = str(tmp_path / "missing.toml")
     assert "missing.toml cannot be read" in refusal(capsys, "serve", "--config", missing)

@@ -67,6 +67,12 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"long_poll_seconds": "60"}, "long_poll_seconds is 60.0: expected from 0 to 44"),
         ({"max_body_bytes": "1TiB"}, "--max-body-bytes is '1TiB': expected a number of bytes, such as"),
         ({"max_body_bytes": "2GiB"}, "max_decompressed_bytes 1073741824 is below max_body_bytes 2147483648"),
+        ({"max_body_bytes": "1GiB", "queued_bytes": "1GiB"}, "queued_bytes 1073741824 is below twice max_body_bytes"),
+        ({"tenant_weights": "alice"}, "tenant weight 'alice' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=2,bob=0"}, "tenant weight 'bob=0' is not NAME=WEIGHT with a weight above 0"),
+        ({"tenant_weights": "alice=nan"}, "tenant weight 'alice=nan' is not NAME=WEIGHT"),
+        ({"tenant_runs": "0"}, "tenant_runs is 0: expected at least 1"),
+        ({"tenant_tokens_per_minute": "-1"}, "tenant_tokens_per_minute is -1: expected at least 0"),
         ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
         ({"ray_cpus_per_rank": "1"}, "ray_cpus_per_rank has no effect with pool local"),
         (
@@ -85,7 +91,7 @@ def test_bad_values_are_refused_with_the_value_and_the_remedy(flags: dict[str, s
 
 
 def test_a_server_needs_a_base_model() -> None:
-    with pytest.raises(ConfigError, match="base_models is not given: expected at least one"):
+    with pytest.raises(ConfigError, match="--base-model is not given: expected at least one"):
         load_config({}, {}, None)
 
 
@@ -161,6 +167,18 @@ def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
     assert (dispatch.pool, dispatch.ray_address) == ("ray", "auto")
     assert [model.model.name for model in dispatch.models] == ["a", "b"]
     assert [(model.threads, model.kv_cache_bytes) for model in dispatch.models] == [(3, 5), (3, 5)]
+
+
+def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text('tenant_weights = ["alice=2", "bob = 0.5"]\npass_tokens = 100\nadapter_slots = 3\n')
+    config = load_config({**MODEL, "state_dir": str(tmp_path)}, {}, file)
+    assert config.tenant_weights == config_of(tenant_weights="alice=2,bob=0.5").tenant_weights
+    dispatch = config.dispatch_config()
+    assert (dispatch.tenant_weights, dispatch.pass_tokens) == ({"alice": 2.0, "bob": 0.5}, 100)
+    assert dispatch.models[0].adapter_slots == 3
+    assert dispatch.models[0].page_directory == str(tmp_path / "pages")
+    assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
 
 
 def test_the_state_directory_is_known_without_a_base_model() -> None:

@@ -18,6 +18,7 @@ OWN = {
     ("POST", "create_session"),
     ("POST", "telemetry"),
     ("GET", "get_server_capabilities"),
+    ("GET", "limits"),
     ("GET", "models/{name}/tokenizer"),
     ("GET", "models/{name}/tokenizer/{file}"),
     ("POST", "auth/token"),

@@ -22,12 +22,15 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.bodies import Received
+from trainhouse.server.config import ServerConfig
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Journal, read_journal
-from trainhouse.server.operations import CreateRun
-from trainhouse.server.runs import MOST_AHEAD, Refused, Run, RunServices
+from trainhouse.server.operations import CreateRun, Operation
+from trainhouse.server.quotas import Quotas
+from trainhouse.server.runs import MOST_AHEAD, Refused, Run, RunServices, Submitted
 from trainhouse.server.sessions import Sessions
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
+from trainhouse.workers.config import ServedModel
 
 pytestmark = pytest.mark.anyio
 
@@ -67,14 +70,19 @@ class Bench:
     operations: Noting
     futures: Futures
     journal_directory: Path
+    quotas: Quotas
 
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.run.submit(seq_id, request, BODY)).request_id
+        return (await self.submit(seq_id, request)).request_id
+
+    async def submit(self, seq_id: int, request: Operation) -> Submitted:
+        with self.quotas.admission("alice") as admission:
+            return await self.run.submit(seq_id, request, BODY, admission)
 
     async def optim_step(self, seq_id: int) -> str:
-        return (await self.run.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id), BODY)).request_id
+        return (await self.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id))).request_id
 
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
         result = await self.futures.wait(f"{RUN_ID}:{seq_id}", "alice", seconds)
@@ -99,11 +107,14 @@ async def make_bench(tmp_path: Path) -> AsyncIterator:
             if not hold:
                 operations.may_go_on.set()
             sessions = Sessions(store, 300.0)
-            services = RunServices(futures, journal, operations, sessions, lambda model: f"busy: {model}", gap_seconds)
+            quotas = Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
+            status = "busy: {}".format
+            services = RunServices(futures, journal, operations, sessions, quotas, status, gap_seconds)
             run = Run(RECORD, services)
             stack.push_async_callback(run.stop)
-            await run.submit(0, CreateRun(), BODY)
-            return Bench(run, operations, futures, tmp_path / "journal")
+            bench = Bench(run, operations, futures, tmp_path / "journal", quotas)
+            await bench.submit(0, CreateRun())
+            return bench
 
         yield make
 
@@ -206,11 +217,11 @@ async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench
     bench = await make_bench()
     bench.operations.failing = {number: OperationError("no") for number in (1, 2, 4)}
     await bench.forward_backward(1, forward_only=True)
-    await bench.run.submit(2, SaveWeightsRequest(model_id=RUN_ID, seq_id=2, path="a"), BODY)
+    await bench.submit(2, SaveWeightsRequest(model_id=RUN_ID, seq_id=2, path="a"))
     await bench.optim_step(3)
     assert await bench.result(3) == {"seq_id": 3}
     await bench.forward_backward(4)
-    await bench.run.submit(5, LoadWeightsRequest(model_id=RUN_ID, seq_id=5, path="tinker://a/weights/b"), BODY)
+    await bench.submit(5, LoadWeightsRequest(model_id=RUN_ID, seq_id=5, path="tinker://a/weights/b"))
     await bench.optim_step(6)
     assert await bench.result(6) == {"seq_id": 6}
 
@@ -254,8 +265,8 @@ async def test_pollers_hear_how_many_operations_come_first(make_bench) -> None:
 async def test_left_out_seq_ids_are_given_in_order(make_bench) -> None:
     bench = await make_bench()
     seq_ids = [
-        (await bench.run.submit(0, OptimStepRequest(model_id=RUN_ID), BODY)).seq_id,
-        (await bench.run.submit(0, OptimStepRequest(model_id=RUN_ID), BODY)).seq_id,
+        (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
+        (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
     ]
     assert seq_ids == [1, 2]
     assert "seq_id" in await bench.result(2)
@@ -317,7 +328,7 @@ async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_benc
     bench = await make_bench()
     operation = OptimStepRequest(model_id=RUN_ID, seq_id=1)
     watched = weakref.ref(operation)
-    await bench.run.submit(1, operation, BODY)
+    await bench.submit(1, operation)
     del operation
     await bench.result(1)
     gc.collect()

@@ -101,27 +101,40 @@ class Queue:
         """
         self._steps_went_last = False
         forming = _Forming(self._limits)
-        if turn := self._shares.next():
-            self._move(*turn, forming)
-        forming.open_second_half()
-        for tenant in self._shares.hurried():
-            self._move_short(tenant, forming)
-        while (turn := self._shares.next()) and forming.admits(turn[1].operation):
-            self._move(*turn, forming)
+        first = self._shares.next()
+        assert first is not None, "taken only while operations are ready"
+        self._move(*first, forming, self._limits.half)
+        self._move_short_ones(forming)
+        while (turn := self._shares.next()) and forming.admits(turn[1].operation, forming.room):
+            self._move(*turn, forming, forming.room)
+        if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
+            # Its few tokens would give it the first place of very many passes.
+            self._shares.end_turn()
         return list(forming.pieces.values())
 
-    def _move_short(self, tenant: Tenant, forming: "_Forming") -> None:
-        taken = 0
-        while (line := tenant.next_short()) and forming.admits(line.operation):
-            if taken and taken + line.operation.tokens > self._limits.short_tokens:
+    def _move_short_ones(self, forming: "_Forming") -> None:
+        """They find half a pass, whatever the length of the first sequence."""
+        room = max(forming.room, self._limits.half)
+        for tenant in self._shares.hurried():
+            taken = self._move_short_ones_of(tenant, forming, room)
+            if not taken:
                 return
-            taken += self._move(tenant, line, forming)
+            room -= taken
 
-    def _move(self, tenant: Tenant, line: Line, forming: "_Forming") -> int:
-        """Into the pass: of the operation at the line's head what the tenant's turn and the pass have room for."""
+    def _move_short_ones_of(self, tenant: Tenant, forming: "_Forming", room: float) -> int:
+        taken = 0
+        while (line := tenant.next_short()) and forming.admits(line.operation, room - taken):
+            if taken and not self._limits.allows(line.operation, taken):
+                break
+            taken += self._move(tenant, line, forming, room)
+        tenant.advance -= taken
+        return taken
+
+    def _move(self, tenant: Tenant, line: Line, forming: "_Forming", room: float) -> int:
+        """Into the pass: of the operation at the line's head what the tenant's credit and the room are enough for."""
         operation = line.operation
         self._unfile(line)
-        tokens = forming.take(operation, tenant.credit)
+        tokens = forming.take(operation, tenant.credit, room)
         tenant.credit -= tokens
         self.num_tokens -= tokens
         if operation.taken:
@@ -169,28 +182,27 @@ class Queue:
 
 
 class _Forming:
-    """A pass on its way. Its first half is for whose turn it is."""
+    """A pass on its way. room: tokens that it still has room for; negative after a sequence longer than a pass."""
 
     def __init__(self, limits: PassLimits) -> None:
         self.pieces: dict[int, Piece] = {}
+        self.room: float = limits.tokens
         self._limits = limits
-        self._room = limits.tokens / 2
         self._runs: set[str] = set()
 
-    def open_second_half(self) -> None:
-        """Whole, even if the first sequence was longer than the first half: short operations wait for one pass."""
-        self._room = max(0.0, self._room) + self._limits.tokens / 2
-
-    def admits(self, work: PassWork) -> bool:
+    def admits(self, work: PassWork, room: float) -> bool:
         tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
-        return tokens <= self._room and (work.key in self._runs or len(self._runs) < self._limits.runs)
+        return tokens <= room and self.has_slot(work.key)
 
-    def take(self, work: PassWork, credit: float) -> int:
+    def has_slot(self, run_id: str) -> bool:
+        return run_id in self._runs or len(self._runs) < self._limits.runs
+
+    def take(self, work: PassWork, credit: float, room: float) -> int:
         """Tokens taken: of an operation that may be cut, about `credit`, while there is room; but always one datum."""
         piece = self.pieces.setdefault(work.operation_id, Piece(work, work.num_taken, 0))
-        tokens = work.take(credit, self._room) if self._limits.is_cut(work) else work.take_all()
+        tokens = work.take(credit, room) if self._limits.is_cut(work) else work.take_all()
         piece.end = work.num_taken
-        self._room -= tokens
+        self.room -= tokens
         self._runs.add(work.key)
         return tokens
 

@@ -5,7 +5,7 @@ of tokens, and inside a tenant its runs take turns. What a tenant takes beyond i
 """
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .work import Line, PassWork
@@ -39,26 +39,41 @@ class PassLimits:
         """Whether it is for the very next pass."""
         if work.begun:
             return False
-        return work.tokens <= self.short_tokens or (len(work.lengths) == 1 and work.tokens <= self.tokens / 2)
+        return work.tokens <= self._short_tokens or (len(work.lengths) == 1 and work.tokens <= self.half)
+
+    def allows(self, short: PassWork, taken: int) -> bool:
+        """Whether the tenant whose short operations have taken that much of the pass may have this one in it, too."""
+        return taken + short.tokens <= self._short_tokens
 
     @property
-    def short_tokens(self) -> float:
-        """Of a tenant's short operations in one pass, unless it is one longer sequence."""
+    def half(self) -> float:
+        return self.tokens / 2
+
+    @property
+    def _short_tokens(self) -> float:
         return self.tokens / _SHORT_PER_PASS
 
 
 class Tenant:
-    """credit: tokens that it may still take; what it owes, where negative.
+    """credit: tokens that it may still take; what it owes, where negative. advance: those that its short operations may
+    take before its turn has come.
 
     lines: its runs with an operation ready, the next one first. short: those of them whose operation is short.
     """
 
-    def __init__(self, tenant_id: str, quantum: float) -> None:
+    def __init__(self, tenant_id: str, limits: PassLimits) -> None:
         self.tenant_id = tenant_id
-        self.quantum = quantum
-        self.credit = quantum
+        self._quantum = limits.quantum(tenant_id)
+        self._most_advance = limits.tokens
+        self.credit = self._quantum
+        self.advance: float = self._most_advance
         self.lines: OrderedDict[str, Line] = OrderedDict()
         self.short: OrderedDict[str, Line] = OrderedDict()
+
+    def end_turn(self) -> None:
+        """With what it owes; credit that is left is lost."""
+        self.credit = min(self.credit, 0.0) + self._quantum
+        self.advance = min(self._most_advance, self.advance + self._quantum)
 
     def next_short(self) -> Line | None:
         return next(iter(self.short.values()), None)
@@ -80,8 +95,7 @@ class Shares:
         """A line whose head is an operation, behind the others of its tenant."""
         tenant = self._tenants.get(line.tenant_id)
         if tenant is None:
-            tenant = Tenant(line.tenant_id, self._limits.quantum(line.tenant_id))
-            self._tenants[line.tenant_id] = tenant
+            tenant = self._tenants[line.tenant_id] = Tenant(line.tenant_id, self._limits)
         tenant.lines[line.key] = line
         self._num_lines += 1
         if self._limits.is_short(line.operation):
@@ -92,24 +106,34 @@ class Shares:
         tenant = self._tenants[line.tenant_id]
         del tenant.lines[line.key]
         self._num_lines -= 1
-        if tenant.short.pop(line.key, None) is not None:
-            self._hurried.move_to_end(line.tenant_id)
-            if not tenant.short:
-                del self._hurried[line.tenant_id]
+        if tenant.short.pop(line.key, None) is not None and not tenant.short:
+            del self._hurried[line.tenant_id]
 
     def next(self) -> tuple[Tenant, Line] | None:
         """Whose turn it is, and which of its runs is next; None when no operation is ready."""
         while self._num_lines:
-            tenant = next(iter(self._tenants.values()))
+            tenant = self._first()
             if tenant.credit <= 0:
-                tenant.credit += tenant.quantum
-                self._tenants.move_to_end(tenant.tenant_id)
+                self.end_turn()
             elif tenant.lines:
                 return tenant, next(iter(tenant.lines.values()))
             else:
                 del self._tenants[tenant.tenant_id]
         return None
 
-    def hurried(self) -> list[Tenant]:
-        """The tenants with short operations, the one served longest ago first; not those that owe a whole pass."""
-        return [tenant for tenant in self._hurried.values() if tenant.credit > -self._limits.tokens]
+    def end_turn(self) -> None:
+        tenant = self._first()
+        tenant.end_turn()
+        self._tenants.move_to_end(tenant.tenant_id)
+
+    def _first(self) -> Tenant:
+        return next(iter(self._tenants.values()))
+
+    def hurried(self) -> Iterator[Tenant]:
+        """Tenants with short operations and an advance left. One at which the caller stops is the first next time."""
+        for _ in range(len(self._hurried)):
+            tenant = next(iter(self._hurried.values()))
+            if tenant.advance > 0:
+                yield tenant
+            if tenant.short:
+                self._hurried.move_to_end(tenant.tenant_id)

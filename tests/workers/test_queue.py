@@ -1,0 +1,369 @@
+"""The queue of a group's work: the order of each run, and who comes into the next pass."""
+
+import asyncio
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from itertools import accumulate, count
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.workers.queue import Piece, Queue
+from trainhouse.workers.shares import PassLimits
+from trainhouse.workers.verbs import Step
+from trainhouse.workers.work import Item, PassWork, Verb, Work
+
+TOKENS = 1600
+"""Of a pass: turns are of 400, and operations of up to 100 are short."""
+
+LOOP = asyncio.new_event_loop()
+LOOP.close()  # futures need one, but nothing is awaited here
+IDS = count()
+
+
+def work_of(run_id: str, item: Item) -> Work[Any]:
+    """Of the tenant that the first letter of the run names."""
+    answer = LOOP.create_future()
+    if isinstance(item, ForwardBackwardRequest):
+        return PassWork(run_id, run_id[0], item, answer, next(IDS))
+    return Work(run_id, run_id[0], item, answer)
+
+
+def operation(run_id: str, *lengths: int) -> Work[Any]:
+    data = tuple(Datum(np.zeros(length, np.int32)) for length in lengths)
+    return work_of(run_id, ForwardBackwardRequest(run_id, 0, data, "cross_entropy"))
+
+
+def step(run_id: str) -> Work[Any]:
+    return work_of(run_id, Step(run_id, AdamParams()))
+
+
+def verb(run_id: str) -> Work[Any]:
+    return work_of(run_id, Verb("save_run"))
+
+
+def queue_of(*works: Work[Any], runs: int = 64, **weights: float) -> Queue:
+    queue = Queue(PassLimits(TOKENS, runs, weights))
+    for work in works:
+        queue.add(work)
+    return queue
+
+
+def tokens_of(piece: Piece) -> int:
+    return sum(piece.work.lengths[piece.first_datum : piece.end])
+
+
+def runs_of(pieces: Sequence[Piece]) -> list[str]:
+    return [piece.work.key for piece in pieces]
+
+
+# --- order ---
+
+Lengths = st.one_of(
+    st.lists(st.integers(1, 60), max_size=4),
+    st.lists(st.integers(1, 300), min_size=1, max_size=30),
+    st.lists(st.integers(700, 2500), min_size=1, max_size=4),
+)
+Events = st.lists(
+    st.one_of(
+        st.tuples(
+            st.sampled_from(["a0", "a1", "b0", "b1", "c0"]), st.one_of(Lengths, st.sampled_from(["step", "verb"]))
+        ),
+        st.sampled_from(["take", "cancel", "fail"]),
+    ),
+    max_size=60,
+)
+
+
+class Ranks:
+    """Takes from a queue like a lane does, and checks all that is promised of any call."""
+
+    def __init__(self, queue: Queue, limits: PassLimits) -> None:
+        self.queue = queue
+        self.limits = limits
+        self.begun: dict[str, Piece] = {}
+        self.done: dict[str, list[Work[Any]]] = defaultdict(list)
+
+    def take(self) -> bool:
+        if self.queue.wants_verb:
+            self._finish([self.queue.take_verb()])
+        elif self.queue.wants_training and self.queue.steps_are_next():
+            self._finish(self.queue.take_steps())
+        elif self.queue.wants_training:
+            self._run(self.queue.take_pass())
+        else:
+            return False
+        return True
+
+    def _finish(self, works: Sequence[Work[Any]]) -> None:
+        assert works and not self.begun.keys() & {work.key for work in works}
+        for work in works:
+            self.done[work.key].append(work)
+
+    def _run(self, pieces: Sequence[Piece]) -> None:
+        longest = max((length for piece in pieces for length in piece.work.lengths), default=0)
+        tokens = sum(map(tokens_of, pieces))
+        assert pieces and len(set(runs_of(pieces))) <= self.limits.runs
+        assert tokens <= max(self.limits.tokens, self.limits.tokens / 2 + longest)
+        for piece in pieces:
+            before = self.begun.pop(piece.work.key, None)
+            assert piece.first_datum == (before.end if before else 0)
+            assert before is None or before.work is piece.work
+            assert piece.part.request.data == piece.work.item.data[piece.first_datum : piece.end]
+            assert piece.part.last == (piece.end == len(piece.work.item.data))
+            if piece.last:
+                self.done[piece.work.key].append(piece.work)
+            else:
+                self.begun[piece.work.key] = piece
+
+
+@settings(max_examples=300, deadline=None)
+@given(events=Events, runs=st.integers(1, 4))
+def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int) -> None:
+    limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
+    ranks = Ranks(Queue(limits), limits)
+    expected: dict[str, list[Work[Any]]] = defaultdict(list)
+    for event in events:
+        waiting = ranks.queue.works()
+        if event == "take":
+            ranks.take()
+        elif event == "fail" and ranks.begun:
+            failed = ranks.begun.pop(next(iter(ranks.begun))).work
+            ranks.queue.drop(failed)
+            expected[failed.key].remove(failed)
+        elif event == "cancel" and waiting:
+            ranks.queue.withdraw(waiting[-1])
+            if not waiting[-1].begun:
+                expected[waiting[-1].key].remove(waiting[-1])
+        elif isinstance(event, tuple):
+            run_id, what = event
+            work = {"step": step, "verb": verb}[what](run_id) if isinstance(what, str) else operation(run_id, *what)
+            expected[run_id].append(work)
+            ranks.queue.add(work)
+    while ranks.take():
+        pass
+    assert {key: works for key, works in ranks.done.items() if works} == {k: v for k, v in expected.items() if v}
+    assert not ranks.begun and ranks.queue.num_works == 0 and ranks.queue.num_tokens == 0
+
+
+def test_operations_wait_for_the_step_before_them() -> None:
+    queue = queue_of(operation("a", 10), operation("a", 10), step("a"), operation("a", 10), operation("b", 10))
+    assert runs_of(queue.take_pass()) == ["a", "b", "a"]
+    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
+    assert runs_of(queue.take_pass()) == ["a"]
+
+
+def runs_of_works(works: Sequence[Work[Any]]) -> list[str]:
+    return [work.key for work in works]
+
+
+def test_steps_that_are_ready_go_together_and_before_the_next_pass_but_do_not_starve_passes() -> None:
+    steps = [step(run_id) for run_id in ("a", "a", "b", "c")]
+    queue = queue_of(*steps, operation("d", 10))
+    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
+    assert not queue.steps_are_next() and runs_of(queue.take_pass()) == ["d"]
+    assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
+
+
+def test_tenants_take_turns_with_their_verbs() -> None:
+    queue = queue_of(*(verb(run_id) for run_id in ("a0", "a0", "a1", "a2", "b0", "b1")))
+    taken = []
+    while queue.wants_verb:
+        taken.append(queue.take_verb().key)
+    assert taken == ["a0", "b0", "a1", "b1", "a2", "a0"]
+
+
+# --- splitting ---
+
+
+def test_a_large_operation_is_split_between_data_and_a_small_one_is_not() -> None:
+    queue = queue_of(operation("a", *[100] * 40), operation("b", *[100] * 3))
+    pieces = [queue.take_pass() for _ in range(3)]
+    assert [sum(map(tokens_of, each)) for each in pieces] == [1600, 1600, 1100]
+    assert [(each.first_datum, each.end, each.last) for each in pieces[0] if each.work.key == "a"] == [(0, 13, False)]
+    assert [runs_of(each) for each in pieces] == [["a", "b"], ["a"], ["a"]]
+
+
+def test_a_sequence_longer_than_a_pass_is_a_part_of_its_own() -> None:
+    queue = queue_of(operation("a", 10, 5000, 10))
+    parts = [[(piece.first_datum, piece.end) for piece in queue.take_pass()] for _ in range(3)]
+    assert parts == [[(0, 1)], [(1, 2)], [(2, 3)]]
+
+
+# --- fairness ---
+
+Refill = Callable[[], Sequence[Work[Any]]]
+
+
+class Backlog:
+    """Each of its runs always has `ahead` operations of these lengths."""
+
+    def __init__(self, runs: Sequence[str], *lengths: int, ahead: int = 1) -> None:
+        self._runs = runs
+        self._lengths = lengths
+        self._ahead = ahead
+
+    def missing(self, queue: Queue) -> list[Work[Any]]:
+        waiting = Counter(work.key for work in queue.works())
+        return [
+            operation(run_id, *self._lengths) for run_id in self._runs for _ in range(self._ahead - waiting[run_id])
+        ]
+
+
+def serve(queue: Queue, num_passes: int, *backlogs: Backlog) -> list[Counter[str]]:
+    """Tokens of each tenant, by pass."""
+    served = []
+    for _ in range(num_passes):
+        for backlog in backlogs:
+            for work in backlog.missing(queue):
+                queue.add(work)
+        tokens: Counter[str] = Counter()
+        for piece in queue.take_pass():
+            tokens[piece.work.tenant_id] += tokens_of(piece)
+        served.append(tokens)
+    return served
+
+
+def most_ahead(served: Sequence[Counter[str]], one: str, other: str, weight: float = 1.0) -> float:
+    """The largest lead that `one` has on `other` over any window of passes; weight: of one, where other's is 1."""
+    leads = [0.0, *accumulate(tokens[one] / weight - tokens[other] for tokens in served)]
+    lowest = accumulate(leads, min)
+    return max(lead - low for lead, low in zip(leads, lowest, strict=True))
+
+
+ONE_RUN = Backlog(["b0"], *[90] * 50, ahead=2)
+TEN_RUNS = [
+    pytest.param(Backlog([f"a{i}" for i in range(10)], *lengths, ahead=3), id=name)
+    for name, lengths in {
+        "large": [90] * 50,
+        "medium": [90] * 4,
+        "short": [90],
+        "mixed": [10, 700, 30, 250] * 9,
+    }.items()
+]
+
+
+@pytest.mark.parametrize("ten_runs", TEN_RUNS)
+def test_a_tenant_with_ten_runs_gets_no_more_than_a_tenant_with_one(ten_runs: Backlog) -> None:
+    served = serve(queue_of(), 200, ten_runs, ONE_RUN)
+    bound = 2 * TOKENS
+    assert most_ahead(served, "a", "b") <= bound and most_ahead(served, "b", "a") <= bound
+    assert all(sum(tokens.values()) > 0.5 * TOKENS for tokens in served)
+
+
+def test_shares_by_run_would_break_the_bound() -> None:
+    by_run = [Backlog([f"{tenant}0"], *[90] * 50, ahead=2) for tenant in "acdefghij"]
+    served = serve(queue_of(), 200, *by_run, ONE_RUN)
+    flooding = [Counter(a=sum(tokens.values()) - tokens["b"], b=tokens["b"]) for tokens in served]
+    assert most_ahead(flooding, "a", "b") > 100 * TOKENS
+
+
+@pytest.mark.parametrize("weight", [2.0, 0.25])
+def test_a_weight_is_a_share(weight: float) -> None:
+    served = serve(queue_of(a=weight), 300, Backlog(["a0", "a1"], *[90] * 50, ahead=2), ONE_RUN)
+    total = sum(served, Counter())
+    assert total["a"] / total["b"] == pytest.approx(weight, rel=0.03)
+    assert max(most_ahead(served, "a", "b", weight), most_ahead(served, "b", "a", 1 / weight)) <= 4 * TOKENS
+
+
+def test_idleness_earns_nothing() -> None:
+    queue = queue_of()
+    both = (Backlog(["a0"], *[90] * 50, ahead=2), ONE_RUN)
+    serve(queue, 5, *both)
+    while any(work.tenant_id == "b" for work in queue.works()):
+        serve(queue, 1, both[0])
+    serve(queue, 100, both[0])
+    assert most_ahead(serve(queue, 50, *both), "b", "a") <= 2 * TOKENS
+
+
+def test_runs_of_a_tenant_take_turns() -> None:
+    queue = queue_of(*(operation(run_id, *[20] * 800) for run_id in ("a0", "a1", "a2", "a3")))
+    served: Counter[str] = Counter()
+    for _ in range(10):
+        for piece in queue.take_pass():
+            served[piece.work.key] += tokens_of(piece)
+    assert max(served.values()) - min(served.values()) <= 400 and len(served) == 4
+
+
+# --- short operations ---
+
+LINES = [
+    pytest.param([Backlog([f"{tenant}0"], *lengths, ahead=2) for tenant in tenants], id=name)
+    for name, tenants, lengths in [
+        ("one tenant", "a", [20] * 1000),
+        ("eight tenants", "abcdefgh", [20] * 1000),
+        ("long sequences", "abc", [900] * 100),
+        ("sequences longer than a pass", "abc", [2000] * 100),
+    ]
+]
+
+
+@pytest.mark.parametrize("tokens", [8, 100, 700])
+@pytest.mark.parametrize("tenant", ["a", "z"])
+@pytest.mark.parametrize("line", LINES)
+def test_a_short_operation_is_in_the_very_next_pass(line: list[Backlog], tenant: str, tokens: int) -> None:
+    queue = queue_of()
+    for _ in range(40):
+        serve(queue, 3, *line)
+        short = operation(f"{tenant}-short", tokens)
+        queue.add(short)
+        assert short in [piece.work for piece in queue.take_pass()]
+
+
+def test_an_operation_that_is_not_short_waits_for_its_turn() -> None:
+    queue = queue_of()
+    serve(queue, 1, *(Backlog([f"{tenant}0"], *[20] * 1000, ahead=2) for tenant in "abcdefgh"))
+    queue.add(operation("z", 60, 60))
+    assert "z" not in runs_of(queue.take_pass())
+
+
+@pytest.mark.parametrize("num_runs", [1, 50])
+def test_a_flood_of_short_operations_takes_no_more_than_its_share(num_runs: int) -> None:
+    bulk = [Backlog([f"{tenant}0"], *[20] * 1000, ahead=2) for tenant in "abcdefghijklmnopqrstuvwxy"]
+    served = serve(queue_of(), 200, *bulk, Backlog([f"z{i}" for i in range(num_runs)], 100))
+    # One of them in every pass would be a lead of five passes.
+    assert most_ahead(served, "z", "a") <= 2 * TOKENS
+
+
+def test_short_operations_of_many_tenants_do_not_starve_one_with_large_ones() -> None:
+    short = [Backlog([f"{tenant}{i}" for i in range(5)], 100) for tenant in "abcdefghijklmnopqrstuvwxyz"]
+    served = serve(queue_of(), 300, *short, Backlog(["0"], *[20] * 1000, ahead=2))
+    assert most_ahead(served, "a", "0") <= 2 * TOKENS
+
+
+def test_short_operations_that_fill_all_slots_do_not_starve_large_ones() -> None:
+    short = [Backlog([f"{tenant}{i}" for i in range(20)], 5) for tenant in "abcdefgh"]
+    served = serve(queue_of(runs=2), 200, *short, Backlog(["0"], *[20] * 1000, ahead=2))
+    # It has turns like everybody: one of nine.
+    assert sum(tokens["0"] > 0 for tokens in served) >= 20
+    assert most_ahead(served, "a", "0") <= 2 * TOKENS
+
+
+# --- cost ---
+
+
+def calls_of_a_pass(num_runs: int, num_tenants: int) -> int:
+    """Function calls that forming one takes, when so many runs wait with an operation, a step behind each."""
+    runs = [f"{chr(0x100 + i % num_tenants)}{i}" for i in range(num_runs)]
+    queue = queue_of(*(operation(run_id, 40, 40) for run_id in runs), *map(step, runs))
+    num_calls = 0
+
+    def counted(frame: object, event: str, argument: object) -> None:
+        nonlocal num_calls
+        num_calls += event in ("call", "c_call")
+
+    sys.setprofile(counted)
+    pieces = queue.take_pass()
+    sys.setprofile(None)
+    assert len(pieces) == 20
+    return num_calls
+
+
+@pytest.mark.parametrize("of_one_tenant", [True, False])
+def test_work_that_waits_costs_a_pass_nothing(of_one_tenant: bool) -> None:
+    few, many = (calls_of_a_pass(num_runs, 1 if of_one_tenant else num_runs) for num_runs in (100, 2000))
+    assert many == few < 1500

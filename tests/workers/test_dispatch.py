@@ -271,7 +271,7 @@ def test_a_short_operation_waits_for_one_pass_while_large_ones_are_split() -> No
                 calls.append(call_of(short))
             # The pass that was formed while its predecessor was answered, and then its own.
             assert all(after - before <= 2 for before, after in pairwise(calls))
-            assert call_of((await bulk)[0]) > calls[-1] + 5
+            assert all(call_of(output) > calls[-1] for output in await bulk)
 
     run(check())
 
@@ -321,9 +321,8 @@ def test_verbs_and_passes_take_turns() -> None:
         async with recording("a", "b") as dispatch:
             bulk = asyncio.create_task(dispatch.forward_backward(operation("a", lengths=[100] * 80, seconds=0.02)))
             verbs = [dispatch.copy_adapter("b", f"sampler-{number}") for number in range(20)]
-            started = time.monotonic()
             await asyncio.gather(*verbs)
-            assert not bulk.done() and time.monotonic() - started < 0.15
+            assert not bulk.done()
             assert (await bulk).metrics["parts:sum"] == 10
 
     run(check())

@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import accumulate, count
 from typing import Any
 
@@ -195,8 +195,6 @@ def test_a_sequence_longer_than_a_pass_is_a_part_of_its_own() -> None:
 
 
 # --- fairness ---
-
-Refill = Callable[[], Sequence[Work[Any]]]
 
 
 class Backlog:

@@ -1,0 +1,310 @@
+"""Tenants that share a server through the unmodified official SDK: mixed in its passes, apart in everything else."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from urllib.request import urlopen
+
+import numpy as np
+import pytest
+import tinker
+from safetensors.numpy import load
+from tinker import types
+
+from ..live import LiveServer, live_server
+
+# The SDK leaves connections to its interpreter's end.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+MODEL = "tiny/qwen3"
+VOCAB = 512
+STEPS = 3
+PASS_TOKENS = 512
+
+
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.full)])
+def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
+    """Its passes are small, so that tenants share and large operations are split; adapters take turns on the slots."""
+    options = {"pass_tokens": PASS_TOKENS, "micro_batch_tokens": 256, "adapter_slots": 4}
+    with live_server(
+        {MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), pool=request.param, **options
+    ) as running:
+        yield running
+
+
+Connect = Callable[[str], tinker.ServiceClient]
+
+
+@pytest.fixture(scope="module")
+def connect(server: LiveServer) -> Iterator[Connect]:
+    """The service of a tenant, by its key: any key is a tenant of its own on a server that has given out none."""
+    services: dict[str, tinker.ServiceClient] = {}
+    with ExitStack() as stack:
+
+        def connected(key: str) -> tinker.ServiceClient:
+            if key not in services:
+                services[key] = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=f"tml-{key}"))
+            return services[key]
+
+        yield connected
+
+
+@dataclass(frozen=True)
+class Job:
+    """What a tenant trains. advantage: of the policy losses; 0 = it trains on weights."""
+
+    name: str
+    loss: str
+    rank: int
+    lengths: tuple[int, ...]
+    learning_rate: float = 1e-3
+    trains: tuple[str, ...] = ("attn", "mlp", "unembed")
+    config: dict[str, float] = field(default_factory=dict)
+    seed: int = 1
+
+    def data(self) -> list[types.Datum]:
+        random = np.random.default_rng(self.seed)
+        return [self._datum(random.integers(3, VOCAB, length + 1), random) for length in self.lengths]
+
+    def _datum(self, tokens: np.ndarray, random: np.random.Generator) -> types.Datum:
+        length = len(tokens) - 1
+        if self.loss == "cross_entropy":
+            inputs = {"weights": random.uniform(0, 1, length)}
+        else:
+            inputs = {"logprobs": random.uniform(-7, -6, length), "advantages": random.uniform(-1, 1, length)}
+        return datum(tokens.tolist(), **inputs)
+
+    def create(self, service: tinker.ServiceClient) -> tinker.TrainingClient:
+        targets = {f"train_{part}": part in self.trains for part in ("attn", "mlp", "unembed")}
+        return service.create_lora_training_client(MODEL, rank=self.rank, seed=self.seed, **targets).result(60)
+
+
+JOBS = (
+    Job("sentences", "cross_entropy", rank=8, lengths=(20, 31, 7, 12)),
+    Job("pages", "cross_entropy", rank=16, lengths=(180, 90), trains=("attn",)),
+    Job("words", "cross_entropy", rank=1, lengths=(3,) * 12, trains=("mlp",), learning_rate=3e-3),
+    Job("head", "cross_entropy", rank=4, lengths=(33, 33), trains=("unembed",)),
+    Job("book", "cross_entropy", rank=2, lengths=(700,), trains=("attn", "mlp")),
+    Job("sampled", "importance_sampling", rank=8, lengths=(24, 24, 24), learning_rate=2e-3),
+    Job("clipped", "ppo", rank=32, lengths=(16, 48), config={"clip_low_threshold": 0.5, "clip_high_threshold": 2.0}),
+    Job("soft", "cispo", rank=3, lengths=(40, 9), trains=("attn", "mlp")),
+    Job("direct", "dro", rank=5, lengths=(11, 22, 33), config={"beta": 0.2}, trains=("mlp", "unembed")),
+    Job("grouped", "gspo", rank=8, lengths=(30,) * 4, config={"clip_low_threshold": 0.1, "clip_high_threshold": 10.0}),
+)
+
+
+def datum(tokens: Sequence[int], **inputs: np.ndarray) -> types.Datum:
+    arrays = {"target_tokens": np.asarray(tokens[1:], dtype=np.int64)}
+    arrays |= {name: np.asarray(value, dtype=np.float32) for name, value in inputs.items()}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(list(tokens[:-1])),
+        loss_fn_inputs={name: types.TensorData.from_numpy(array) for name, array in arrays.items()},
+    )
+
+
+@dataclass
+class Training:
+    """A job under way: everything is sent before anything is awaited."""
+
+    job: Job
+    client: tinker.TrainingClient
+    passes: list[tinker.APIFuture] = field(default_factory=list)
+    steps: list[tinker.APIFuture] = field(default_factory=list)
+
+    def send_step(self) -> None:
+        self.passes.append(self.client.forward_backward(self.job.data(), self.job.loss, self.job.config))
+        # Adam turns a gradient near zero into a whole step of its sign, which rounding decides, unless eps is above it.
+        adam = types.AdamParams(learning_rate=self.job.learning_rate, eps=1e-4)
+        self.steps.append(self.client.optim_step(adam))
+
+    def outcome(self) -> "Outcome":
+        outputs = [future.result(120) for future in self.passes]
+        for future in self.steps:
+            future.result(120)
+        logprobs = [array["logprobs"].to_numpy() for output in outputs for array in output.loss_fn_outputs]
+        losses = np.array([output.metrics["loss:sum"] for output in outputs])
+        return Outcome(losses, np.concatenate(logprobs), weights_of(self.client))
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """Of every step the loss and the log-probabilities, and the final weights by name."""
+
+    losses: np.ndarray
+    logprobs: np.ndarray
+    weights: dict[str, np.ndarray]
+
+    def difference(self, other: "Outcome") -> float:
+        """The largest of anything, relative where above 1."""
+        assert self.weights.keys() == other.weights.keys()
+        pairs = [(self.losses, other.losses), (self.logprobs, other.logprobs)]
+        pairs += [(self.weights[name], other.weights[name]) for name in self.weights]
+        return max(float((np.abs(a - b) / np.maximum(1, np.abs(b))).max()) for a, b in pairs)
+
+
+_names = (f"weights-{number}" for number in itertools.count())
+
+
+def weights_of(client: tinker.TrainingClient) -> dict[str, np.ndarray]:
+    path = client.save_weights_external(next(_names)).result(60).path
+    rest = tinker.RestClient(base_url=client.holder._base_url, api_key=client.holder._api_key)
+    urls = rest.get_external_weights_urls(path).result(60).urls
+    with urlopen(urls["adapter_model.safetensors"], timeout=30) as response:
+        return load(response.read())
+
+
+def train_alone(job: Job, service: tinker.ServiceClient) -> Outcome:
+    training = Training(job, job.create(service))
+    for _ in range(STEPS):
+        training.send_step()
+    return training.outcome()
+
+
+@pytest.fixture(scope="module")
+def alone(connect: Connect) -> dict[str, Outcome]:
+    """What each job gives on a quiet server, one after the other."""
+    return {job.name: train_alone(job, connect(job.name)) for job in JOBS}
+
+
+def train_together(connect: Connect, before_each: Callable[[], None] = lambda: None) -> dict[str, Outcome]:
+    trainings = [Training(job, job.create(connect(job.name))) for job in JOBS]
+    for _ in range(STEPS):
+        for training in trainings:
+            before_each()
+            training.send_step()
+    return {training.job.name: training.outcome() for training in trainings}
+
+
+def test_ten_tenants_at_once_train_what_each_trains_alone(connect: Connect, alone: dict[str, Outcome]) -> None:
+    together = train_together(connect)
+    differences = {name: together[name].difference(alone[name]) for name in alone}
+    assert max(differences.values()) < 1e-4, differences
+
+
+@pytest.mark.parametrize("job", [JOBS[0], JOBS[5]], ids=lambda job: job.name)
+def test_another_learning_rate_is_told_from_the_same(connect: Connect, alone: dict[str, Outcome], job: Job) -> None:
+    """What the tolerance above must see: three steps of one percent more."""
+    other = train_alone(replace(job, learning_rate=1.1 * job.learning_rate), connect(job.name))
+    assert other.difference(alone[job.name]) > 3e-4
+
+
+class Poison:
+    """A tenant that sends what must fail, between the operations of the others."""
+
+    def __init__(self, service: tinker.ServiceClient) -> None:
+        self._clients = [service.create_lora_training_client(MODEL, rank=8, seed=2).result(60) for _ in range(4)]
+        self._sends = itertools.cycle([self._not_a_number, self._no_such_token, self._no_such_loss, self._diverge])
+        self.futures: dict[str, list[tinker.APIFuture]] = {"NaN": [], "token": [], "loss": [], "diverged": []}
+
+    def send(self) -> None:
+        next(self._sends)()
+
+    def _not_a_number(self) -> None:
+        bad = datum([5, 6, 7], logprobs=np.zeros(2), advantages=np.array([1.0, np.nan]))
+        self.futures["NaN"].append(self._clients[0].forward_backward([bad], "importance_sampling"))
+
+    def _no_such_token(self) -> None:
+        bad = datum([5, VOCAB + 88, 7], weights=np.ones(2))
+        self.futures["token"].append(self._clients[1].forward_backward([bad, *JOBS[0].data()], "cross_entropy"))
+
+    def _no_such_loss(self) -> None:
+        self.futures["loss"].append(self._clients[2].forward_backward(JOBS[0].data(), "no_such_loss"))
+
+    def _diverge(self) -> None:
+        """The first step makes weights that no number can hold what they give; from then on every pass is NaN."""
+        self.futures["diverged"].append(self._clients[3].forward_backward(JOBS[0].data(), "cross_entropy"))
+        self._clients[3].optim_step(types.AdamParams(learning_rate=1e30))
+
+
+def test_a_tenant_that_sends_poison_sees_all_the_errors(connect: Connect, alone: dict[str, Outcome]) -> None:
+    poison = Poison(connect("poison"))
+    together = train_together(connect, before_each=poison.send)
+    differences = {name: together[name].difference(alone[name]) for name in alone}
+    assert max(differences.values()) < 1e-4, differences
+    errors = {kind: [error_of(future) for future in futures] for kind, futures in poison.futures.items()}
+    assert min(map(len, errors.values())) >= 7
+    assert errors["diverged"].pop(0) == "", "the pass before the step that was too large"
+    reasons = {"NaN": "advantages", "token": str(VOCAB + 88), "loss": "no_such_loss", "diverged": "NaN"}
+    for kind, reason in reasons.items():
+        assert all(reason in error for error in errors[kind]), errors[kind]
+
+
+def error_of(future: tinker.APIFuture) -> str:
+    """Empty when there was none."""
+    try:
+        future.result(60)
+    except tinker.RequestFailedError as error:
+        return str(error)
+    return ""
+
+
+FULL_PASS = Job("full pass", "cross_entropy", rank=8, lengths=(64,) * (PASS_TOKENS // 64))
+
+
+def answered_meanwhile(flood: tinker.ServiceClient, modest: tinker.ServiceClient) -> int:
+    """How many operations of a flood of ten runs are answered while one run of `modest` gets four."""
+    data, loss = FULL_PASS.data(), FULL_PASS.loss
+    flooding = [FULL_PASS.create(flood) for _ in range(10)]
+    one = FULL_PASS.create(modest)
+    floods = [client.forward_backward(data, loss) for _ in range(6) for client in flooding]
+    one.forward(data, loss).result(60)  # in the midst of it
+    before = sum(future.future().done() for future in floods)
+    own = [one.forward_backward(data, loss) for _ in range(4)]
+    for future in own:
+        future.result(60)
+    answered = sum(future.future().done() for future in floods) - before
+    for future in floods:
+        future.result(120)
+    return answered
+
+
+def test_a_tenant_with_ten_runs_gets_no_more_than_one_with_one(connect: Connect) -> None:
+    fair = answered_meanwhile(connect("flood"), connect("modest"))
+    one_tenants = answered_meanwhile(connect("both"), connect("both"))
+    assert fair <= 12, "four of each, and what is answered while a poll is on its way"
+    assert one_tenants > 20, "runs of one tenant take turns: ten of the flood's for one of this one's"
+
+
+def test_short_forwards_come_between_the_parts_of_a_large_batch(connect: Connect) -> None:
+    """They wait for passes, not for operations: several are answered within one operation of 300 sequences."""
+    large = replace(JOBS[0], lengths=(32,) * 300)
+    short = replace(JOBS[0], lengths=(32,))
+    streaming, calling = large.create(connect("streaming")), short.create(connect("calling"))
+    batches = [streaming.forward_backward(large.data(), "cross_entropy").future() for _ in range(3)]
+    batches[0].result(120)
+    answered = 0
+    while not batches[1].done():
+        calling.forward(short.data(), "cross_entropy").result(60)
+        answered += not batches[1].done()
+    assert answered >= 3
+    assert not batches[2].done(), "the batches were there to be waited for"
+    batches[2].result(120)
+
+
+@pytest.mark.full
+def test_a_thousand_runs_on_sixteen_slots_train_as_if_each_had_its_own(
+    tiny_models: dict[str, Path], tmp_path: Path, connect: Connect
+) -> None:
+    """Ten tenants register a hundred runs each; those of the sample that are trained were on the disk by then."""
+    jobs = [replace(JOBS[0], name=f"run {number}", seed=number) for number in range(1000)]
+    chosen = np.random.default_rng(0).choice(1000, 24, replace=False)
+    options = {"adapter_slots": 16, "host_adapter_bytes": 16 << 20}
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **options) as paged, ExitStack() as stack:
+        services = [
+            stack.enter_context(tinker.ServiceClient(base_url=paged.url, api_key=f"tml-{number}"))
+            for number in range(10)
+        ]
+        creating = [
+            service.create_lora_training_client(MODEL, rank=job.rank, seed=job.seed)
+            for service, job in zip(itertools.cycle(services), jobs)
+        ]
+        clients = [future.result(240) for future in creating]
+        trainings = [Training(jobs[index], clients[index]) for index in chosen]
+        for _ in range(2):
+            for training in trainings:
+                training.send_step()
+        outcomes = [training.outcome() for training in trainings]
+    for training, outcome in zip(trainings, outcomes, strict=True):
+        assert outcome.difference(train_alone(training.job, connect("unpaged"))) < 1e-4

@@ -147,12 +147,12 @@ def test_the_first_loss_is_that_of_plain_transformers(kind: str, tiny_models: di
     references = [reference_logprobs(tiny_models[kind], datum) for datum in data]
     for outputs, reference in zip(output.loss_fn_outputs, references, strict=True):
         np.testing.assert_allclose(outputs["logprobs"], reference.numpy(), rtol=1e-5, atol=1e-5)
-    expected = -sum(
-        float((torch.from_numpy(datum.loss_fn_inputs["weights"]) * reference).sum())
-        for datum, reference in zip(data, references, strict=True)
-    )
-    assert output.metrics["loss:sum"] == pytest.approx(expected, rel=1e-6)
-    assert output.metrics["loss:sum"] != pytest.approx(expected * (1 + 1e-5), rel=1e-6)
+    weights = torch.cat([torch.from_numpy(datum.loss_fn_inputs["weights"]) for datum in data])
+    losses = -weights * torch.cat(references)
+    # Weights of both signs cancel out, so the rounding is that of a sum of sizes.
+    rounding = 1e-7 * float(losses.abs().sum())
+    assert output.metrics["loss:sum"] == pytest.approx(float(losses.sum()), abs=rounding)
+    assert output.metrics["loss:sum"] != pytest.approx(float(losses.sum()) + 10 * rounding, abs=rounding)
     assert output.metrics["num_tokens:sum"] == sum(LENGTHS)
     assert bench.adapter.accumulator.any()
 
@@ -244,7 +244,7 @@ def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
     diverged.weights[10] = float("nan")
     failure = failed(run(bench.program(), request(some_data("cross_entropy"), model_id="diverged")))
     bench.adapters.drop("diverged")
-    assert "is NaN" in failure.message
+    assert "not finite" in failure.message
     assert "earlier checkpoint" in failure.message
     assert torch.equal(bench.gradient(request(some_data("cross_entropy"))), before)
 

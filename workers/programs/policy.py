@@ -1,7 +1,8 @@
 """Policies: a frozen causal LM with one LoRA adapter a run, trained by losses on the log-probabilities of tokens."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
@@ -32,6 +33,7 @@ class PolicyProgram:
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
+        self._changes_when_finite: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
 
     def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
         """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
@@ -98,12 +100,33 @@ class PolicyProgram:
         try:
             with self._adapters.resident(run_ids) as adapters:
                 by_run = dict(zip(run_ids, adapters, strict=True))
-                self._compute(tasks, [by_run[task.run_id] for task in tasks], token_budget)
-                for task in tasks:
+                self._refuse_diverged(tasks, by_run)
+                usable = [task for task in tasks if not task.done]
+                self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
+                for task in usable:
                     self._finish(task, by_run[task.run_id])
         except Exception as error:
             return trouble_of(error)
         return None
+
+    def _refuse_diverged(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+        """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
+        for task in tasks:
+            if not self._is_finite(adapters[task.run_id]):
+                self._fail(
+                    task,
+                    f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
+                    " checkpoint with a lower learning rate",
+                )
+
+    def _is_finite(self, adapter: Adapter) -> bool:
+        """Whether its weights are; looks again only after a change."""
+        if self._changes_when_finite.get(adapter) != adapter.num_changes:
+            low, high = torch.aminmax(adapter.weights)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                return False
+            self._changes_when_finite[adapter] = adapter.num_changes
+        return True
 
     def _give_up(self, task: Task, trouble: Trouble, token_budget: int) -> None:
         if trouble.out_of_memory:
@@ -112,7 +135,10 @@ class PolicyProgram:
             message = trouble.message
         if trouble.account:
             logger.error("an operation of run %s failed: %s\n%s", task.run_id, message, trouble.account)
-        task.done, task.answer = True, self._failed(task.part, message, trouble.category)
+        self._fail(task, message, trouble.category)
+
+    def _fail(self, task: Task, message: str, category: Category = "user") -> None:
+        task.end(self._failed(task.part, message, category))
 
     def _failed(self, part: Part, message: str, category: Category) -> Failure:
         """Ends the operation. The window has lost a part of its batch, so its step is refused."""
@@ -128,25 +154,25 @@ class PolicyProgram:
         if not (task.failure or task.forward_only):
             task.add_earlier_gradient(adapter)
         if task.failure:
-            task.answer = self._failed(task.part, task.failure, "user")
+            self._fail(task, task.failure)
         elif task.part.last:
             self._open.pop(task.part.operation_id, None)
-            task.answer = task.complete(adapter)
+            task.end(task.complete(adapter))
         else:
-            task.suspend(adapter)
-        task.done = True
+            task.end(task.suspend(adapter))
 
     def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int) -> None:
         """Tasks whose tokens may share micro-batches: see `rounds`."""
+        gradients = any(not task.forward_only for task in tasks)
         for task, adapter in zip(tasks, adapters, strict=True):
             task.begin()
-            if not task.forward_only:
+            if gradients:
                 adapter.begin_operation()
-        run = self._run_forward if tasks[0].forward_only else self._run_forward_backward
+        run = self._run_forward_backward if gradients else self._run_forward
         for micro_batch in pack([task.operation for task in tasks], token_budget, self._base.device):
-            run(micro_batch, tasks, _segments(micro_batch, adapters))
             if all(task.failure for task in tasks):
                 return
+            run(micro_batch, tasks, _segments(micro_batch, adapters))
 
     @torch.no_grad()
     def _run_forward(self, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:

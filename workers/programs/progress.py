@@ -121,6 +121,9 @@ class Task:
         if not adapter.scratch_is_finite():
             self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
 
+    def end(self, answer: Answer) -> None:
+        self.done, self.answer = True, answer
+
     def suspend(self, adapter: Adapter) -> None:
         """More parts come; until then the scratch is free."""
         if not self.forward_only:

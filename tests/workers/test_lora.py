@@ -25,7 +25,7 @@ def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_they_do_where_mkl_is_slow_too(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.lora.linear._mkl_is_slow", lambda base: True)
+    monkeypatch.setattr("trainhouse.workers.lora.product._mkl_is_slow", lambda base: True)
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
 

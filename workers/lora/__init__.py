@@ -2,9 +2,12 @@
 
 from .adapter import Adapter, Target, Window
 from .adapters import Adapters
-from .linear import LoraLinear, MergedLoraLinear, Segment, frozen_product, mkldnn_linear
+from .linear import LoraLinear, MergedLoraLinear
 from .pair import LoraPair
+from .plan import Plan
+from .product import frozen_product, mkldnn_linear
 from .residency import Residency
+from .segment import Segment
 
 __all__ = [
     "Adapter",
@@ -12,6 +15,7 @@ __all__ = [
     "LoraLinear",
     "LoraPair",
     "MergedLoraLinear",
+    "Plan",
     "Residency",
     "Segment",
     "Target",

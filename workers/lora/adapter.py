@@ -128,7 +128,7 @@ class Adapter:
 
     @property
     def has_moments(self) -> bool:
-        """Whether exp_avg and exp_avg_sq hold anything but zeros."""
+        """Whether there are exp_avg and exp_avg_sq; where there are none, they are zeros."""
         return "exp_avg" in self._vectors
 
     def _vector(self, name: str) -> "_Vector":

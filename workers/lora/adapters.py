@@ -3,14 +3,17 @@
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..model import BaseModel
 from .adapter import Adapter, Target
-from .linear import Active, LoraLinear, Segment
+from .linear import Active, LoraLinear
+from .plan import Kind, Plan
 from .residency import Residency
+from .segment import Segment
 
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
@@ -28,6 +31,7 @@ class Adapters:
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
         self._unembed_target = _unembed_target(base)
+        self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 
     def __contains__(self, adapter_id: str) -> bool:
         return adapter_id in self._adapters
@@ -97,18 +101,23 @@ class Adapters:
             )
         return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
 
-    @contextmanager
-    def applied(self, segments: Sequence[Segment]) -> Iterator[None]:
-        """Inside, forward and backward of the trunk use these adapters.
+    def plan(self, segments: Sequence[Segment]) -> Plan:
+        """Segments are in order and end at the row's last token; none at all = the bare base."""
+        return Plan(segments, self._kind)
 
-        Segments are in order and end at the row's last token; none at all = the bare base.
+    @contextmanager
+    def applied(self, segments: Sequence[Segment] | Plan) -> Iterator[None]:
+        """Inside, forward and backward of the trunk use these adapters, as their weights are on entering.
+
+        A plan serves any number of rows of the same segments, until a weight changes.
         """
-        before = self._active.segments
-        self._active.segments = tuple(segments)
+        plan = segments if isinstance(segments, Plan) else self.plan(segments)
+        assert plan.is_current, "an adapter's weights have changed since the plan was made"
+        before, self._active.plan = self._active.plan, plan
         try:
             yield
         finally:
-            self._active.segments = before
+            self._active.plan = before
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())
@@ -140,3 +149,8 @@ def _unembed_target(base: BaseModel) -> Target:
     name = next(name for name, module in base.model.named_modules() if module is head)
     vocab_size, hidden_size = base.unembedding.shape
     return Target(name, hidden_size, vocab_size)
+
+
+def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:
+    """Whether a row of any layer's input or output is a multiple of 16 bytes."""
+    return all(size * dtype.itemsize % 16 == 0 for t in targets for size in (t.in_features, t.out_features))

@@ -39,14 +39,18 @@ class LoraPair:
         """float32 [out, rank]: the view of the adapter's scratch."""
         return self._adapter.gradients(self._name)[1]
 
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B in the base's dtype, for products."""
+        return self._adapter.factors(self._name)
+
     def down(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
-        a, _ = self._adapter.factors(self._name)
+        a, _ = self.factors()
         return x @ a.t()
 
     def add_up(self, y: Tensor, reduced: Tensor) -> None:
         """y [tokens, out] += scale * reduced B^T."""
-        _, b = self._adapter.factors(self._name)
+        _, b = self.factors()
         y.addmm_(reduced, b.t(), alpha=self.scale)
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
@@ -54,7 +58,7 @@ class LoraPair:
 
         grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
         """
-        a, b = self._adapter.factors(self._name)
+        a, b = self.factors()
         grad_reduced = (grad @ b).mul_(self.scale)
         _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
         _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)

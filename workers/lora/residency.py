@@ -110,9 +110,11 @@ class Residency:
         if self._most_host_bytes is None:
             return
         surplus = sum(self._on_host.values()) - self._most_host_bytes
-        for adapter, num_bytes in list(self._on_host.items()) if surplus > 0 else ():
-            if surplus > 0 and not adapter.in_window and self._to_disk(adapter):
-                surplus -= num_bytes
+        idle = ((each, num_bytes) for each, num_bytes in tuple(self._on_host.items()) if not each.in_window)
+        for adapter, num_bytes in idle:
+            if surplus <= 0 or not self._to_disk(adapter):
+                return
+            surplus -= num_bytes
 
     def _to_host(self, adapter: Adapter) -> None:
         adapter.move({name: _on_host(vector) for name, vector in adapter.live().items()}, "host")

@@ -1,0 +1,45 @@
+"""Plan: what the adapted layers of a packed row multiply with, decided once for all of them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .rows import arrange
+from .segment import Segment, grouped
+from .terms import Site, Terms
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a plan depends on beside its segments. aligned: whether all features are multiples of 16 bytes."""
+
+    device: torch.device
+    aligned: bool
+
+
+class Plan:
+    """The segments of one packed row. It holds copies of the matrices, so it is of no use once weights change."""
+
+    def __init__(self, segments: Sequence[Segment], kind: Kind) -> None:
+        self._num_rows = segments[-1].stop if segments else 0
+        groups = grouped(segments)
+        if kind.device.type == "cpu":
+            groups = [part for group in groups for part in group.split()]
+        self._groups = [(group, arrange(group.lengths, kind.device, kind.aligned)) for group in groups]
+        self._made_of = {
+            id(adapter): (adapter, adapter.weights._version) for group in groups for adapter in group.adapters
+        }
+        self._terms: dict[Site, Terms | None] = {}
+
+    @property
+    def is_current(self) -> bool:
+        """Whether all weights are as they were."""
+        return all(adapter.weights._version == version for adapter, version in self._made_of.values())
+
+    def terms(self, site: Site) -> Terms | None:
+        """None where no adapter adapts it. Made for the first layer call that asks, and kept."""
+        if site not in self._terms:
+            groups = [(group, rows) for group, rows in self._groups if site.names[0] in group.adapters[0].pairs]
+            self._terms[site] = Terms(site, groups, self._num_rows) if groups else None
+        return self._terms[site]

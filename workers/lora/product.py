@@ -1,0 +1,43 @@
+"""How x W^T + bias is made with the frozen weights of a base."""
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ..model import BaseModel
+
+
+class Product(Protocol):
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+        """x [tokens, in] W^T + bias + addend, weight [out, in]. The addend [tokens, out] is overwritten or left."""
+        ...
+
+
+def frozen_product(base: BaseModel) -> Product:
+    return mkldnn_linear if _mkl_is_slow(base) else torch_linear
+
+
+def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """The product is summed where the addend lies, which costs no pass over the result of its own."""
+    if addend is None:
+        return linear(x, weight, bias)
+    addend.addmm_(x, weight.t())
+    return addend if bias is None else addend.add_(bias)
+
+
+def mkldnn_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+    """The same by oneDNN, for float32 on the CPU."""
+    if addend is None:
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
+    return torch.ops.mkldnn._linear_pointwise.binary(x, addend, weight, bias, "add")
+
+
+def _mkl_is_slow(base: BaseModel) -> bool:
+    """MKL, behind torch's own linear, uses only half of the vector width of x86 processors that are not Intel's."""
+    if base.device.type != "cpu" or base.dtype != torch.float32 or not torch.backends.mkl.is_available():
+        return False
+    processors = Path("/proc/cpuinfo")
+    return processors.exists() and "GenuineIntel" not in processors.read_text() and torch.backends.mkldnn.is_available()

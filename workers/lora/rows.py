@@ -1,0 +1,182 @@
+"""Rows: how the rows of several adapters meet each its own matrices, in all products behind the low-rank terms.
+
+Which way is the fastest depends on how many rows each has; `arrange` decides it, once for all layers of a pass. Every
+way keeps the adapters apart: no number of one enters a sum of another, so a NaN stays where it is.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import accumulate
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+# On the CPU, copying so few rows into a padded batch costs less than the calls that it saves.
+_FEW_ROWS = 256
+
+
+class Rows(Protocol):
+    """The rows of n adapters, one's after the other's."""
+
+    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
+        """A [rank, q] of each adapter -> what `times` takes. The rows that lower ranks lack are zeros."""
+        ...
+
+    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+        """Each row of x [rows, p] by its adapter's [p, q] -> [rows, q], written to `out` where that is given."""
+        ...
+
+    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        """left^T right over each adapter's rows, summed in float32: left [rows, p], right [rows, q] -> n of [p, q]."""
+        ...
+
+    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
+        """Multiplies the rows of x by their adapter's scale."""
+        ...
+
+
+def arrange(lengths: Sequence[int], device: torch.device, aligned: bool) -> Rows:
+    """lengths: the rows of each adapter, none zero. aligned: whether `Ragged` can be used."""
+    if len(lengths) == 1:
+        return One()
+    if len(set(lengths)) == 1:
+        return Even(lengths, device)
+    if not aligned or (device.type == "cpu" and sum(lengths) <= _FEW_ROWS):
+        return Padded(lengths, device)
+    return Ragged(lengths, device)
+
+
+class One:
+    """The rows of a single adapter, whose matrices are used where they are."""
+
+    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
+        (matrix,) = matrices
+        return matrix
+
+    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+        return torch.mm(x, matrices) if out is None else torch.mm(x, matrices, out=out)
+
+    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        left, right = _summable(left, right)
+        if left.dtype == torch.float32:
+            return (torch.mm(left.t(), right),)
+        return (torch.mm(left.t(), right, out_dtype=torch.float32),)
+
+    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
+        x.mul_(scales[0])
+
+
+class _Several:
+    """The rows of more than one adapter. Their matrices are copied to one tensor [n, p, q]."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        self._lengths = torch.tensor(lengths, device=device)
+        self._factors: Tensor | None = None
+
+    def stack(self, matrices: Sequence[Tensor]) -> Tensor:
+        # A multiple of 8 ranks is one of 16 bytes.
+        rank = -(-max(len(matrix) for matrix in matrices) // 8) * 8
+        if all(len(matrix) == rank for matrix in matrices):
+            return torch.stack(list(matrices))
+        stack = matrices[0].new_zeros(len(matrices), rank, matrices[0].shape[1])
+        for padded, matrix in zip(stack.unbind(), matrices, strict=True):
+            padded[: len(matrix)] = matrix
+        return stack
+
+    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
+        if len(set(scales)) == 1:
+            x.mul_(scales[0])
+            return
+        if self._factors is None:
+            self._factors = torch.tensor(scales, device=x.device).repeat_interleave(self._lengths)[:, None]
+        x.mul_(self._factors)
+
+
+class Even(_Several):
+    """Adapters with equally many rows: a batch as they are."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self._shape = (len(lengths), lengths[0])
+
+    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+        batch = x.unflatten(0, self._shape)
+        if out is None:
+            return torch.bmm(batch, matrices).flatten(0, 1)
+        out.unflatten(0, self._shape).baddbmm_(batch, matrices, beta=0)
+        return out
+
+    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        left, right = _summable(left, right)
+        return _batched_outer(left.unflatten(0, self._shape), right.unflatten(0, self._shape))
+
+
+class Padded(_Several):
+    """Adapters with few rows: copied to a batch in which each has as many as the longest, its last one repeated."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        longest, stops = max(lengths), list(accumulate(lengths))
+        self._shape = (len(lengths), longest)
+        start_of = torch.tensor([stop - length for stop, length in zip(stops, lengths, strict=True)], device=device)
+        place = torch.arange(longest, device=device)
+        self._padding = place >= self._lengths[:, None]
+        self._sources = (start_of[:, None] + place.minimum(self._lengths[:, None] - 1)).flatten()
+        self._back = (~self._padding).flatten().nonzero().squeeze(1)
+
+    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+        product = torch.bmm(self._batch(x), matrices).flatten(0, 1).index_select(0, self._back)
+        return product if out is None else out.copy_(product)
+
+    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        left, right = _summable(left, right)
+        once = self._batch(left).masked_fill_(self._padding[:, :, None], 0)
+        return _batched_outer(once, self._batch(right))
+
+    def _batch(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self._sources).unflatten(0, self._shape)
+
+
+class Ragged(_Several):
+    """Adapters with differently many rows, by torch's grouped product, which wants strides of multiples of 16 bytes."""
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        super().__init__(lengths, device)
+        self._stops = self._lengths.cumsum(0).to(torch.int32)
+
+    def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
+        with _one_thread(x.device):
+            product = torch.ops.aten._grouped_mm(x, matrices, self._stops)
+        return product if out is None else out.copy_(product)
+
+    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+        """On CUDA each is rounded to its factors' dtype in the end."""
+        left, right = _summable(left, right)
+        with _one_thread(left.device):
+            return torch.ops.aten._grouped_mm(left.t(), right, self._stops).float().unbind()
+
+
+@contextmanager
+def _one_thread(device: torch.device) -> Iterator[None]:
+    """On the CPU the grouped product is a loop over short products, done before another thread has woken up."""
+    num_threads = torch.get_num_threads()
+    if device.type != "cpu" or num_threads == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(num_threads)
+
+
+def _summable(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
+    """As float32 where products of the dtype cannot be summed in it."""
+    return (left, right) if left.is_cuda else (left.float(), right.float())
+
+
+def _batched_outer(left: Tensor, right: Tensor) -> Sequence[Tensor]:
+    if left.dtype == torch.float32:
+        return torch.bmm(left.transpose(1, 2), right).unbind()
+    return torch.bmm(left.transpose(1, 2), right, out_dtype=torch.float32).unbind()

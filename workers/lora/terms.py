@@ -1,0 +1,143 @@
+"""Terms: what the adapters of a packed row add at one site, scale * (x A^T) B^T, and its gradients."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .rows import Rows
+from .segment import Group
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Linear layers of one input, by name, whose outputs lie side by side."""
+
+    names: tuple[str, ...]
+    out_features: tuple[int, ...]
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """Where the output of each lies."""
+        return tuple(_stretches(self.out_features))
+
+
+class Terms:
+    """The terms of all rows at a site: zero between the groups that adapt it."""
+
+    def __init__(self, site: Site, groups: Sequence[tuple[Group, Rows]], num_rows: int) -> None:
+        """groups: in order, at least one."""
+        self.num_rows = num_rows
+        self._groups = [(group.rows, _GroupTerms(site, group, rows)) for group, rows in groups]
+        self._num_columns = sum(site.out_features)
+        self._gaps = list(_gaps([rows for rows, _ in self._groups], num_rows))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+        """x [rows, in] -> the terms [rows, out], and what `backward` needs."""
+        if self._is_one:
+            ((_, terms),) = self._groups
+            y, reduced = terms.forward(x, None)
+            return y, [reduced]
+        y = self._empty(x, self._num_columns)
+        return y, [terms.forward(x[rows], y[rows])[1] for rows, terms in self._groups]
+
+    def backward(self, grad: Tensor, x: Tensor, all_reduced: list[Tensor], of_x: bool) -> Tensor | None:
+        """Adds to the gradients of all A and B; grad [rows, out] is that of the terms.
+
+        Returns their part of the gradient of x [rows, in], None unless asked for by `of_x`.
+        """
+        if self._is_one:
+            ((_, terms),) = self._groups
+            grad_reduced = terms.backward(grad, x, all_reduced[0])
+            return terms.grad_x(grad_reduced, None) if of_x else None
+        grad_x = self._empty(grad, x.shape[1]) if of_x else None
+        for (rows, terms), reduced in zip(self._groups, all_reduced, strict=True):
+            grad_reduced = terms.backward(grad[rows], x[rows], reduced)
+            if grad_x is not None:
+                terms.grad_x(grad_reduced, grad_x[rows])
+        return grad_x
+
+    @property
+    def _is_one(self) -> bool:
+        """Whether one group has all rows."""
+        return len(self._groups) == 1 and not self._gaps
+
+    def _empty(self, like: Tensor, num_columns: int) -> Tensor:
+        """For results [rows, num_columns] of the groups."""
+        empty = like.new_empty(len(like), num_columns)
+        for gap in self._gaps:
+            empty[gap] = 0
+        return empty
+
+
+class _GroupTerms:
+    """The terms of a group's adapters."""
+
+    def __init__(self, site: Site, group: Group, rows: Rows) -> None:
+        self._rows = rows
+        self._columns = site.columns
+        self._pairs = [[adapter.pairs[name] for adapter in group.adapters] for name in site.names]
+        self._scales = [pair.scale for pair in self._pairs[0]]
+        factors = [[pair.factors() for pair in pairs] for pairs in self._pairs]
+        stacks = [rows.stack([a for a, _ in of_name]) for of_name in factors]
+        self._a = stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
+        self._bs = [rows.stack([b.t() for _, b in of_name]) for of_name in factors]
+        self._ranks = tuple(_stretches([stack.shape[-2] for stack in stacks]))
+
+    def forward(self, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
+        """x [rows, in] -> the terms [rows, out], in `out` where that is given, and what `backward` needs."""
+        reduced = self._rows.times(x, self._a.transpose(-1, -2))
+        self._rows.scale(reduced, self._scales)
+        if len(self._bs) == 1:
+            return self._rows.times(reduced, self._bs[0], out), reduced
+        out = x.new_empty(len(x), self._columns[-1].stop) if out is None else out
+        for ranks, columns, b in zip(self._ranks, self._columns, self._bs, strict=True):
+            self._rows.times(reduced[:, ranks], b, out[:, columns])
+        return out, reduced
+
+    def backward(self, grad: Tensor, x: Tensor, reduced: Tensor) -> Tensor:
+        """Adds to the gradients of A and B. Returns the gradient [rows, rank] by the reduced x, for `grad_x`.
+
+        grad [rows, out]: that of the site's output.
+        """
+        grad_reduced = self._grad_reduced(grad)
+        self._rows.scale(grad_reduced, self._scales)
+        of_a = self._rows.outer(grad_reduced, x)
+        for pairs, ranks, columns in zip(self._pairs, self._ranks, self._columns, strict=True):
+            _add([pair.a_grad for pair in pairs], [gradient[ranks] for gradient in of_a])
+            of_b = self._rows.outer(reduced[:, ranks], grad[:, columns])
+            _add([pair.b_grad.t() for pair in pairs], of_b)
+        return grad_reduced
+
+    def grad_x(self, grad_reduced: Tensor, out: Tensor | None) -> Tensor:
+        """The terms' part of the gradient of x [rows, in], in `out` where that is given."""
+        return self._rows.times(grad_reduced, self._a, out)
+
+    def _grad_reduced(self, grad: Tensor) -> Tensor:
+        if len(self._bs) == 1:
+            return self._rows.times(grad, self._bs[0].transpose(-1, -2))
+        grad_reduced = grad.new_empty(len(grad), self._ranks[-1].stop)
+        for ranks, columns, b in zip(self._ranks, self._columns, self._bs, strict=True):
+            self._rows.times(grad[:, columns], b.transpose(-1, -2), grad_reduced[:, ranks])
+        return grad_reduced
+
+
+def _add(totals: list[Tensor], gradients: Sequence[Tensor]) -> None:
+    """Each gradient to its total, without the rows of a rank that the adapter does not have."""
+    torch.ops.aten._foreach_add_(
+        totals, [gradient[: len(total)] for total, gradient in zip(totals, gradients, strict=True)]
+    )
+
+
+def _gaps(covered: Sequence[slice], num_rows: int) -> Iterator[slice]:
+    """What lies before, between and behind these rows."""
+    starts, stops = [rows.start for rows in covered], [rows.stop for rows in covered]
+    return (slice(a, b) for a, b in zip([0, *stops], [*starts, num_rows], strict=True) if a < b)
+
+
+def _stretches(sizes: Sequence[int]) -> Iterator[slice]:
+    """Consecutive slices of these sizes."""
+    return (slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))

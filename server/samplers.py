@@ -319,6 +319,7 @@ class Samplers:
             partial(self._journal.release, place),
         )
         performing = self._in_background(self._perform(sampler, job, future, admission))
+        # A task that is cancelled before its first step releases nothing by itself.
         performing.add_done_callback(lambda _: admission.release())
 
     def _pending(self, base_model: str) -> Pending:
@@ -350,6 +351,8 @@ class Samplers:
         except Exception:
             logger.exception("sampling request %s failed", job.request_id)
             self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
+        finally:
+            admission.release()
 
     async def _sample(self, sampler: Sampler, job: "_Job") -> SampleResponse:
         await self._load(sampler)

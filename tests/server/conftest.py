@@ -7,6 +7,7 @@ import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import Api, running_api
+from .bench import MakeBench, benches
 from .real import Server, running_server, server_config, started_dispatch
 
 
@@ -36,3 +37,9 @@ async def server(
     config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"))
     async with running_server(config, dispatch) as running:
         yield running
+
+
+@pytest.fixture
+async def make_bench(tmp_path: Path, anyio_backend: str) -> AsyncIterator[MakeBench]:
+    async with benches(tmp_path) as make:
+        yield make

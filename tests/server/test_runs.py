@@ -5,121 +5,24 @@ What operations do is no matter here; these note that they were performed, and f
 
 import asyncio
 import gc
-import json
 import time
 import weakref
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
-from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.bodies import Received
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Journal, read_journal
-from trainhouse.server.operations import CreateRun, Operation
-from trainhouse.server.quotas import Quotas
-from trainhouse.server.runs import MOST_AHEAD, Refused, Run, RunServices, Submitted
-from trainhouse.server.sessions import Sessions
-from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.journal import read_journal
+from trainhouse.server.runs import MOST_AHEAD, Refused
+
+from .bench import RUN_ID, MakeBench
 
 pytestmark = pytest.mark.anyio
 
-RUN_ID = "session:train:0"
-RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
-BODY = Received(b"as received")
 
-
-@dataclass
-class Noting:
-    """Operations that note what they were asked to do."""
-
-    performed: list[Any] = field(default_factory=list)
-    failing: dict[int, Exception] = field(default_factory=dict)
-    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
-    infos: dict = field(default_factory=dict)
-
-    async def perform(self, run: RunRecord, operation: Any) -> Result:
-        await self.may_go_on.wait()
-        seq_id = getattr(operation, "seq_id", 0)
-        self.performed.append(seq_id)
-        await asyncio.sleep(0)
-        if seq_id in self.failing:
-            raise self.failing[seq_id]
-        return Result(json.dumps({"seq_id": seq_id}).encode())
-
-    async def clear_gradients(self, run: RunRecord) -> None:
-        self.performed.append("clear")
-
-    async def drop(self, run: RunRecord) -> None:
-        self.performed.append("drop")
-
-
-@dataclass
-class Bench:
-    run: Run
-    operations: Noting
-    futures: Futures
-    journal_directory: Path
-    quotas: Quotas
-
-    async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
-        datum = Datum(np.array([1], np.int32))
-        request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.submit(seq_id, request)).request_id
-
-    async def submit(self, seq_id: int, request: Operation) -> Submitted:
-        with self.quotas.admission("alice") as admission:
-            return await self.run.submit(seq_id, request, BODY, admission)
-
-    async def optim_step(self, seq_id: int) -> str:
-        return (await self.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id))).request_id
-
-    async def result(self, seq_id: int, seconds: float = 10) -> dict:
-        result = await self.futures.wait(f"{RUN_ID}:{seq_id}", "alice", seconds)
-        assert isinstance(result, Result), result
-        return json.loads(result.body)
-
-
-@pytest.fixture
-async def make_bench(tmp_path: Path) -> AsyncIterator:
-    async with AsyncExitStack() as stack:
-        store = SqliteStore(tmp_path / DATABASE_NAME)
-        stack.callback(store.close)
-        await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
-        journal = Journal(tmp_path / "journal", 1 << 20)
-        stack.push_async_callback(journal.close)
-        futures = Futures(tmp_path / "results", store, 3600.0)
-        await futures.open(())
-        stack.push_async_callback(futures.close)
-
-        async def make(gap_seconds: float = 330.0, hold: bool = False) -> Bench:
-            operations = Noting()
-            if not hold:
-                operations.may_go_on.set()
-            sessions = Sessions(store, 300.0)
-            quotas = Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
-            status = "busy: {}".format
-            services = RunServices(futures, journal, operations, sessions, quotas, status, gap_seconds)
-            run = Run(RECORD, services)
-            stack.push_async_callback(run.stop)
-            bench = Bench(run, operations, futures, tmp_path / "journal", quotas)
-            await bench.submit(0, CreateRun())
-            return bench
-
-        yield make
-
-
-async def test_out_of_order_submits_run_in_order(make_bench) -> None:
+async def test_out_of_order_submits_run_in_order(make_bench: MakeBench) -> None:
     bench = await make_bench()
     for seq_id in (3, 2, 5, 4, 1):
         assert await bench.forward_backward(seq_id) == f"{RUN_ID}:{seq_id}"
@@ -127,7 +30,7 @@ async def test_out_of_order_submits_run_in_order(make_bench) -> None:
     assert bench.operations.performed == [0, 1, 2, 3, 4, 5]
 
 
-async def test_a_submit_is_answered_before_its_turn(make_bench) -> None:
+async def test_a_submit_is_answered_before_its_turn(make_bench: MakeBench) -> None:
     """Protocol rule 6: the SDK sends chunk 1 only after the later ones were answered."""
     bench = await make_bench(hold=True)
     async with asyncio.timeout(5):
@@ -138,7 +41,7 @@ async def test_a_submit_is_answered_before_its_turn(make_bench) -> None:
     assert await bench.result(2) == {"seq_id": 2}
 
 
-async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench) -> None:
+async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     assert len({await bench.optim_step(1) for _ in range(3)}) == 1
     assert len(set(await asyncio.gather(*(bench.optim_step(2) for _ in range(5))))) == 1
@@ -151,7 +54,7 @@ async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench) -
     assert bench.operations.performed == [0, 1, 2, 3]
 
 
-async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench) -> None:
+async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.optim_step(2)
     await bench.run.refuse(1, Refused("forward_backward", "not protobuf", taints=True))
@@ -164,7 +67,7 @@ async def test_the_operation_is_journaled_as_received_before_the_answer(make_ben
     ]
 
 
-async def test_a_refused_seq_id_counts_as_done(make_bench) -> None:
+async def test_a_refused_seq_id_counts_as_done(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.run.refuse(1, Refused("optim_step", "learning_rate is -1", taints=False))
     await bench.forward_backward(2)
@@ -176,7 +79,9 @@ async def test_a_refused_seq_id_counts_as_done(make_bench) -> None:
     assert await bench.result(3) == {"seq_id": 3}, "an accepted operation cannot be refused afterwards"
 
 
-async def test_a_failure_does_not_wedge_the_next_operations(make_bench, caplog: pytest.LogCaptureFixture) -> None:
+async def test_a_failure_does_not_wedge_the_next_operations(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
     bench = await make_bench()
     bench.operations.failing = {
         1: OperationError("token 900 is not in the vocabulary"),
@@ -195,7 +100,7 @@ async def test_a_failure_does_not_wedge_the_next_operations(make_bench, caplog: 
 
 
 @pytest.mark.parametrize("how", ["failed", "refused"])
-async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench, how: str) -> None:
+async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: MakeBench, how: str) -> None:
     bench = await make_bench()
     await bench.forward_backward(1)
     if how == "failed":
@@ -213,7 +118,29 @@ async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench, 
     assert await bench.result(5) == {"seq_id": 5}
 
 
-async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench) -> None:
+async def test_a_step_that_was_handed_on_before_its_batch_failed_is_the_workers_to_refuse_once(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    bench.operations.failing = {1: OperationError("loss is NaN"), 2: OperationError("the window is incomplete")}
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    await bench.forward_backward(3)
+    await bench.optim_step(4)
+    await asyncio.sleep(0.05)
+    assert bench.operations.begun == [0, 1, 2, 3, 4]
+    bench.operations.may_go_on.set()
+    failed = await bench.result(2)
+    assert "forward_backward with seq_id 1 failed (loss is NaN)" in failed["error"] and failed["category"] == "user"
+    assert await bench.result(4) == {"seq_id": 4}
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+    assert bench.operations.performed == [0, 1, 2, 3, 4, 5], "the worker has cleared the window already"
+
+
+async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench: MakeBench) -> None:
     bench = await make_bench()
     bench.operations.failing = {number: OperationError("no") for number in (1, 2, 4)}
     await bench.forward_backward(1, forward_only=True)
@@ -226,7 +153,68 @@ async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench
     assert await bench.result(6) == {"seq_id": 6}
 
 
-async def test_a_gap_is_explained_and_given_up_in_time(make_bench) -> None:
+def batch(seq_id: int, loss_fn: str = "cross_entropy", num_tokens: int = 1) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(RUN_ID, seq_id, (Datum(np.broadcast_to(np.int32(1), num_tokens)),), loss_fn)
+
+
+async def test_training_is_handed_on_ahead_and_what_else_there_is_begins_and_ends_alone(make_bench: MakeBench) -> None:
+    bench = await make_bench(hold=True)
+    operations = [
+        batch(1),
+        OptimStepRequest(model_id=RUN_ID, seq_id=2),
+        batch(3),
+        SaveWeightsRequest(model_id=RUN_ID, seq_id=4, path="a"),
+        OptimStepRequest(model_id=RUN_ID, seq_id=5),
+        batch(6, "stable_reinforce"),
+        batch(7),
+    ]
+    for seq_id, operation in enumerate(operations, 1):
+        await bench.submit(seq_id, operation)
+    begun = []
+    while len(bench.operations.performed) < 8:
+        await asyncio.sleep(0.02)
+        begun.append(bench.operations.begun[len(bench.operations.performed) :])
+        bench.operations.may_go_on.set()
+        await asyncio.sleep(0)
+        bench.operations.may_go_on.clear()
+    assert begun == [[0], [1, 2, 3], [4], [5], [6], [7]]
+    assert bench.operations.performed == list(range(8))
+
+
+@pytest.mark.parametrize(("num_tokens", "most"), [(1, 64), (3 << 20, 5), (17 << 20, 1)])
+async def test_no_more_than_some_operations_and_some_bytes_are_handed_on_ahead(
+    make_bench: MakeBench, num_tokens: int, most: int
+) -> None:
+    """64 operations and 64 MiB; what is larger goes alone."""
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    for seq_id in range(1, 71):
+        await bench.submit(seq_id, batch(seq_id, num_tokens=num_tokens))
+    await asyncio.sleep(0.05)
+    assert bench.operations.begun == list(range(most + 1))
+    bench.operations.may_go_on.set()
+    await bench.result(70)
+    assert bench.operations.performed == list(range(71))
+
+
+async def test_the_end_takes_back_what_was_handed_on_but_may_not_have_begun(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id)
+    await asyncio.sleep(0.05)
+    ending = asyncio.create_task(bench.run.end("the session has ended"))
+    await asyncio.sleep(0.05)
+    bench.operations.may_go_on.set()
+    await ending
+    assert await bench.result(1) == {"seq_id": 1}
+    assert [(await bench.result(seq_id))["error"] for seq_id in (2, 3)] == ["the session has ended"] * 2
+    assert bench.operations.performed == [0, 1, "drop"]
+
+
+async def test_a_gap_is_explained_and_given_up_in_time(make_bench: MakeBench) -> None:
     bench = await make_bench(gap_seconds=0.5)
     await bench.forward_backward(3)
     await bench.result(0)
@@ -241,7 +229,7 @@ async def test_a_gap_is_explained_and_given_up_in_time(make_bench) -> None:
     assert "seq_id 1" in (await bench.result(4))["error"], "what never came may have been a part of the batch"
 
 
-async def test_a_gap_that_is_filled_in_time_is_none(make_bench) -> None:
+async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> None:
     bench = await make_bench(gap_seconds=0.3)
     await bench.forward_backward(2)
     await asyncio.sleep(0.15)
@@ -253,16 +241,17 @@ async def test_a_gap_that_is_filled_in_time_is_none(make_bench) -> None:
     assert bench.operations.performed == [0, 1, 2, 3]
 
 
-async def test_pollers_hear_how_many_operations_come_first(make_bench) -> None:
+async def test_pollers_hear_how_many_operations_come_first(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.forward_backward(1)
     await bench.optim_step(2)
-    assert await bench.futures.wait(f"{RUN_ID}:0", "alice", 0.01) == Pending(queue_state_reason="busy: tiny")
-    waiting = await bench.futures.wait(f"{RUN_ID}:2", "alice", 0.01)
-    assert waiting == Pending(queue_state_reason="2 operations of this run come first")
+    reasons = ["busy: tiny", "1 operation of this run comes first", "2 operations of this run come first"]
+    for seq_id, reason in enumerate(reasons):
+        waiting = await bench.futures.wait(f"{RUN_ID}:{seq_id}", "alice", 0.01)
+        assert waiting == Pending(queue_state_reason=reason)
 
 
-async def test_left_out_seq_ids_are_given_in_order(make_bench) -> None:
+async def test_left_out_seq_ids_are_given_in_order(make_bench: MakeBench) -> None:
     bench = await make_bench()
     seq_ids = [
         (await bench.submit(0, OptimStepRequest(model_id=RUN_ID))).seq_id,
@@ -273,7 +262,7 @@ async def test_left_out_seq_ids_are_given_in_order(make_bench) -> None:
 
 
 @pytest.mark.parametrize("seq_id", [-1, MOST_AHEAD + 2])
-async def test_impossible_seq_ids_are_refused(make_bench, seq_id: int) -> None:
+async def test_impossible_seq_ids_are_refused(make_bench: MakeBench, seq_id: int) -> None:
     bench = await make_bench()
     await bench.result(0)
     with pytest.raises(RequestError, match=str(seq_id)):
@@ -283,7 +272,7 @@ async def test_impossible_seq_ids_are_refused(make_bench, seq_id: int) -> None:
     assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench) -> None:
+async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     bench.operations.failing = {0: OperationError("no room for rank 4")}
     await bench.optim_step(1)
@@ -295,7 +284,7 @@ async def test_a_run_that_could_not_be_created_says_so_ever_after(make_bench) ->
     assert refusal.value.status == 410
 
 
-async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench) -> None:
+async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.optim_step(1)
     await bench.optim_step(4)
@@ -310,7 +299,7 @@ async def test_the_end_lets_what_runs_finish_and_fails_what_waits(make_bench) ->
     assert bench.operations.performed == [0, "drop"]
 
 
-async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try_works(make_bench) -> None:
+async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try_works(make_bench: MakeBench) -> None:
     bench = await make_bench()
     await bench.result(0)
     aside = bench.journal_directory.with_name("aside")
@@ -323,7 +312,7 @@ async def test_a_journal_that_cannot_be_written_accepts_nothing_and_the_next_try
     assert await bench.result(1) == {"seq_id": 1}
 
 
-async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_bench) -> None:
+async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_bench: MakeBench) -> None:
     """Requests are far larger than results."""
     bench = await make_bench()
     operation = OptimStepRequest(model_id=RUN_ID, seq_id=1)
@@ -335,7 +324,7 @@ async def test_a_finished_operation_is_let_go_while_its_result_is_kept(make_benc
     assert watched() is None
 
 
-async def test_a_thousand_operations_take_a_moment(make_bench) -> None:
+async def test_a_thousand_operations_take_a_moment(make_bench: MakeBench) -> None:
     """Half a millisecond each where nothing else runs; the bound is for a busy machine."""
     bench = await make_bench()
     started = time.perf_counter()

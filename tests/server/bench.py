@@ -1,0 +1,117 @@
+"""A Run over a real journal and real futures, whose operations only note that they were performed."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
+from trainhouse.server.bodies import Received
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.futures import Futures, Result
+from trainhouse.server.journal import Journal
+from trainhouse.server.operations import CreateRun, Operation
+from trainhouse.server.quotas import Quotas
+from trainhouse.server.runs import Run, RunServices, Submitted
+from trainhouse.server.sessions import Sessions
+from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
+from trainhouse.workers.config import ServedModel
+
+RUN_ID = "session:train:0"
+RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
+BODY = Received(b"as received")
+
+
+@dataclass
+class Noting:
+    """Operations that note what they were asked to do, as they begin it and once it is done."""
+
+    begun: list[Any] = field(default_factory=list)
+    performed: list[Any] = field(default_factory=list)
+    failing: dict[int, Exception] = field(default_factory=dict)
+    may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
+    infos: dict = field(default_factory=dict)
+
+    async def perform(self, run: RunRecord, operation: Any) -> Result:
+        seq_id = getattr(operation, "seq_id", 0)
+        self.begun.append(seq_id)
+        await self.may_go_on.wait()
+        self.performed.append(seq_id)
+        await asyncio.sleep(0)
+        if seq_id in self.failing:
+            raise self.failing[seq_id]
+        return Result(json.dumps({"seq_id": seq_id}).encode())
+
+    async def clear_gradients(self, run: RunRecord) -> None:
+        self.performed.append("clear")
+
+    async def drop(self, run: RunRecord) -> None:
+        self.performed.append("drop")
+
+
+@dataclass
+class Bench:
+    run: Run
+    operations: Noting
+    futures: Futures
+    journal_directory: Path
+    quotas: Quotas
+
+    async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
+        datum = Datum(np.array([1], np.int32))
+        request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
+        return (await self.submit(seq_id, request)).request_id
+
+    async def submit(self, seq_id: int, request: Operation) -> Submitted:
+        with self.quotas.admission("alice") as admission:
+            return await self.run.submit(seq_id, request, BODY, admission)
+
+    async def optim_step(self, seq_id: int) -> str:
+        return (await self.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id))).request_id
+
+    async def result(self, seq_id: int, seconds: float = 10) -> dict:
+        result = await self.futures.wait(self.run.request_id(seq_id), "alice", seconds)
+        assert isinstance(result, Result), result
+        return json.loads(result.body)
+
+
+class MakeBench(Protocol):
+    async def __call__(
+        self, gap_seconds: float = 330.0, hold: bool = False, number: int = 0, quotas: Quotas | None = None
+    ) -> Bench: ...
+
+
+@asynccontextmanager
+async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
+    async with AsyncExitStack() as stack:
+        store = SqliteStore(tmp_path / DATABASE_NAME)
+        stack.callback(store.close)
+        await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
+        journal = Journal(tmp_path / "journal", 1 << 20)
+        stack.push_async_callback(journal.close)
+        futures = Futures(tmp_path / "results", store, 3600.0)
+        await futures.open(())
+        stack.push_async_callback(futures.close)
+
+        async def make(
+            gap_seconds: float = 330.0, hold: bool = False, number: int = 0, quotas: Quotas | None = None
+        ) -> Bench:
+            operations = Noting()
+            if not hold:
+                operations.may_go_on.set()
+            sessions = Sessions(store, 300.0)
+            quotas = quotas or Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
+            status = "busy: {}".format
+            services = RunServices(futures, journal, operations, sessions, quotas, status, gap_seconds)
+            run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
+            stack.push_async_callback(run.stop)
+            bench = Bench(run, operations, futures, tmp_path / "journal", quotas)
+            await bench.submit(0, CreateRun())
+            return bench
+
+        yield make

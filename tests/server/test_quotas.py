@@ -12,6 +12,7 @@ import httpx
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.quotas import UNORDERED, Admission, Quotas, Standing
 from trainhouse.server.runs import Run
@@ -19,7 +20,7 @@ from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import Clock
-from .bench import BODY, Bench, MakeBench
+from .bench import Bench, MakeBench
 from .real import ADAM, ALICE, BOB, Server, batch, running_server, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
@@ -207,7 +208,7 @@ class Client:
                     continue
                 self.most_bytes = max(self.most_bytes, used(self.quotas)[2])
                 operation = OptimStepRequest(model_id=self.run.record.run_id, seq_id=seq_id)
-                await self.run.submit(seq_id, operation, BODY, admission)
+                await self.run.submit(seq_id, operation, Received(b"x" * num_bytes), admission)
                 return
 
 
@@ -239,8 +240,8 @@ async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, se
 
 
 async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches) -> None:
-    """The SDK sends it only once all others were accepted."""
-    runs = await benches(2, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=1000)
+    """The SDK sends it only once all others were accepted; together these are more than the memory takes."""
+    runs = await benches(4, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=1000)
     clients = [Client(bench.run, bench.quotas, random.Random(0)) for bench in runs]
 
     async def send_batches(client: Client) -> None:

@@ -2,11 +2,12 @@
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
+from ..columns import Column, Columns, columns_of
 from ..training import ForwardBackwardOutput
 from .formats import parse_protobuf
 from .invalid import Invalid
@@ -27,9 +28,11 @@ from .values import JsonObject
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     """Protobuf. All datums must have the same output names."""
     message = wire.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
-    outputs = [{name: _at_least_1d(array) for name, array in datum.items()} for datum in output.loss_fn_outputs]
-    for _, datums in itertools.groupby(outputs, key=_record_key):
-        _write_record(list(datums), message.loss_fn_outputs.add())
+    for num_datums, columns in _records(output.loss_fn_outputs):
+        record = message.loss_fn_outputs.add()
+        record.num_datums = num_datums
+        for name, column in columns.items():
+            _write_column(column, record.fields[name])
     return message.SerializeToString()
 
 
@@ -54,26 +57,38 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
 
 
 def _at_least_1d(array: np.ndarray) -> np.ndarray:
-    """The wire cannot say rank 0."""
+    """Rank 0 is neither in the wire's protobuf nor a list."""
     return array.reshape(1) if array.ndim == 0 else array
 
 
-def _record_key(datum: Mapping[str, np.ndarray]) -> tuple[tuple[str, str, tuple[int, ...]], ...]:
-    return tuple((name, array.dtype.str, array.shape[1:]) for name, array in datum.items())
+def _records(outputs: Sequence[Mapping[str, np.ndarray]]) -> Iterator[tuple[int, Columns]]:
+    """Runs of datums that share all but their lengths: how many, and their columns."""
+    columns = columns_of(outputs) if outputs else None
+    if columns is not None and all(_has_one_trailing_shape(column) for column in columns.values()):
+        yield len(outputs), columns
+        return
+    for _, run in itertools.groupby(outputs, key=_record_key):
+        datums = list(run)
+        yield len(datums), columns_of(datums) or {}
 
 
-def _write_record(datums: Sequence[Mapping[str, np.ndarray]], record: wire.ArrayRecord) -> None:
-    record.num_datums = len(datums)
-    for name in datums[0]:
-        _write_batched([datum[name] for datum in datums], record.fields[name])
+def _has_one_trailing_shape(column: Column) -> bool:
+    trailing = column.shapes[:, 1:]
+    return bool((trailing == trailing[0]).all())
 
 
-def _write_batched(arrays: Sequence[np.ndarray], message: wire.BatchedTensor) -> None:
-    arrays = arrays if arrays[0].dtype.name in DTYPE_NUMBERS else [public_dtype(array) for array in arrays]
-    message.data = b"".join([bytes_of(array, array.dtype) for array in arrays])
-    message.offsets = bytes_of(np.cumsum([0, *(array.nbytes for array in arrays)]), np.int64)
-    message.dtype = DTYPE_NUMBERS[arrays[0].dtype.name]
-    message.trailing_shape.extend(arrays[0].shape[1:])
+def _record_key(datum: Mapping[str, np.ndarray]) -> tuple[tuple[str, str, int, tuple[int, ...]], ...]:
+    return tuple((name, array.dtype.str, array.ndim, array.shape[1:]) for name, array in datum.items())
+
+
+def _write_column(column: Column, message: wire.BatchedTensor) -> None:
+    """The wire cannot say rank 0: such a value is a row of one."""
+    values = column.values if column.values.dtype.name in DTYPE_NUMBERS else public_dtype(column.values)
+    stops = column.shapes.prod(axis=1).cumsum() * values.itemsize
+    message.data = bytes_of(values, values.dtype)
+    message.offsets = bytes_of(np.concatenate(([0], stops)), np.int64)
+    message.dtype = DTYPE_NUMBERS[values.dtype.name]
+    message.trailing_shape.extend(column.shapes[0, 1:].tolist())
 
 
 def _read_record(record: wire.ArrayRecord) -> list[dict[str, np.ndarray]]:

@@ -10,7 +10,9 @@ from ..errors import RequestError
 from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
 from .fields import check_num_messages
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
+from .inputs import as_loss_input, is_integer_input
 from .invalid import Invalid, at_place, refused_with_400, shown
+from .plain import plain_data
 from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
 from .values import (
     JsonObject,
@@ -21,7 +23,6 @@ from .values import (
     json_object,
     json_text,
     numeric_array,
-    to_float32,
 )
 
 MAX_JSON_BYTES = 64 << 20
@@ -74,7 +75,8 @@ def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardReques
         ForwardBackwardRequest(
             model_id=message.model_id,
             seq_id=message.seq_id,
-            data=tuple(_datum_from_protobuf(index, datum, budget) for index, datum in enumerate(message.data)),
+            data=plain_data(message.data)
+            or tuple(_datum_from_protobuf(index, datum, budget) for index, datum in enumerate(message.data)),
             loss_fn=message.loss_fn,
             loss_fn_config=_loss_config_from_protobuf(message),
             forward_only=message.forward_only,
@@ -122,7 +124,7 @@ def _chunk_tokens(chunk: wire.Chunk) -> np.ndarray:
 
 def _input_from_protobuf(name: str, tensor: wire.Tensor, budget: Budget) -> np.ndarray:
     try:
-        return _as_loss_input(name, read_tensor(tensor, budget))
+        return as_loss_input(name, read_tensor(tensor, budget))
     except Invalid as error:
         raise Invalid(f"loss_fn_inputs[{shown(name)}]: {error}") from None
 
@@ -215,8 +217,8 @@ def _input_from_json(name: str, value: object, budget: Budget) -> np.ndarray:
     json_text(name, "an input name")
     with at_place(f"loss_fn_inputs[{shown(name)}]"):
         if isinstance(value, list):
-            return _as_loss_input(name, numeric_array(value, integer=_is_integer_input(name)))
-        return _as_loss_input(name, dense_from_json(value, 0, budget, integer=_is_integer_input(name)))
+            return as_loss_input(name, numeric_array(value, integer=is_integer_input(name)))
+        return as_loss_input(name, dense_from_json(value, 0, budget, integer=is_integer_input(name)))
 
 
 def _spans_from_json(value: object, place: str) -> tuple[ProvenanceSpan, ...]:
@@ -265,16 +267,3 @@ def _checked_span(span: ProvenanceSpan) -> ProvenanceSpan:
 
 def _refusal_of_chunk(kind: object) -> str:
     return f"a model_input chunk of type {shown(kind)} is not supported: send encoded_text chunks only"
-
-
-def _is_integer_input(name: str) -> bool:
-    return name == "target_tokens"
-
-
-def _as_loss_input(name: str, array: np.ndarray) -> np.ndarray:
-    """The dtype that losses take: int64 for target_tokens, float32 for everything else."""
-    if not _is_integer_input(name):
-        return to_float32(array)
-    if array.dtype.kind == "f":
-        raise Invalid(f"{name} must be int64, not {array.dtype.name}")
-    return array.astype(np.int64, copy=False)

@@ -190,7 +190,7 @@ def _densified(values: np.ndarray, layout: CsrLayout, fill: float, budget: Budge
     return dense
 
 
-def widened(data: bytes, dtype_number: int) -> np.ndarray:
+def widened(data: bytes | bytearray, dtype_number: int) -> np.ndarray:
     """Flat values; bfloat16 (the upper half of a float32) comes out as float32."""
     dtype = DTYPES.get(dtype_number)
     if dtype is None:
@@ -199,12 +199,12 @@ def widened(data: bytes, dtype_number: int) -> np.ndarray:
     return (values.astype(np.uint32) << 16).view(np.float32) if dtype_number == wire.DTYPE_BFLOAT16 else values
 
 
-def array_of(data: bytes, dtype: np.typing.DTypeLike) -> np.ndarray:
-    """A writable copy: torch warns about arrays over read-only bytes."""
+def array_of(data: bytes | bytearray, dtype: np.typing.DTypeLike) -> np.ndarray:
+    """Writable: of bytes a copy (torch warns about arrays over them), of a bytearray a view."""
     little = np.dtype(dtype).newbyteorder("<")
     if len(data) % little.itemsize:
         raise Invalid(f"{len(data)} bytes are not a whole number of {little.name} values")
-    return np.frombuffer(data, dtype=little).astype(dtype)
+    return np.frombuffer(data, dtype=little).astype(dtype, copy=isinstance(data, bytes))
 
 
 def bytes_of(array: np.ndarray, dtype: np.typing.DTypeLike) -> bytes:

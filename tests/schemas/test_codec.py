@@ -3,6 +3,7 @@
 import json
 import struct
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -197,11 +198,14 @@ def test_decoded_arrays_are_writable() -> None:
     assert all(array.flags.writeable for array in datum.loss_fn_inputs.values())
 
 
-def tensor_request(tensor: public_pb.Tensor, name: str = "weights") -> bytes:
+def tensor_request(tensor: public_pb.Tensor, name: str = "weights", num_before: int = 0) -> bytes:
+    """num_before: sound data before the one with the tensor."""
     message = public_pb.ForwardBackwardRequest(model_id="M", seq_id=1, loss_fn="cross_entropy")
-    datum = message.data.add()
-    datum.model_input.add().encoded_text.tokens = int32(1, 2).tobytes()
-    datum.loss_fn_inputs[name].CopyFrom(tensor)
+    sound = dense(float32([0, 1]).tobytes(), 1, [2])
+    for one in [*[sound] * num_before, tensor]:
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = int32(1, 2).tobytes()
+        datum.loss_fn_inputs[name].CopyFrom(one)
     return message.SerializeToString()
 
 
@@ -219,6 +223,57 @@ def test_all_four_dtypes_come_out_as_the_losses_take_them() -> None:
         targets = decode(tensor_request(tensor, "target_tokens")).data[0].loss_fn_inputs["target_tokens"]
         assert_same_array(targets, int64([3, 4]))
         assert_same_array(decode(tensor_request(tensor)).data[0].loss_fn_inputs["weights"], float32([3, 4]))
+
+
+def many_data(num_data: int, num_targets: int = 0) -> list[Datum]:
+    """Of 2, 3, 4, ... tokens."""
+
+    def datum(length: int) -> Datum:
+        shape = (length, num_targets) if num_targets else length
+        inputs = {"target_tokens": np.full(shape, length, np.int64), "weights": np.full(shape, 0.5, np.float32)}
+        return Datum(np.arange(length, dtype=np.int32), inputs)
+
+    return [datum(length) for length in range(2, 2 + num_data)]
+
+
+SPANS = (ProvenanceSpan("sampled", "q", 0, 2),)
+BATCHES = {
+    "plain": many_data(20),
+    "of several targets": many_data(20, num_targets=3),
+    "of one and of several targets": [*many_data(9), *many_data(9, num_targets=2)],
+    "with one that has another input": [*many_data(9), Datum(int32(1), {"target_tokens": int64([1])})],
+    "with one that has other names": [*many_data(9), Datum(int32(1), {"a": int64([1]), "b": float32([1])})],
+    "with one of another dtype": [*many_data(9), Datum(int32(1), {"target_tokens": int32(1), "weights": int64([1])})],
+    "with one that has spans": [*many_data(9), replace(many_data(1)[0], model_input_spans=SPANS)],
+    "with one that has an empty input": [
+        *many_data(9),
+        Datum(int32(1), {"target_tokens": int64([]), "weights": float32([])}),
+    ],
+    "without inputs": [Datum(int32(*range(1, 2 + i))) for i in range(9)],
+}
+
+
+@pytest.mark.parametrize("name", BATCHES)
+def test_a_batch_decodes_as_its_data_do_one_by_one(name: str) -> None:
+    request = ForwardBackwardRequest("M", 1, tuple(BATCHES[name]), "cross_entropy")
+    found = decode(codec.encode_forward_backward_request(request))
+    alone = [decode(codec.encode_forward_backward_request(replace(request, data=(datum,)))) for datum in request.data]
+    assert_same_request(found, replace(request, data=tuple(one.data[0] for one in alone)))
+    for datum in found.data:
+        assert all(array.flags.writeable for array in (datum.tokens, *datum.loss_fn_inputs.values()))
+
+
+def test_a_batch_without_shapes_and_in_bfloat16_decodes() -> None:
+    halves = torch.tensor([1.5, -0.25]).to(torch.bfloat16).view(torch.int16).numpy().tobytes()
+    message = public_pb.ForwardBackwardRequest(model_id="M", seq_id=1)
+    for _ in range(9):
+        datum = message.data.add()
+        datum.model_input.add().encoded_text.tokens = int32(1, 2).tobytes()
+        datum.loss_fn_inputs["target_tokens"].CopyFrom(dense(int32(3, 4).tobytes(), 3, []))
+        datum.loss_fn_inputs["weights"].CopyFrom(dense(halves, 4, [2]))
+    for datum in decode(message.SerializeToString()).data:
+        assert_same_array(datum.loss_fn_inputs["target_tokens"], int64([3, 4]))
+        assert_same_array(datum.loss_fn_inputs["weights"], float32([1.5, -0.25]))
 
 
 def csr(shape: list[int], crow: list[int], cols: list[int], num_values: int | None = None) -> public_pb.Tensor:
@@ -257,11 +312,14 @@ def dense(data: bytes, dtype: int, shape: list[int]) -> public_pb.Tensor:
         (csr([1, 2**31 - 1], [0, 0], []), "sparse tensors of one request exceed"),
     ],
 )
-def test_malformed_tensors_are_refused_with_the_place_and_the_reason(tensor: public_pb.Tensor, reason: str) -> None:
+@pytest.mark.parametrize("place", [0, 5])
+def test_malformed_tensors_are_refused_with_the_place_and_the_reason(
+    tensor: public_pb.Tensor, reason: str, place: int
+) -> None:
     with pytest.raises(RequestError) as refusal:
-        decode(tensor_request(tensor))
+        decode(tensor_request(tensor, num_before=place))
     assert refusal.value.status == 400
-    assert str(refusal.value).startswith("data[0]: loss_fn_inputs['weights']: ")
+    assert str(refusal.value).startswith(f"data[{place}]: loss_fn_inputs['weights']: ")
     assert reason in str(refusal.value)
 
 
@@ -690,7 +748,8 @@ def attempt(operation: Callable[[], object], allowed: type[Exception]) -> None:
 @st.composite
 def damaged_requests(draw: st.DrawFn) -> bytes:
     """A valid body with a few bytes changed, inserted or cut."""
-    body = bytearray(codec.encode_forward_backward_request(full_request()))
+    plain = ForwardBackwardRequest("M", 1, tuple(many_data(6)), "cross_entropy")
+    body = bytearray(codec.encode_forward_backward_request(draw(st.sampled_from([full_request(), plain]))))
     for _ in range(draw(st.integers(1, 4))):
         position = draw(st.integers(0, max(len(body) - 1, 0)))
         length = draw(st.integers(0, 4))

@@ -239,9 +239,10 @@ async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, se
     assert used(runs[0].quotas) == (0, 0, 0)
 
 
-async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches) -> None:
+@pytest.mark.parametrize("of_tenant", [{"tenant_queued_operations": 1, "tenant_queued_bytes": 50}, {}])
+async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches, of_tenant: dict[str, int]) -> None:
     """The SDK sends it only once all others were accepted; together these are more than the memory takes."""
-    runs = await benches(4, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=1000)
+    runs = await benches(4, queued_bytes=1000, **of_tenant)
     clients = [Client(bench.run, bench.quotas, random.Random(0)) for bench in runs]
 
     async def send_batches(client: Client) -> None:

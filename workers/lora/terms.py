@@ -127,7 +127,7 @@ class _GroupTerms:
 
 def _add(totals: list[Tensor], gradients: Sequence[Tensor]) -> None:
     """Each gradient to its total, without the rows of a rank that the adapter does not have."""
-    torch.ops.aten._foreach_add_(
+    torch.ops.aten._foreach_add_.List(
         totals, [gradient[: len(total)] for total, gradient in zip(totals, gradients, strict=True)]
     )
 

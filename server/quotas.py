@@ -254,22 +254,24 @@ class Quotas:
         itself; and, except for room for the largest of these, for that run which has stood still longest.
         """
         limit, now = self._config.queued_bytes, self._clock()
-        first = self._first_standing_still(now)
-        most = limit // 2
-        if standing.ready:
-            most = limit
-        elif standing.needed and first in (None, standing.run_id):
-            most = limit - self._config.max_body_bytes
-        missing = self._num_bytes + num_bytes - most
+        missing = self._num_bytes + num_bytes - self._most_bytes(num_bytes, standing, now)
         if missing <= 0:
             return None
-        if standing.needed and not standing.ready:
-            self._standing_still[standing.run_id] = now
         reason = (
             f"the server holds {self._num_bytes} bytes of queued operations of all tenants, this one has {num_bytes}, "
             f"and {_words('queued_bytes', limit)}: more are accepted as those are done"
         )
         return PutOff(reason, "paused_capacity", self._drain.seconds_for(missing, now), now)
+
+    def _most_bytes(self, num_bytes: int, standing: Standing, now: float) -> int:
+        limit = self._config.queued_bytes
+        if standing.ready:
+            return limit
+        if standing.needed and self._num_bytes + num_bytes > limit // 2:
+            self._standing_still[standing.run_id] = now
+            if self._first_standing_still(now) == standing.run_id:
+                return limit - self._config.max_body_bytes
+        return limit // 2
 
     def _first_standing_still(self, now: float) -> str | None:
         for run_id, asked_at in list(self._standing_still.items()):

@@ -13,6 +13,7 @@ from torch.autograd.graph import increment_version
 from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .lora import Adapter, Window
+from .memory import is_out_of_memory
 from .verbs import Failure, Step
 
 _NORM_PART = 1 << 14
@@ -53,7 +54,8 @@ def apply_steps(adapters: Sequence[Adapter], steps: Sequence[Step]) -> list[dict
 
     Consumes the windows; answers grad_norm (scaled, before clipping), clipped, lr, step, num_tokens and loss sums.
     A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
-    window is then cleared), and on a gradient_scale or eps that is no use (the window then stays).
+    window is then cleared), on a gradient_scale or eps that is no use, and when there is no memory for the optimizer
+    (the window then stays).
     """
     checked = [_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)]
     updates = [each for each in checked if isinstance(each, Update)]
@@ -70,9 +72,11 @@ def _check(adapter: Adapter, step: Step) -> Update | Failure:
     try:
         _refuse_unusable_window(adapter)
         _refuse_vanishing_eps(step.params)
-        return Update(adapter, step.params, _gradient_scale(adapter.window, step.gradient_scale))
+        scale = _gradient_scale(adapter.window, step.gradient_scale)
+        _allocate_moments(adapter)
     except OperationError as error:
         return Failure(error.message, error.category)
+    return Update(adapter, step.params, scale)
 
 
 def _refuse_unusable_window(adapter: Adapter) -> None:
@@ -106,13 +110,27 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
     return scale
 
 
+def _allocate_moments(adapter: Adapter) -> None:
+    """Before anything is changed, the gradient included."""
+    try:
+        _ = adapter.exp_avg, adapter.exp_avg_sq
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OperationError(
+            f"no memory for the optimizer state of {adapter.num_parameters} parameters: {error}; the gradients stay,"
+            " step again when other runs have ended, or serve with fewer --adapter-slots",
+            "server",
+        ) from None
+
+
 def global_norms(gradients: Sequence[Tensor]) -> list[float]:
     """Of vectors, each in parts: one float32 sum over millions of squares is wrong in the third digit."""
     if not gradients:
         return []
     if gradients[0].is_cuda:
         # In parts of 65536 elements, and those by threads.
-        return torch.stack(torch.ops.aten._foreach_norm(list(gradients))).tolist()
+        return torch.stack(torch.ops.aten._foreach_norm.Scalar(list(gradients))).tolist()
     return [_norm_in_parts(gradient) for gradient in gradients]
 
 
@@ -126,7 +144,7 @@ def _multiply(vectors: Sequence[Tensor], factors: Sequence[float]) -> None:
     """In place, where the factor is not 1."""
     wanted = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 1.0]
     if wanted:
-        torch.ops.aten._foreach_mul_([vector for vector, _ in wanted], [factor for _, factor in wanted])
+        torch.ops.aten._foreach_mul_.ScalarList([vector for vector, _ in wanted], [factor for _, factor in wanted])
 
 
 def _adamw(updates: Sequence[Update]) -> None:
@@ -158,7 +176,7 @@ def _fused_adamw(adapters: Sequence[Adapter], **hyper_parameters: float) -> None
     exp_avgs = [adapter.exp_avg for adapter in adapters]
     exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
     num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
-    torch.ops.aten._fused_adamw_(
+    torch.ops.aten._fused_adamw_.default(
         weights,
         [adapter.accumulator for adapter in adapters],
         exp_avgs,

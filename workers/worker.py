@@ -112,9 +112,18 @@ class Worker:
 
     def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
         known = [step for step in steps if step.run_id in self._adapters]
-        with self._adapters.resident([step.run_id for step in known]) as adapters:
-            answers = dict(zip((step.run_id for step in known), apply_steps(adapters, known), strict=True))
+        answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
+
+    def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+        """When an adapter does not come back from disk, each by itself."""
+        try:
+            with self._adapters.resident([step.run_id for step in steps]) as adapters:
+                return apply_steps(adapters, steps)
+        except OperationError as error:
+            if len(steps) == 1:
+                return [Failure(error.message, error.category)]
+        return [answer for step in steps for answer in self._apply_known([step])]
 
     @contextmanager
     def _resident(self, run_id: str) -> Iterator[Adapter]:

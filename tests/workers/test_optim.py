@@ -246,7 +246,7 @@ def test_a_refused_step_leaves_the_others_of_its_call_right(tiny_models: dict[st
     assert not torch.equal(also_good.weights, before[4])
     for adapter, weights in ((empty, before[0]), (overflow, before[2]), (lost, before[3])):
         assert torch.equal(adapter.weights, weights)
-        assert adapter.num_steps == 0 and not adapter.has_moments
+        assert adapter.num_steps == 0 and not adapter.exp_avg.any()
 
 
 def test_a_bfloat16_base_sees_the_weights_of_the_step(tiny_models: dict[str, Path]) -> None:
@@ -269,3 +269,23 @@ def test_a_windows_first_operation_is_not_copied(adapter: Adapter) -> None:
     assert not adapter.scratch.any()
     adapter.commit()
     assert adapter.accumulator.data_ptr() == place
+
+
+def test_without_memory_for_the_optimizer_a_step_fails_alone_and_its_gradients_stay(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    adapted = Adapted(tiny_models["llama"])
+    new, old = adapted.create("new"), adapted.create("old")
+    for adapter in (new, old):
+        accumulate(adapter, random_gradient(adapter))
+    gradient = new.accumulator.clone()
+    apply_step(old, step())
+    accumulate(old, random_gradient(old))
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "zeros_like", lambda _: torch.empty(1 << 45))
+        failed, stepped = apply_steps([new, old], [step(0.5), step(0.5)])
+    assert isinstance(failed, Failure) and failed.category == "server"
+    assert "no memory for the optimizer state of" in failed.message
+    assert isinstance(stepped, dict) and stepped["step"] == 2.0
+    assert torch.equal(new.accumulator, gradient)
+    assert apply_step(new, step(0.5))["grad_norm"] == pytest.approx(float(gradient.norm()) / 2, rel=1e-5)

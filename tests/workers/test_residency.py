@@ -1,6 +1,8 @@
 """Adapters that give way to others: from the device to host memory to disk and back, bit-equal."""
 
+import errno
 import logging
+import os
 import random
 import resource
 from collections.abc import Callable, Iterator
@@ -354,13 +356,17 @@ def finished(worker: Worker, jobs: list[SampleJob]) -> dict[str, list[int]]:
 
 def stepped(worker: Worker, run_ids: list[str]) -> tuple[dict[str, float] | Failure, ...]:
     """One training step of each run, all in one pass."""
+    run_pass(worker, run_ids)
+    return worker.apply_steps(tuple(Step(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
+
+
+def run_pass(worker: Worker, run_ids: list[str]) -> None:
     parts = [
         Part(i, ForwardBackwardRequest(run_id, 1, (datum(run_id),), "cross_entropy"))
         for i, run_id in enumerate(run_ids)
     ]
     outputs = worker.run_pass(Pass(tuple(parts)))
     assert all(isinstance(output, ForwardBackwardOutput) for output in outputs), outputs
-    return worker.apply_steps(tuple(Step(run_id, AdamParams(learning_rate=1e-2)) for run_id in run_ids))
 
 
 def datum(run_id: str) -> Datum:
@@ -374,13 +380,33 @@ def test_steps_of_more_runs_than_slots_are_applied(tiny_models: dict[str, Path])
     for i in range(5):
         worker.create_run(RunSpec(f"run-{i}", LORA))
     for i in range(5):
-        request = ForwardBackwardRequest(f"run-{i}", 1, (datum(f"run-{i}"),), "cross_entropy")
-        worker.run_pass(Pass((Part(i, request),)))
+        run_pass(worker, [f"run-{i}"])
     step_ids = ["run-3", "run-0", "gone", "run-0", "run-1", "run-2", "run-4"]
     answers = worker.apply_steps(tuple(Step(run_id, AdamParams()) for run_id in step_ids))
     assert [isinstance(answer, dict) for answer in answers] == [True, True, False, False, True, True, True]
     assert isinstance(answers[2], Failure) and "run gone is not on this worker" in answers[2].message
     assert isinstance(answers[3], Failure) and "no gradients since the last step" in answers[3].message
+
+
+def test_a_page_that_cannot_be_read_fails_its_own_run(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = Worker(config(tiny_models["llama"], adapter_slots=3, host_adapter_bytes=0))
+    for i in range(4):
+        worker.create_run(RunSpec(f"run-{i}", LORA))
+    run_pass(worker, ["run-1", "run-3"])
+    assert worker._adapters.get("run-0").place == "disk"
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken_disk)
+        answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
+    assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
+    assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
+    assert "an adapter cannot be read back from disk: [Errno 5] Input/output error" in answers[1].message
+    assert isinstance(stepped(worker, ["run-0"])[0], dict)
+
+
+def broken_disk(*_: object) -> int:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 NUM_RUNS, NUM_SLOTS = 1000, 16

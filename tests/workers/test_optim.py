@@ -6,8 +6,11 @@ from typing import Literal
 import pytest
 import torch
 from torch.nn.utils import clip_grad_norm_
+from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.lora import Adapter
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.lora import Adapter, Adapters
+from trainhouse.workers.model import BaseModel
 from trainhouse.workers.optim import apply_steps, global_norms
 from trainhouse.workers.verbs import Failure, Step
 
@@ -289,3 +292,21 @@ def test_without_memory_for_the_optimizer_a_step_fails_alone_and_its_gradients_s
     assert isinstance(stepped, dict) and stepped["step"] == 2.0
     assert torch.equal(new.accumulator, gradient)
     assert apply_step(new, step(0.5))["grad_norm"] == pytest.approx(float(gradient.norm()) / 2, rel=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_steps_on_cuda_are_those_on_the_cpu(tiny_models: dict[str, Path]) -> None:
+    learned_on = {}
+    for device in ("cpu", "cuda"):
+        base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device=device))
+        registry = Adapters(base, 8)
+        adapters = [registry.create(str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
+        for seed in range(2):
+            for adapter in adapters:
+                accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
+            assert all(isinstance(answer, dict) for answer in apply_steps(adapters, MIXED))
+        learned_on[device] = [vector.cpu() for adapter in adapters for vector in learned(adapter)]
+    for found, wanted in zip(learned_on["cuda"], learned_on["cpu"], strict=True):
+        assert relative_error(found, wanted) < 1e-5
+    assert relative_error(learned_on["cuda"][0], learned_on["cpu"][6]) > 1e-3

@@ -4,10 +4,12 @@ A segment goes when everything in it is done. What an earlier process left is re
 by `forget_earlier`: live state is not rebuilt from it yet, but its operations can be answered.
 """
 
+import asyncio
 import logging
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 
 from ..schemas.errors import RequestError
@@ -50,16 +52,28 @@ class Journal:
         self._num_open: Counter[int] = Counter()
         self._newest = -1  # the last segment of which an entry was counted; earlier ones have all of theirs counted
 
-    async def append(self, header: Header, body: bytes = b"") -> Place:
-        """Returns once the entry survives the death of this process. Raises RequestError 503."""
-        try:
-            place = await self._segments.append(vars(header), body)
-        except OSError as error:
-            raise RequestError(f"the server's journal cannot be written ({error}): free space there", 503) from error
+    def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[Place]":
+        """Done once the entry survives the death of this process; fails with RequestError 503."""
+        appended: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        written = self._segments.append(vars(header), body)
+        if written.done():
+            self._written(appended, written)
+        else:
+            written.add_done_callback(partial(self._written, appended))
+        return appended
+
+    def _written(self, appended: "asyncio.Future[Place]", written: "asyncio.Future[Place]") -> None:
+        if appended.cancelled():
+            return
+        if error := written.exception():
+            reason = f"the server's journal cannot be written ({error}): free space there"
+            appended.set_exception(RequestError(reason, 503))
+            return
+        place = written.result()
         self._num_open[place.segment] += 1
         self._newest = place.segment
         self._delete_done()
-        return place
+        appended.set_result(place)
 
     def release(self, place: Place) -> None:
         """The entry is not needed any more: its operation is done and its result durable."""

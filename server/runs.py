@@ -8,7 +8,7 @@ hands to the dispatch ahead, which keeps their order: the workers need not wait 
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -65,7 +65,7 @@ class _Slot:
 
     content: Operation | Refused
     arrived_at: float
-    journaled: asyncio.Task[Place]
+    journaled: asyncio.Future[Place]
     future: Future | None = None
     admission: Admission | None = None
 
@@ -257,8 +257,8 @@ class Run:
         )
         self._add(seq_id, refused, self._services.journal.append(header))
 
-    def _add(self, seq_id: int, content: Operation | Refused, journaling: Coroutine[None, None, Place]) -> _Slot:
-        slot = _Slot(content, time.monotonic(), asyncio.create_task(journaling))
+    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> _Slot:
+        slot = _Slot(content, time.monotonic(), journaled)
         self._slots[seq_id] = slot
         self._go_on()
         return slot
@@ -275,7 +275,7 @@ class Run:
                     self._services.futures.forget(slot.future)
             raise
 
-    def _release(self, journaled: asyncio.Task[Place]) -> None:
+    def _release(self, journaled: "asyncio.Future[Place]") -> None:
         self._services.journal.release(journaled.result())
 
     # Executing

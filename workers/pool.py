@@ -305,7 +305,7 @@ class _Child:
 
     def _receive(self) -> None:
         try:
-            while (frame := self._incoming.receive(self._pipe)) is not None:
+            if (frame := self._incoming.receive(self._pipe)) is not None:
                 _settle(self._answers.popleft(), _answer_in(frame))
         except (OSError, EOFError):  # as above
             asyncio.get_running_loop().remove_reader(self._pipe)

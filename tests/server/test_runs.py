@@ -106,6 +106,7 @@ async def test_a_step_over_an_incomplete_window_fails_and_clears_it(make_bench: 
     if how == "failed":
         bench.operations.failing = {2: OperationError("loss is NaN")}
         await bench.forward_backward(2)
+        await bench.result(2)  # a step that is handed on before is refused by the worker
     else:
         await bench.run.refuse(2, Refused("forward_backward", "loss is NaN", taints=True))
     await bench.optim_step(3)

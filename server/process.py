@@ -4,9 +4,12 @@ import asyncio
 import contextlib
 import errno
 import fcntl
+import gc
 import os
+import resource
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
 
@@ -18,9 +21,13 @@ from ..workers.dispatch import WorkerDispatch
 from .app import create_app
 from .auth import require_keys
 from .config import ServerConfig
+from .connections import Connection
 from .store import DATABASE_NAME, SqliteStore
 
 FORCED_STATUS = 130
+_OPEN_FILES = 1 << 16
+_SWITCH_SECONDS = 0.0005
+"""How long a thread that decodes a large body may keep the others waiting; Python's 5 ms are an operation's time."""
 
 
 class StartError(Exception):
@@ -29,10 +36,21 @@ class StartError(Exception):
 
 def serve(config: ServerConfig) -> None:
     """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError."""
+    _allow_many_connections()
+    sys.setswitchinterval(_SWITCH_SECONDS)
     with locked(config.state_dir), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(until_signal(_serve(config, listener)))
+
+
+def _allow_many_connections() -> None:
+    """Each client that waits holds one, which is an open file: of those 1024 are a common soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS may refuse what it names as the limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
@@ -42,6 +60,9 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
         with ready_file(config.ready_file) as write_ready:
 
             def announce() -> None:
+                # What is there now stays: collections of garbage need not look at it again, which takes them long.
+                gc.collect()
+                gc.freeze()
                 write_ready(url)
                 print(greeting(config, url, has_keys), flush=True)
 
@@ -176,6 +197,7 @@ class _Http(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=Connection,
                 lifespan="off",  # entered by us, so that what fails in it reaches our caller
                 log_config=None,
                 access_log=False,

@@ -28,8 +28,8 @@ class Tokens:
 
     def key_hash_of(self, token: str) -> str | None:
         """None for what is no token of this process, or has expired."""
-        signed, _, signature = token.rpartition(".")
-        if not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
+        signed, dot, signature = token.rpartition(".")
+        if not dot or not hmac.compare_digest(self._signature(signed).encode(), signature.encode()):
             return None
         claims = _decoded(signed.partition(".")[2])
         return claims["key"] if claims["exp"] > self._clock() else None

@@ -7,8 +7,35 @@ from .schemas.version import VERSION
 
 if TYPE_CHECKING:
     from .client import *  # noqa: F403
+# ruff: noqa: F405 (the names are there for type checkers, and from __getattr__)
 
 __version__ = VERSION
+__all__ = [
+    "APIConnectionError",
+    "APIFuture",
+    "APIStatusError",
+    "AdamParams",
+    "AuthenticationError",
+    "BadRequestError",
+    "Datum",
+    "ForwardBackwardOutput",
+    "GoneError",
+    "InternalServerError",
+    "ModelInput",
+    "NotFoundError",
+    "PermissionDeniedError",
+    "ProvenanceSpan",
+    "RateLimitError",
+    "RequestFailedError",
+    "RestClient",
+    "SampleResponse",
+    "SampledSequence",
+    "SamplingClient",
+    "SamplingParams",
+    "ServiceClient",
+    "TrainhouseError",
+    "TrainingClient",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -39,7 +39,7 @@ class Connection:
     """Coroutines of this class run in its own loop, entered from any thread through `run`."""
 
     def __init__(self, base_url: str, api_key: str, retry_seconds: float) -> None:
-        self.base_url = base_url.rstrip("/")
+        self.base_url = base_url.rstrip("/").removesuffix(API.rstrip("/"))
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
@@ -121,8 +121,7 @@ class Connection:
             failure = status_error(response.status_code, reason_in(response))
             if response.status_code < 500 and response.status_code not in (408, 429):
                 raise failure
-            after = response.headers.get("Retry-After", "")
-            await backoff.pause(failure, min(float(after), 60.0) if after.isdecimal() else 0.0)
+            await backoff.pause(failure, seconds_to_wait(response))
 
     async def submit(self, path: str, content: bytes, headers: dict[str, str] = JSON) -> SubmitResponse:
         return SubmitResponse.model_validate_json((await self.request("POST", path, content, headers)).content)
@@ -198,6 +197,14 @@ class Backoff:
 
 def to_json(body: Wire) -> bytes:
     return body.model_dump_json(exclude_none=True).encode()
+
+
+def seconds_to_wait(response: httpx.Response) -> float:
+    """That the server asks for; a minute at most."""
+    seconds, milliseconds = (response.headers.get(name, "") for name in ("Retry-After", "Retry-After-Ms"))
+    if milliseconds.isdecimal():
+        return min(int(milliseconds) / 1000, 60.0)
+    return min(float(seconds), 60.0) if seconds.isdecimal() else 0.0
 
 
 def reason_in(response: httpx.Response) -> str:

@@ -38,6 +38,10 @@ class Datum(training.Datum):
 
 
 def as_tokens(prompt: Tokens) -> list[int]:
+    """Raises ValueError on a text."""
+    if isinstance(prompt, str):
+        shown = prompt if len(prompt) <= 40 else f"{prompt[:37]}..."
+        raise ValueError(f"{shown!r} is a text: give its tokens, get_tokenizer().encode(text)")
     return prompt.to_ints() if isinstance(prompt, ModelInput) else [int(token) for token in prompt]
 
 

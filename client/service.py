@@ -77,6 +77,12 @@ class ServiceClient:
 
     get_server_capabilities = blocking(get_server_capabilities_async)
 
+    def get_limits_async(self) -> APIFuture[models.Limits]:
+        """What this API key may have queued and send per minute, and what of it is in use."""
+        return self._connection.run(self._connection.get("limits", models.Limits))
+
+    get_limits = blocking(get_limits_async)
+
     def create_rest_client(self) -> RestClient:
         return RestClient(self._connection)
 

@@ -16,6 +16,12 @@ from pathlib import Path
 
 MODEL = "SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
+CLIENT_FLAGS = {
+    "--steps": "optimizer steps (default: 30)",
+    "--batch-size": "rows of a step (default: 8)",
+    "--max-tokens": "of the completions shown (default: 30)",
+}
+"""Of the client program; known here, so that a mistake is told before the model is loaded."""
 INTERRUPTED = 130
 LOAD_SECONDS = 300
 STOP_SECONDS = 20
@@ -27,12 +33,12 @@ class DemoError(Exception):
 
 def run_demo(arguments: Sequence[str]) -> int:
     """The exit status: 0 only if the held-out loss fell."""
-    options, client_arguments = parser().parse_known_args(arguments)
+    options = parser().parse_args(arguments)
     # A closed terminal or a polite kill ends the parts just as Ctrl-C does.
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
     try:
-        return demonstrate(options.state_dir, client_arguments)
+        return demonstrate(options.state_dir, client_arguments(options))
     except DemoError as error:
         print(f"trainhouse demo: error: {error}", file=sys.stderr)
         return 1
@@ -50,8 +56,15 @@ def parser() -> argparse.ArgumentParser:
         default=cache_directory() / "demo",
         help="keeps the checkpoint and the server's log (default: %(default)s)",
     )
-    options.epilog = "Further options go to the client program: see python -m trainhouse.examples.demo --help"
+    for flag, help in CLIENT_FLAGS.items():
+        options.add_argument(flag, type=int, help=help)
     return options
+
+
+def client_arguments(options: argparse.Namespace) -> list[str]:
+    """Those that were given."""
+    values = {flag: getattr(options, flag.strip("-").replace("-", "_")) for flag in CLIENT_FLAGS}
+    return [f"{flag}={value}" for flag, value in values.items() if value is not None]
 
 
 def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:

@@ -482,6 +482,12 @@ def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> 
     for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
         if (count := getattr(request, name)) > model.vocab_size:
             raise RequestError(f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens")
+    room, max_tokens = model.max_context_length - num_prompt, request.sampling_params.max_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise RequestError(
+            f"max_tokens {max_tokens} exceeds the {room} tokens that a prompt of {num_prompt} leaves of the context of "
+            f"{model.name}: lower it, or leave it out to sample until the context ends"
+        )
     last_n = request.prompt_logprobs_last_n
     if last_n is not None and last_n > num_prompt - 1:
         raise RequestError(f"prompt_logprobs_last_n {last_n} exceeds the {num_prompt - 1} positions that are scored")

@@ -57,6 +57,18 @@ def test_training_halves_the_loss(client: TrainingClient) -> None:
     assert losses[-1] < losses[0] / 2
 
 
+def test_limits_and_their_use(service: ServiceClient, client: TrainingClient) -> None:
+    limits = service.get_limits()
+    assert 1 <= limits.runs.used <= limits.runs.limit == 2000
+    assert limits.queued_operations.used == 0
+    assert limits.tokens_per_minute.limit is None
+
+
+def test_a_base_url_may_name_the_api(shared_server: LiveServer) -> None:
+    with ServiceClient(f"{shared_server.url}/api/v1/", "tml-client-tests") as service:
+        assert service.get_server_capabilities().supported_models
+
+
 def test_everything_can_be_awaited_in_a_running_loop(shared_server: LiveServer, client: TrainingClient) -> None:
     expected = train(client, batch(), 2)
 

@@ -5,6 +5,8 @@ import sys
 
 import pytest
 import trainhouse
+from trainhouse import client
+from trainhouse.client.data import as_tokens
 from trainhouse.client.rest import checkpoint_address, inside
 
 
@@ -13,6 +15,14 @@ def test_the_package_offers_the_client_and_nothing_else() -> None:
         assert getattr(trainhouse, name).__name__ == name
     with pytest.raises(AttributeError, match="no attribute 'Nonsense'"):
         _ = trainhouse.Nonsense
+
+
+def test_a_star_import_gives_all_of_the_clients_names() -> None:
+    given: dict[str, object] = {}
+    exec("from trainhouse import *", given)
+    public = {name for name, value in vars(client).items() if isinstance(value, type) and not name.startswith("_")}
+    assert set(given) - {"__builtins__"} == public
+    assert given["ServiceClient"] is client.ServiceClient
 
 
 def test_importing_the_package_loads_nothing_heavy() -> None:
@@ -33,3 +43,9 @@ def test_a_download_stays_inside_its_directory(tmp_path) -> None:
     assert inside(tmp_path, "a/b.json") == (tmp_path / "a/b.json").resolve()
     with pytest.raises(ValueError, match="outside"):
         inside(tmp_path, "../b.json")
+
+
+def test_a_text_is_no_prompt() -> None:
+    with pytest.raises(ValueError, match=r"'Once upon a time' is a text: give its tokens, get_tokenizer\(\)\.encode"):
+        as_tokens("Once upon a time")  # pyright: ignore[reportArgumentType]
+    assert as_tokens((1, 2)) == [1, 2]

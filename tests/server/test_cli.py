@@ -114,6 +114,13 @@ def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> 
     assert "Traceback" not in done.stderr
 
 
+def test_a_mistake_in_the_demos_flags_is_told_before_anything_is_loaded() -> None:
+    done = trainhouse("demo", "--bogus", "3")
+    assert done.returncode == 2
+    assert "unrecognized arguments: --bogus 3" in done.stderr
+    assert "--steps" in trainhouse("demo", "--help").stdout
+
+
 # Keys
 
 

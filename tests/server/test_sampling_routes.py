@@ -185,6 +185,7 @@ async def test_a_cancelled_request_fails_and_others_go_on(server: Server) -> Non
         ({"num_samples": 0}, "num_samples is 0"),
         ({"num_samples": 10**9}, "num_samples 1000000000"),
         ({"sampling_params": {"max_tokens": 0}}, "max_tokens is 0"),
+        ({"sampling_params": {"max_tokens": 1022}}, "max_tokens 1022 exceeds the 1021 tokens"),
         ({"sampling_params": {"temperature": -1}}, "temperature is -1"),
         ({"prompt_logprobs": True, "prompt_logprobs_last_n": 3}, "prompt_logprobs_last_n 3"),
         ({"topk_prompt_logprobs": VOCAB + 1}, f"topk_prompt_logprobs {VOCAB + 1}"),

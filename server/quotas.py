@@ -49,8 +49,9 @@ UNORDERED = Standing()
 
 @dataclass(frozen=True)
 class PutOff:
-    """Why a request was not accepted for now. at: by the clock of the quotas."""
+    """Why a request was not accepted for now. knob: whose limit it is. at: by the clock of the quotas."""
 
+    knob: str
     reason: str
     state: QueueState
     seconds: float
@@ -140,7 +141,7 @@ class Quotas:
                 f"you have {num_runs} live runs, and {_words('tenant_runs', limit)}: close sessions that are over, or "
                 f"let {self._config.session_expiry_seconds:g} s of silence do it"
             )
-            self._refuse(tenant_id, PutOff(reason, "paused_capacity", _RUN_SECONDS, self._clock()))
+            self._refuse(tenant_id, PutOff("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock()))
 
     def limits(self, tenant_id: str, num_runs: int) -> Limits:
         """The tenant's, and their use."""
@@ -228,7 +229,7 @@ class Quotas:
             f"you have used {usage.bucket.used(self._clock())} tokens of late, and "
             f"{_words('tenant_tokens_per_minute', limit)}: more are accepted in {math.ceil(seconds)} s"
         )
-        return PutOff(reason, "paused_rate_limit", seconds, self._clock())
+        return PutOff("tenant_tokens_per_minute", reason, "paused_rate_limit", seconds, self._clock())
 
     def _too_many_operations(self, usage: _Usage) -> PutOff:
         limit, now = self._config.tenant_queued_operations, self._clock()
@@ -236,7 +237,8 @@ class Quotas:
             f"{usage.num_operations} operations of yours are queued, and {_words('tenant_queued_operations', limit)}: "
             "more are accepted as those are done"
         )
-        return PutOff(reason, "paused_rate_limit", usage.operations_drain.seconds_for(1, now), now)
+        seconds = usage.operations_drain.seconds_for(1, now)
+        return PutOff("tenant_queued_operations", reason, "paused_rate_limit", seconds, now)
 
     def _too_many_bytes(self, usage: _Usage, num_bytes: int) -> PutOff:
         limit, now = self._config.tenant_queued_bytes, self._clock()
@@ -245,7 +247,7 @@ class Quotas:
             f"{_words('tenant_queued_bytes', limit)}: more are accepted as those are done"
         )
         seconds = usage.bytes_drain.seconds_for(usage.num_bytes + num_bytes - limit, now)
-        return PutOff(reason, "paused_rate_limit", seconds, now)
+        return PutOff("tenant_queued_bytes", reason, "paused_rate_limit", seconds, now)
 
     def _no_memory(self, num_bytes: int, standing: Standing) -> PutOff | None:
         """By the limit of all tenants.
@@ -261,7 +263,8 @@ class Quotas:
             f"the server holds {self._num_bytes} bytes of queued operations of all tenants, this one has {num_bytes}, "
             f"and {_words('queued_bytes', limit)}: more are accepted as those are done"
         )
-        return PutOff(reason, "paused_capacity", self._drain.seconds_for(missing, now), now)
+        seconds = self._drain.seconds_for(missing, now)
+        return PutOff("queued_bytes", reason, "paused_capacity", seconds, now)
 
     def _most_bytes(self, num_bytes: int, standing: Standing, now: float) -> int:
         limit = self._config.queued_bytes
@@ -286,7 +289,7 @@ class Quotas:
 
     def _refuse(self, tenant_id: str, put_off: PutOff) -> None:
         usage = self._usage(tenant_id)
-        if self.pending(tenant_id) is None:
+        if self.pending(tenant_id) is None or (usage.put_off and usage.put_off.knob != put_off.knob):
             logger.info("requests of tenant %s are put off: %s", tenant_id, put_off.reason)
         usage.put_off = put_off
         seconds = min(max(_LEAST_SECONDS, put_off.seconds), _MOST_SECONDS)

@@ -1,0 +1,94 @@
+"""Tenants beyond their limits through the unmodified official SDK: slowed, never failed, and nobody else notices."""
+
+import re
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from ..live import LiveServer, live_server
+
+# The SDK leaves connections to its interpreter's end.
+pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+
+MODEL = "tiny/qwen3"
+TOKENS_PER_MINUTE = 12_000
+ADAM = types.AdamParams(learning_rate=1e-3)
+
+
+@pytest.fixture(scope="module")
+def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    limits = {"tenant_queued_operations": 3, "tenant_tokens_per_minute": TOKENS_PER_MINUTE}
+    options = {"sdk_max_chunk_datums": 2} | limits
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), **options) as running:
+        yield running
+
+
+def batch(num_datums: int = 8, num_tokens: int = 50) -> list[types.Datum]:
+    random = np.random.default_rng(0)
+    rows = random.integers(3, 512, (num_datums, num_tokens + 1))
+    return [
+        types.Datum(
+            model_input=types.ModelInput.from_ints(row[:-1].tolist()),
+            loss_fn_inputs={"target_tokens": types.TensorData.from_numpy(row[1:].astype(np.int64))},
+        )
+        for row in rows
+    ]
+
+
+def train(client: tinker.TrainingClient, num_steps: int) -> float:
+    """Pipelined: four chunks and a step each time. The loss after them."""
+    futures = []
+    for _ in range(num_steps):
+        futures += [client.forward_backward(batch(), "cross_entropy"), client.optim_step(ADAM)]
+    for future in futures:
+        future.result(120)
+    return client.forward(batch(), "cross_entropy").result(120).metrics["loss:sum"]
+
+
+def put_off(server: LiveServer) -> list[tuple[str, str]]:
+    """(tenant, limit) of the lines in the server's log, one for each time that it began."""
+    return re.findall(r"requests of tenant (\S+) are put off: .*--(tenant-[a-z-]+)", server.log.read_text())
+
+
+def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveServer) -> None:
+    with (
+        tinker.ServiceClient(base_url=server.url, api_key="tml-greedy") as greedy,
+        tinker.ServiceClient(base_url=server.url, api_key="tml-modest") as modest,
+    ):
+        pipelined = greedy.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
+        one_by_one = modest.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
+        sampler = pipelined.save_weights_and_get_sampling_client().result(60)
+        params = types.SamplingParams(max_tokens=4, stop=[])
+        samples = [sampler.sample(types.ModelInput.from_ints([5, 6]), 1, params) for _ in range(8)]
+        loss = train(pipelined, 4)
+        assert all(len(sample.result(60).sequences) == 1 for sample in samples)
+        for _ in range(4):
+            one_by_one.forward_backward(batch(2), "cross_entropy").result(60)
+        assert {limit for _, limit in put_off(server)} == {"tenant-queued-operations"}
+        assert len({tenant for tenant, _ in put_off(server)}) == 1, "the modest one was never put off"
+        same = modest.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
+        for _ in range(4):
+            for start in range(0, 8, 2):
+                same.forward_backward(batch()[start : start + 2], "cross_entropy").result(60)
+            same.optim_step(ADAM).result(60)
+        logprobs = [same.forward(batch()[start : start + 2], "cross_entropy").result(60) for start in range(0, 8, 2)]
+        assert sum(output.metrics["loss:sum"] for output in logprobs) == pytest.approx(loss, rel=1e-4)
+
+
+def test_tokens_per_minute_slow_training_down(server: LiveServer) -> None:
+    before = set(put_off(server))
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-fast") as service:
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
+        began = time.monotonic()
+        for _ in range(21):
+            client.forward_backward(batch(2, 300), "cross_entropy").result(60)
+        client.optim_step(ADAM).result(60)
+        seconds = time.monotonic() - began
+    beyond = 21 * 600 - TOKENS_PER_MINUTE
+    assert seconds >= beyond / TOKENS_PER_MINUTE * 60 - 0.1
+    assert [limit for _, limit in set(put_off(server)) - before] == ["tenant-tokens-per-minute"]

@@ -256,11 +256,11 @@ def test_a_bfloat16_base_sees_the_weights_of_the_step(tiny_models: dict[str, Pat
     adapted = Adapted(tiny_models["qwen3"], dtype="bfloat16")
     adapter = adapted.create("run")
     name = adapter.targets[0].name
-    before = adapter.factors(name)[0].clone()
+    before = adapter.all_factors()[name][0].clone()
     accumulate(adapter, random_gradient(adapter))
     apply_step(adapter, step(learning_rate=1e-1))
-    assert torch.equal(adapter.factors(name)[0], adapter.pairs[name].a.bfloat16())
-    assert not torch.equal(adapter.factors(name)[0], before)
+    assert torch.equal(adapter.all_factors()[name][0], adapter.pairs[name].a.bfloat16())
+    assert not torch.equal(adapter.all_factors()[name][0], before)
 
 
 def test_a_windows_first_operation_is_not_copied(adapter: Adapter) -> None:

@@ -258,12 +258,12 @@ def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, 
         adapters.create(adapter_id, LORA)
         train(adapters, adapter_id, 1)
         with adapters.resident([adapter_id]) as (adapter,):
-            adapter.factors(adapter.targets[0].name)
+            adapter.all_factors()
     train(adapters, "one", 2)
     with adapters.resident(["one"]) as (adapter,):
         name = adapter.targets[0].name
-        assert torch.equal(adapter.factors(name)[1], adapter.pairs[name].b.bfloat16())
-        assert adapter.factors(name)[1].any()
+        assert torch.equal(adapter.all_factors()[name][1], adapter.pairs[name].b.bfloat16())
+        assert adapter.all_factors()[name][1].any()
 
 
 @contextmanager

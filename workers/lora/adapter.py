@@ -91,6 +91,10 @@ class Adapter:
         return self.pairs.get(self._unembed_name)
 
     @property
+    def scale(self) -> float:
+        return self.lora.alpha / self.lora.rank
+
+    @property
     def num_parameters(self) -> int:
         return sum(self.lora.rank * (t.in_features + t.out_features) for t in self.targets)
 
@@ -143,18 +147,18 @@ class Adapter:
         """A and B of the target `name`: float32 views of the weights."""
         return self._vector("weights").matrices[name]
 
-    def gradients(self, name: str) -> tuple[Tensor, Tensor]:
-        """The views of scratch that take the gradients of A and B of the target `name`."""
-        return self._vector("scratch").matrices[name]
+    def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """By target: the views of scratch that take the gradients of A and B."""
+        return self._vector("scratch").matrices
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of the target `name` in the base's dtype, for products."""
+    def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
+        """By target: A and B in the base's dtype, for products."""
         if self._dtype == torch.float32:
-            return self.matrices(name)
+            return self._vector("weights").matrices
         weights = self.weights
         if self._cast is None or self._cast.source is not weights:
             self._cast = _Cast(self._layout, weights, self._dtype)
-        return self._cast.factors(name)
+        return self._cast.factors()
 
     def begin_operation(self) -> None:
         """Scratch is zeros, and is kept until the operation is committed or abandoned."""
@@ -302,11 +306,11 @@ class _Cast:
     def num_bytes(self) -> int:
         return self._copy.tensor.nbytes
 
-    def factors(self, name: str) -> tuple[Tensor, Tensor]:
+    def factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         if self._version != self.source._version:
             self._version = self.source._version
             self._copy.tensor.copy_(self.source)
-        return self._copy.matrices[name]
+        return self._copy.matrices
 
 
 def _aligned(size: int) -> int:

@@ -14,7 +14,7 @@ class LoraPair:
     """The two matrices of one target: y += scale * (x A^T) B^T."""
 
     def __init__(self, adapter: "Adapter", name: str) -> None:
-        self.scale = adapter.lora.alpha / adapter.lora.rank
+        self.scale = adapter.scale
         # Weak: the adapter holds its pairs, and a cycle would keep a dropped one in memory until Python looks for it.
         self._adapter: Adapter = weakref.proxy(adapter)
         self._name = name
@@ -32,25 +32,21 @@ class LoraPair:
     @property
     def a_grad(self) -> Tensor:
         """float32 [rank, in]: the view of the adapter's scratch."""
-        return self._adapter.gradients(self._name)[0]
+        return self._adapter.all_gradients()[self._name][0]
 
     @property
     def b_grad(self) -> Tensor:
         """float32 [out, rank]: the view of the adapter's scratch."""
-        return self._adapter.gradients(self._name)[1]
-
-    def factors(self) -> tuple[Tensor, Tensor]:
-        """A and B in the base's dtype, for products."""
-        return self._adapter.factors(self._name)
+        return self._adapter.all_gradients()[self._name][1]
 
     def down(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
-        a, _ = self.factors()
+        a, _ = self._adapter.all_factors()[self._name]
         return x @ a.t()
 
     def add_up(self, y: Tensor, reduced: Tensor) -> None:
         """y [tokens, out] += scale * reduced B^T."""
-        _, b = self.factors()
+        _, b = self._adapter.all_factors()[self._name]
         y.addmm_(reduced, b.t(), alpha=self.scale)
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
@@ -58,7 +54,7 @@ class LoraPair:
 
         grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
         """
-        a, b = self.factors()
+        a, b = self._adapter.all_factors()[self._name]
         grad_reduced = (grad @ b).mul_(self.scale)
         _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
         _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)

@@ -26,7 +26,7 @@ class Plan:
         groups = grouped(segments)
         if kind.device.type == "cpu":
             groups = [part for group in groups for part in group.split()]
-        self._groups = [(group, arrange(group.lengths, kind.device, kind.aligned)) for group in groups]
+        self._groups = [(group, arrange(group.lengths, group.scales, kind.device, kind.aligned)) for group in groups]
         self._made_of = {
             id(adapter): (adapter, adapter.weights._version) for group in groups for adapter in group.adapters
         }

@@ -31,24 +31,27 @@ class Rows(Protocol):
         """left^T right over each adapter's rows, summed in float32: left [rows, p], right [rows, q] -> n of [p, q]."""
         ...
 
-    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
-        """Multiplies the rows of x by their adapter's scale."""
+    def scale(self, x: Tensor) -> Tensor:
+        """x, its rows multiplied in place by their adapter's scale."""
         ...
 
 
-def arrange(lengths: Sequence[int], device: torch.device, aligned: bool) -> Rows:
-    """lengths: the rows of each adapter, none zero. aligned: whether `Ragged` can be used."""
+def arrange(lengths: Sequence[int], scales: Sequence[float], device: torch.device, aligned: bool) -> Rows:
+    """lengths, scales: of each adapter, no length zero. aligned: whether `Ragged` can be used."""
     if len(lengths) == 1:
-        return One()
+        return One(scales[0])
     if len(set(lengths)) == 1:
-        return Even(lengths, device)
+        return Even(lengths, scales, device)
     if not aligned or (device.type == "cpu" and sum(lengths) <= _FEW_ROWS):
-        return Padded(lengths, device)
-    return Ragged(lengths, device)
+        return Padded(lengths, scales, device)
+    return Ragged(lengths, scales, device)
 
 
 class One:
     """The rows of a single adapter, whose matrices are used where they are."""
+
+    def __init__(self, scale: float) -> None:
+        self._scale = scale
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
         (matrix,) = matrices
@@ -63,16 +66,18 @@ class One:
             return (torch.mm(left.t(), right),)
         return (torch.mm(left.t(), right, out_dtype=torch.float32),)
 
-    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
-        x.mul_(scales[0])
+    def scale(self, x: Tensor) -> Tensor:
+        return x.mul_(self._scale)
 
 
 class _Several:
     """The rows of more than one adapter. Their matrices are copied to one tensor [n, p, q]."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+    def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         self._lengths = torch.tensor(lengths, device=device)
-        self._factors: Tensor | None = None
+        self._scale: float | Tensor = scales[0]
+        if any(scale != scales[0] for scale in scales):
+            self._scale = torch.tensor(scales, device=device).repeat_interleave(self._lengths)[:, None]
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
         # A multiple of 8 ranks is one of 16 bytes.
@@ -80,43 +85,39 @@ class _Several:
         if all(len(matrix) == rank for matrix in matrices):
             return torch.stack(list(matrices))
         stack = matrices[0].new_zeros(len(matrices), rank, matrices[0].shape[1])
-        for padded, matrix in zip(stack.unbind(), matrices, strict=True):
-            padded[: len(matrix)] = matrix
+        places = [padded[: len(matrix)] for padded, matrix in zip(stack.unbind(), matrices, strict=True)]
+        torch.ops.aten._foreach_copy_.default(places, list(matrices))
         return stack
 
-    def scale(self, x: Tensor, scales: Sequence[float]) -> None:
-        if len(set(scales)) == 1:
-            x.mul_(scales[0])
-            return
-        if self._factors is None:
-            self._factors = torch.tensor(scales, device=x.device).repeat_interleave(self._lengths)[:, None]
-        x.mul_(self._factors)
+    def scale(self, x: Tensor) -> Tensor:
+        return x.mul_(self._scale)
 
 
 class Even(_Several):
     """Adapters with equally many rows: a batch as they are."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
+    def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
+        super().__init__(lengths, scales, device)
         self._shape = (len(lengths), lengths[0])
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
-        batch = x.unflatten(0, self._shape)
+        count, length = self._shape
+        batch = x.view(count, length, -1)
         if out is None:
-            return torch.bmm(batch, matrices).flatten(0, 1)
-        out.unflatten(0, self._shape).baddbmm_(batch, matrices, beta=0)
+            return torch.bmm(batch, matrices).view(count * length, -1)
+        out.view(count, length, -1).baddbmm_(batch, matrices, beta=0)
         return out
 
     def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
         left, right = _summable(left, right)
-        return _batched_outer(left.unflatten(0, self._shape), right.unflatten(0, self._shape))
+        return _batched_outer(left.view(*self._shape, -1), right.view(*self._shape, -1))
 
 
 class Padded(_Several):
     """Adapters with few rows: copied to a batch in which each has as many as the longest, its last one repeated."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
+    def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
+        super().__init__(lengths, scales, device)
         longest, stops = max(lengths), list(accumulate(lengths))
         self._shape = (len(lengths), longest)
         start_of = torch.tensor([stop - length for stop, length in zip(stops, lengths, strict=True)], device=device)
@@ -135,14 +136,14 @@ class Padded(_Several):
         return _batched_outer(once, self._batch(right))
 
     def _batch(self, x: Tensor) -> Tensor:
-        return x.index_select(0, self._sources).unflatten(0, self._shape)
+        return x.index_select(0, self._sources).view(*self._shape, -1)
 
 
 class Ragged(_Several):
     """Adapters with differently many rows, by torch's grouped product, which wants strides of multiples of 16 bytes."""
 
-    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        super().__init__(lengths, device)
+    def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
+        super().__init__(lengths, scales, device)
         self._stops = self._lengths.cumsum(0).to(torch.int32)
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:

@@ -44,6 +44,10 @@ class Group:
     def lengths(self) -> list[int]:
         return [segment.length for segment in self.segments]
 
+    @property
+    def scales(self) -> list[float]:
+        return [adapter.scale for adapter in self.adapters]
+
     def takes(self, segment: Segment) -> bool:
         """Whether the next segment may join: not an adapter's second one, whose gradients would collide."""
         adapters, adapter = self.adapters, segment.adapter

@@ -1,6 +1,6 @@
 """Terms: what the adapters of a packed row add at one site, scale * (x A^T) B^T, and its gradients."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -77,24 +77,20 @@ class _GroupTerms:
     """The terms of a group's adapters."""
 
     def __init__(self, site: Site, group: Group, rows: Rows) -> None:
-        self._rows = rows
-        self._columns = site.columns
-        self._pairs = [[adapter.pairs[name] for adapter in group.adapters] for name in site.names]
-        self._scales = [pair.scale for pair in self._pairs[0]]
-        factors = [[pair.factors() for pair in pairs] for pairs in self._pairs]
-        stacks = [rows.stack([a for a, _ in of_name]) for of_name in factors]
+        self._site, self._rows, self._adapters = site, rows, group.adapters
+        factors = [adapter.all_factors() for adapter in self._adapters]
+        stacks = [rows.stack([matrices[name][0] for matrices in factors]) for name in site.names]
         self._a = stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
-        self._bs = [rows.stack([b.t() for _, b in of_name]) for of_name in factors]
+        self._bs = [rows.stack([matrices[name][1].t() for matrices in factors]) for name in site.names]
         self._ranks = tuple(_stretches([stack.shape[-2] for stack in stacks]))
 
     def forward(self, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
         """x [rows, in] -> the terms [rows, out], in `out` where that is given, and what `backward` needs."""
-        reduced = self._rows.times(x, self._a.transpose(-1, -2))
-        self._rows.scale(reduced, self._scales)
+        reduced = self._rows.scale(self._rows.times(x, self._a.mT))
         if len(self._bs) == 1:
             return self._rows.times(reduced, self._bs[0], out), reduced
-        out = x.new_empty(len(x), self._columns[-1].stop) if out is None else out
-        for ranks, columns, b in zip(self._ranks, self._columns, self._bs, strict=True):
+        out = x.new_empty(len(x), sum(self._site.out_features)) if out is None else out
+        for ranks, columns, b in self._parts():
             self._rows.times(reduced[:, ranks], b, out[:, columns])
         return out, reduced
 
@@ -103,13 +99,16 @@ class _GroupTerms:
 
         grad [rows, out]: that of the site's output.
         """
-        grad_reduced = self._grad_reduced(grad)
-        self._rows.scale(grad_reduced, self._scales)
+        grad_reduced = self._rows.scale(self._grad_reduced(grad))
+        gradients = [adapter.all_gradients() for adapter in self._adapters]
         of_a = self._rows.outer(grad_reduced, x)
-        for pairs, ranks, columns in zip(self._pairs, self._ranks, self._columns, strict=True):
-            _add([pair.a_grad for pair in pairs], [gradient[ranks] for gradient in of_a])
+        if len(self._bs) == 1:
+            of_b = self._rows.outer(reduced, grad)
+            _add(gradients, self._site.names[0], of_a, of_b)
+            return grad_reduced
+        for name, (ranks, columns, _) in zip(self._site.names, self._parts(), strict=True):
             of_b = self._rows.outer(reduced[:, ranks], grad[:, columns])
-            _add([pair.b_grad.t() for pair in pairs], of_b)
+            _add(gradients, name, [gradient[ranks] for gradient in of_a], of_b)
         return grad_reduced
 
     def grad_x(self, grad_reduced: Tensor, out: Tensor | None) -> Tensor:
@@ -118,18 +117,27 @@ class _GroupTerms:
 
     def _grad_reduced(self, grad: Tensor) -> Tensor:
         if len(self._bs) == 1:
-            return self._rows.times(grad, self._bs[0].transpose(-1, -2))
+            return self._rows.times(grad, self._bs[0].mT)
         grad_reduced = grad.new_empty(len(grad), self._ranks[-1].stop)
-        for ranks, columns, b in zip(self._ranks, self._columns, self._bs, strict=True):
-            self._rows.times(grad[:, columns], b.transpose(-1, -2), grad_reduced[:, ranks])
+        for ranks, columns, b in self._parts():
+            self._rows.times(grad[:, columns], b.mT, grad_reduced[:, ranks])
         return grad_reduced
 
+    def _parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
+        """Of each layer: its part of the reduced columns, of the output's columns, and B."""
+        return zip(self._ranks, self._site.columns, self._bs, strict=True)
 
-def _add(totals: list[Tensor], gradients: Sequence[Tensor]) -> None:
-    """Each gradient to its total, without the rows of a rank that the adapter does not have."""
-    torch.ops.aten._foreach_add_.List(
-        totals, [gradient[: len(total)] for total, gradient in zip(totals, gradients, strict=True)]
-    )
+
+def _add(
+    gradients: Sequence[Mapping[str, tuple[Tensor, Tensor]]], name: str, of_a: Sequence[Tensor], of_b: Sequence[Tensor]
+) -> None:
+    """To each adapter's gradients of A and B, but for the rows of a rank that it does not have."""
+    totals, parts = [], []
+    for matrices, *both in zip(gradients, of_a, of_b, strict=True):
+        a, b = matrices[name]
+        totals += (a, b.t())
+        parts += (part if len(part) == len(a) else part[: len(a)] for part in both)
+    torch.ops.aten._foreach_add_.List(totals, parts)
 
 
 def _gaps(covered: Sequence[slice], num_rows: int) -> Iterator[slice]:

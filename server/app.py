@@ -107,6 +107,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.callback(services.store.close)
         stack.push_async_callback(services.journal.close)
         stack.push_async_callback(services.recordings.close)
+        await _warn_of_unknown_tenants(services)
         await services.futures.open(services.journal.unfinished())
         services.journal.forget_earlier()
         stack.push_async_callback(services.futures.close)
@@ -121,6 +122,16 @@ async def _running(services: Services) -> AsyncIterator[None]:
         housekeeping = asyncio.create_task(_keep_house(services))
         stack.callback(housekeeping.cancel)
         yield
+
+
+async def _warn_of_unknown_tenants(services: Services) -> None:
+    """They may come later; but a name may be misspelt, too."""
+    known = {tenant.name for tenant in await services.store.list_tenants()}
+    for weight in services.config.tenant_weights:
+        if weight.name not in known:
+            logger.warning(
+                "tenant_weights names %s, of whom there is no key yet: see `trainhouse keys list`", weight.name
+            )
 
 
 async def _keep_house(services: Services) -> None:
@@ -155,7 +166,9 @@ async def _invalid(request: Request, error: Exception) -> JSONResponse:
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     detail = error.detail
-    if error.status_code == 404 and detail == "Not Found":
+    if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
+        detail = f"the base URL is {request.base_url}, without /api/v1: clients add that themselves"
+    elif error.status_code == 404 and detail == "Not Found":
         detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
     return JSONResponse({"detail": detail}, error.status_code, error.headers)
 

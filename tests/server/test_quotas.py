@@ -12,10 +12,12 @@ import httpx
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.auth import create_key
 from trainhouse.server.bodies import Received
-from trainhouse.server.config import ServerConfig
+from trainhouse.server.config import ServerConfig, TenantWeight
 from trainhouse.server.quotas import UNORDERED, Admission, Quotas, Standing
 from trainhouse.server.runs import Run
+from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -407,3 +409,31 @@ async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:
         statuses = sorted([answer.status_code for answer in await asyncio.gather(*uploads)])
     assert statuses == [400, 400, 429, 429]
     assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
+
+
+# Weights
+
+
+async def test_weights_are_given_by_the_names_of_keys(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The dispatch's tenants are these names; a name that nobody has may be misspelt."""
+    weights = (TenantWeight("carol", 2.0), TenantWeight("crol", 2.0))
+    config = server_config(tiny_models["qwen3"], tmp_path, tenant_weights=weights)
+    store = SqliteStore(tmp_path / DATABASE_NAME)
+    key = await create_key(store, "carol")
+    store.close()
+    async with running_server(config, dispatch) as server:
+        assert [record.message for record in caplog.records if "tenant_weights" in record.message] == [
+            "tenant_weights names crol, of whom there is no key yet: see `trainhouse keys list`"
+        ]
+        server.clients[ALICE].headers["X-API-Key"] = key
+        run = await server.create_run()
+        assert server.services.dispatch._homes[run.model_id].tenant_id == "carol"
+        assert config.dispatch_config().tenant_weights["carol"] == 2.0
+
+
+async def test_a_base_url_that_ends_in_the_api_is_named(server: Server) -> None:
+    answer = await server.clients[ALICE].post("http://test/api/v1/api/v1/client/config", json={})
+    assert answer.status_code == 404
+    assert answer.json()["detail"] == "the base URL is http://test/, without /api/v1: clients add that themselves"

@@ -5,9 +5,12 @@ attention row, so what is wrong in one (a NaN) cannot reach another.
 """
 
 from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
@@ -37,10 +40,10 @@ class KeyValueCache:
         self.values: list[Tensor | None] = [None] * num_layers
 
     def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors of a layer, made at its first use with the heads, head size, dtype and device of `like`."""
+        """The two tensors of a layer, made at its first use for keys like `like` [tokens, kv_heads, head_dim]."""
         keys, values = self.keys[layer], self.values[layer]
         if keys is None or values is None:
-            shape = (self.num_slots, like.shape[1], self.capacity, like.shape[3])
+            shape = (self.num_slots, like.shape[1], self.capacity, like.shape[2])
             keys = self.keys[layer] = like.new_zeros(shape)
             values = self.values[layer] = like.new_zeros(shape)
         return keys, values
@@ -110,6 +113,19 @@ class Packing:
     cache: KeyValueCache | None = None
     slots: Tensor | None = None
     step: DecodeStep | None = None
+    cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, those in the cache included."""
+        return self.step.span if self.step is not None else max(group.length for group in self.groups)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int32 [sequences + 1]: where each sequence starts, and the end. Made once for all layers."""
+        if device not in self.cumulative:
+            lengths = [group.length for group in self.groups for _ in range(group.count)]
+            self.cumulative[device] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return self.cumulative[device]
 
 
 def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
@@ -124,6 +140,27 @@ def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
             groups.append(Group(start, 1, length))
         start += length
     return tuple(groups)
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What sets a layer's attention apart. layer: its index, in the cache too.
+
+    window: how many tokens it sees, itself included; None = all that came before.
+    """
+
+    layer: int
+    scaling: float
+    window: int | None = None
+
+    def mask(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
+        """[length, length], added to the scores; None where causal attention is all there is to it."""
+        if not self.window or self.window >= length:
+            return None
+        position = torch.arange(length, device=device)
+        distance = position[:, None] - position[None, :]
+        hidden = (distance < 0) | (distance >= self.window)
+        return torch.zeros(length, length, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
 
 
 def packed_attention(
@@ -142,77 +179,135 @@ def packed_attention(
 
     Signature of transformers' AttentionInterface; `packing` arrives through the model's keyword arguments.
     """
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    return attend(q, k, v, packing, AttentionKind(layer, scaling, sliding_window)).unsqueeze(0), None
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; returns the shape of the query."""
     if packing.step is not None:
-        return _decode(module, query, key, value, packing, packing.step, scaling, sliding_window), None
+        return _decode(query, key, value, packing, packing.step, kind)
     if packing.cache is not None:
-        _store_prefill(module, key, value, packing)
-    outputs = [_causal(query, key, value, group, scaling, sliding_window) for group in packing.groups]
-    return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).unsqueeze(0), None
+        _store_prefill(key, value, packing, kind.layer)
+    if query.device.type == "cpu":
+        if torch.is_grad_enabled():
+            return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
+        return _flash_on_cpu(query, key, value, packing, kind)[0]
+    if query.dtype in (torch.bfloat16, torch.float16):
+        return _varlen(query, key, value, packing, kind)
+    return _joined([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
-def _causal(query: Tensor, key: Tensor, value: Tensor, group: Group, scaling: float, window: int | None) -> Tensor:
-    """Causal attention of one group; returns [count * length, heads, head_dim]."""
+def _rows(x: Tensor, group: Group) -> Tensor:
+    """[tokens, heads, head_dim] -> a view [count, heads, length, head_dim] of a group's sequences."""
+    part = x[group.start : group.start + group.count * group.length]
+    return part.unflatten(0, (group.count, group.length)).transpose(1, 2)
 
-    def rows(x: Tensor) -> Tensor:
-        part = x[0, :, group.start : group.start + group.count * group.length]
-        return part.unflatten(1, (group.count, group.length)).transpose(0, 1)
 
-    q, k, v = rows(query), rows(key), rows(value)
-    mask = _window_mask(group.length, window, q.device) if window and window < group.length else None
-    out = scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+def _joined(parts: list[Tensor]) -> Tensor:
+    """[count, heads, length, head_dim] of each group -> [tokens, heads, head_dim]."""
+    tokens = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group, kind: AttentionKind) -> Tensor:
+    q, k, v = _rows(query, group), _rows(key, group), _rows(value, group)
+    mask = kind.mask(group.length, q.device, q.dtype)
+    return scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=kind.scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out.transpose(1, 2).flatten(0, 1)
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> Tensor:
-    position = torch.arange(length, device=device)
-    distance = position[:, None] - position[None, :]
-    return (distance >= 0) & (distance < window)
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+    """All sequences in one kernel. CUDA, 16 bit; no machine with a GPU has run this yet."""
+    bounds, longest = packing.bounds(query.device), packing.longest
+    out = varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        scale=kind.scaling,
+        window_size=(kind.window - 1 if kind.window else -1, 0),
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    assert isinstance(out, Tensor)
+    return out
 
 
-def _store_prefill(module: nn.Module, key: Tensor, value: Tensor, packing: Packing) -> None:
+def _flash_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention, and per group the logarithm of the sum of its scores' exponentials, which backward needs."""
+    outs, log_sums = [], []
+    for group in packing.groups:
+        q, k, v = _rows(query, group), _rows(key, group), _rows(value, group)
+        mask = kind.mask(group.length, q.device, q.dtype)
+        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            q, k, v, 0.0, mask is None, attn_mask=mask, scale=kind.scaling
+        )
+        outs.append(out)
+        log_sums.append(log_sum)
+    return _joined(outs), log_sums
+
+
+class _FlashOnCpu(torch.autograd.Function):
+    """torch's own kernels with the groups inside: autograd would make a zero tensor of all tokens for each group."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+        out, log_sums = _flash_on_cpu(query, key, value, packing, kind)
+        ctx.save_for_backward(query, key, value, out, *log_sums)
+        ctx.packing, ctx.kind = packing, kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *log_sums = ctx.saved_tensors
+        (grad,) = grads
+        parts = []
+        for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
+            g, q, k, v, o = (_rows(x, group) for x in (grad, query, key, value, out))
+            mask = ctx.kind.mask(group.length, q.device, q.dtype)
+            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+            parts.append(backward(g, q, k, v, o, log_sum, 0.0, mask is None, attn_mask=mask, scale=ctx.kind.scaling))
+        gradients = [_joined(list(of_groups)) for of_groups in zip(*parts, strict=True)]
+        return (*gradients, None, None)
+
+
+def _store_prefill(key: Tensor, value: Tensor, packing: Packing, layer: int) -> None:
     assert packing.cache is not None and packing.slots is not None
-    keys, values = packing.cache.of_layer(_layer_index(module), key)
+    keys, values = packing.cache.of_layer(layer, key)
     sequence = 0
     for group in packing.groups:
         slots = packing.slots[sequence : sequence + group.count]
-        stop = group.start + group.count * group.length
         for cached, new in ((keys, key), (values, value)):
-            rows = new[0, :, group.start : stop].unflatten(1, (group.count, group.length)).transpose(0, 1)
-            cached[slots, :, : group.length] = rows
+            cached[slots, :, : group.length] = _rows(new, group)
             cached[slots, :, group.length :] = 0
         sequence += group.count
 
 
 def _decode(
-    module: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    packing: Packing,
-    step: DecodeStep,
-    scaling: float,
-    window: int | None,
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, step: DecodeStep, kind: AttentionKind
 ) -> Tensor:
-    """One new token per sequence against its slot of the cache; returns [1, sequences, heads, head_dim].
+    """One new token per sequence against its slot of the cache; returns [sequences, heads, head_dim].
 
     Computed in the order of the slots: permuting the few queries is cheap, gathering the cache is not.
     """
     assert packing.cache is not None
-    keys, values = packing.cache.of_layer(_layer_index(module), key)
-    keys[step.slots, :, step.lengths] = key[0].transpose(0, 1)
-    values[step.slots, :, step.lengths] = value[0].transpose(0, 1)
-    q = query[0].transpose(0, 1)
-    if step.row_of_slot is not None:
-        q = q[step.row_of_slot]
+    keys, values = packing.cache.of_layer(kind.layer, key)
+    keys[step.slots, :, step.lengths] = key
+    values[step.slots, :, step.lengths] = value
+    q = query if step.row_of_slot is None else query[step.row_of_slot]
     count, num_heads, kv_heads = q.shape[0], q.shape[1], keys.shape[1]
     k, v = keys[:count, :, : step.span], values[:count, :, : step.span]
-    out = _attend_once(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k, v, step.out_of_sight(window), scaling)
-    out = out.flatten(1, 2)
-    if step.row_of_slot is not None:
-        out = out[step.slots]
-    return out.unsqueeze(0)
+    hidden = step.out_of_sight(kind.window)
+    out = _attend_once(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k, v, hidden, kind.scaling).flatten(1, 2)
+    return out if step.row_of_slot is None else out[step.slots]
 
 
 def _attend_once(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scaling: float) -> Tensor:
@@ -224,12 +319,6 @@ def _attend_once(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scaling: float
         return scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scaling)
     scores = torch.matmul(q * scaling, k.transpose(2, 3)).masked_fill_(hidden, float("-inf"))
     return torch.matmul(torch.softmax(scores, dim=-1), v)
-
-
-def _layer_index(module: nn.Module) -> int:
-    index = module.layer_idx
-    assert isinstance(index, int)
-    return index
 
 
 # Registered without a mask function: transformers then builds no mask, and `Packing` says all there is to say.

@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, Packing
 from .config import WorkerConfig
+from .trunk import Merge, fused_trunk
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 _UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "kv_lora_rank")
@@ -53,6 +54,7 @@ class BaseModel:
         self.model = _load(config.model.source, self.dtype, self.device)
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
+        self._fused = fused_trunk(self.trunk)
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
@@ -67,8 +69,15 @@ class BaseModel:
             return rope["original_max_position_embeddings"]
         return getattr(self.config, "max_position_embeddings", None)
 
+    def merge_linears(self, merge: Merge) -> None:
+        """Offers a way to run several linear layers of one input as one, and the layers as they are now."""
+        if self._fused is not None:
+            self._fused.merge(merge)
+
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
+        if self._fused is not None:
+            return self._fused.hidden_states(tokens, positions, packing)
         output = self.trunk(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
         )

@@ -84,7 +84,7 @@ def test_what_an_earlier_sequence_left_in_a_slot_does_not_reach_the_next() -> No
     qkv = rows(sum(LENGTHS), seed=2)
     shorter = [length - 1 for length in LENGTHS]
     cache = KeyValueCache(num_layers=1, num_slots=4, capacity=16)
-    for tensor in cache.of_layer(0, qkv[1]):
+    for tensor in cache.of_layer(0, qkv[1][0].transpose(0, 1)):
         tensor.fill_(math.nan)
     slots = [0, 1, 2, 3]
     attend(all_but_last(qkv, LENGTHS), Packing(pack_lengths(shorter), cache, torch.tensor(slots)))
@@ -120,7 +120,7 @@ def decode_outputs(cache: KeyValueCache, slot: int, length: int, capacity: int) 
     """One token decoded against a copy of one slot."""
     keys, values = cache.of_layer(0, torch.empty(0))
     alone = KeyValueCache(num_layers=1, num_slots=1, capacity=capacity)
-    for target, source in zip(alone.of_layer(0, keys), (keys, values), strict=True):
+    for target, source in zip(alone.of_layer(0, keys[:, :, 0]), (keys, values), strict=True):
         target[0, :, :length] = source[slot, :, :length]
     return attend(rows(1, seed=6), decode_packing(alone, [0], [length]))
 

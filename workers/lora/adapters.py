@@ -10,7 +10,7 @@ from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..model import BaseModel
 from .adapter import Adapter, Target
-from .linear import Active, LoraLinear
+from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
 from .residency import Residency
 from .segment import Segment
@@ -30,6 +30,7 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
+        base.merge_linears(MergedLoraLinear)
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 

@@ -1,0 +1,166 @@
+"""The layers of Llama-shaped models run without transformers' forward: the same weights, the same numbers, fewer passes
+over memory and less Python. What is not recognised to the last module runs as transformers wrote it.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import AttentionKind, Packing, attend
+from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
+
+# The name that a family's classes begin with -> the module of transformers that holds them.
+_FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
+
+# Rotations that do not depend on the lengths in a batch.
+_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+
+# With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart.
+_MOST_MERGED_TOKENS = 256
+
+# Makes one linear layer of several of the same input; `out_features` of the result says how to split its output.
+Merge = Callable[[Sequence[Any]], Any]
+
+
+class FusedTrunk:
+    """Everything below the unembedding of a recognised model, over the modules that transformers made.
+
+    Its linear layers are looked up at each call: `lora` replaces them.
+    """
+
+    def __init__(self, trunk: Any, family: str) -> None:
+        self._embedding = trunk.embed_tokens
+        self._layers = [_Layer(layer, family) for layer in trunk.layers]
+        self._norm = _rms_norm(trunk.norm)
+        rotary = trunk.rotary_emb
+        self._rotary = RotaryTable(rotary.inv_freq, rotary.attention_scaling)
+
+    def merge(self, merge: Merge) -> None:
+        """Has the linear layers of one input run as one where that is faster."""
+        for layer in self._layers:
+            layer.merge(merge)
+
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
+        hidden, update = self._embedding(tokens), None
+        rotation = self._rotary.at(positions, packing.longest)
+        for layer in self._layers:
+            hidden, update = layer.forward(hidden, update, rotation, packing)
+        return _add_norm(hidden, update, self._norm)[1]
+
+
+class _Layer:
+    def __init__(self, layer: Any, family: str) -> None:
+        attention = layer.self_attn
+        self._attention, self._mlp = attention, layer.mlp
+        self._head_dim = attention.head_dim
+        self._kind = AttentionKind(attention.layer_idx, attention.scaling, _window(attention))
+        self._input_norm = _rms_norm(layer.input_layernorm)
+        self._mlp_norm = _rms_norm(layer.post_attention_layernorm)
+        self._query_norm = _rms_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+        self._key_norm = _rms_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._is_dense = _is(layer.mlp, family, "MLP")
+        self._merged_qkv: Any = None
+        self._merged_gate_up: Any = None
+
+    def merge(self, merge: Merge) -> None:
+        attention, mlp = self._attention, self._mlp
+        self._merged_qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
+        if self._is_dense:
+            self._merged_gate_up = merge([mlp.gate_proj, mlp.up_proj])
+
+    def forward(
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, packing: Packing
+    ) -> tuple[Tensor, Tensor]:
+        """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
+        hidden, x = _add_norm(hidden, update, self._input_norm)
+        hidden, x = add_rms_norm(hidden, self._attend(x, rotation, packing), self._mlp_norm)
+        return hidden, self._feed_forward(x)
+
+    def _attend(self, x: Tensor, rotation: Rotation, packing: Packing) -> Tensor:
+        attention = self._attention
+        query, key, value = (
+            part.unflatten(-1, (-1, self._head_dim))
+            for part in _products(x, self._merged_qkv, [attention.q_proj, attention.k_proj, attention.v_proj])
+        )
+        query = rotate_heads(query, rotation, self._query_norm)
+        key = rotate_heads(key, rotation, self._key_norm)
+        return attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))
+
+    def _feed_forward(self, x: Tensor) -> Tensor:
+        mlp = self._mlp
+        if not self._is_dense:
+            return mlp(x.unsqueeze(0)).squeeze(0)
+        gate, up = _products(x, self._merged_gate_up, [mlp.gate_proj, mlp.up_proj])
+        return mlp.down_proj(swiglu(gate, up))
+
+
+def fused_trunk(trunk: nn.Module) -> FusedTrunk | None:
+    """None for a model that this file does not know through and through."""
+    family = type(trunk).__name__.removesuffix("Model")
+    if family not in _FAMILIES or not _recognised(trunk, family):
+        return None
+    return FusedTrunk(trunk, family)
+
+
+def _recognised(trunk: Any, family: str) -> bool:
+    if any(_is_altered(module) for module in trunk.modules()):
+        return False
+    return (
+        _is(trunk, family, "Model")
+        and type(trunk.embed_tokens) is nn.Embedding
+        and _is(trunk.norm, family, "RMSNorm")
+        and _is(trunk.rotary_emb, family, "RotaryEmbedding")
+        and trunk.rotary_emb.rope_type in _FIXED_ROTATIONS
+        and all(_is_layer(layer, family, trunk.rotary_emb) for layer in trunk.layers)
+    )
+
+
+def _is_layer(layer: Any, family: str, rotary: Any) -> bool:
+    attention, mlp = layer.self_attn, layer.mlp
+    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    return (
+        _is(layer, family, "DecoderLayer")
+        and _is(attention, family, "Attention")
+        and 2 * len(rotary.inv_freq) == attention.head_dim
+        and all(_is(norm, family, "RMSNorm") for norm in norms)
+        and (_is(mlp, family, "SparseMoeBlock") or (_is(mlp, family, "MLP") and mlp.config.hidden_act == "silu"))
+    )
+
+
+def _is(module: nn.Module, family: str, role: str) -> bool:
+    kind, directory = type(module), _FAMILIES[family]
+    home = f"transformers.models.{directory}.modeling_{directory}"
+    return kind.__name__ == family + role and kind.__module__ == home
+
+
+def _is_altered(module: nn.Module) -> bool:
+    """Whether somebody (a library that shards or offloads) has hooked into the module's forward."""
+    return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
+
+
+def _window(attention: Any) -> int | None:
+    """Mistral alone keeps it in the config; Llama has none."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return attention.config.sliding_window if _is(attention, "Mistral", "Attention") else None
+
+
+def _rms_norm(module: Any) -> RmsNorm:
+    return RmsNorm(module.weight, module.variance_epsilon)
+
+
+def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+    if update is None:
+        return hidden, rms_norm(hidden, norm)
+    return add_rms_norm(hidden, update, norm)
+
+
+def _products(x: Tensor, merged: Any, linears: list[Any]) -> Sequence[Tensor]:
+    """x [tokens, in] through each of the linears."""
+    if merged is None or torch.is_grad_enabled() or (x.device.type == "cpu" and len(x) > _MOST_MERGED_TOKENS):
+        return [linear(x) for linear in linears]
+    return merged(x).split(merged.out_features, dim=-1)

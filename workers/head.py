@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lora import LoraPair, Segment, frozen_product
+from .lora import LoraPair, Segment, frozen_product, mkldnn_linear
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
@@ -48,15 +48,14 @@ class Head:
     def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
         """As `logits`, for rows of several adapters: hidden [n, hidden] -> float32 [n, vocab]."""
         logits = self._product(hidden, self._unembedding)
-        for segment, pair in _with_pair(segments):
-            rows = slice(segment.start, segment.stop)
-            pair.add_up(logits[rows], pair.down(hidden[rows]))
+        _add_pairs(logits, hidden, segments)
         return logits.float()
 
     @torch.no_grad()
     def losses(self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective]) -> list[HeadOutput]:
         """Of hidden [n, hidden], by objective, without gradients."""
-        logprobs = self._logprobs(hidden, segments, _side_by_side([each.targets for each in objectives]))
+        targets = _side_by_side([each.targets for each in objectives])
+        logprobs = self._logprobs(hidden, segments, targets, self._room(hidden))
         outputs = []
         for objective in objectives:
             own = _in_shape_of(objective.targets, logprobs[objective.start : objective.stop])
@@ -69,33 +68,44 @@ class Head:
     ) -> list[HeadOutput]:
         """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
         targets = _side_by_side([each.targets for each in objectives])
-        scorings = [self._scoring(hidden, segments, objective) for objective in objectives]
+        room = self._room(hidden)
+        scorings = [self._scoring(hidden, segments, objective, room) for objective in objectives]
         for rows in self._chunks(len(hidden)):
             inside = _within(segments, rows)
-            log_softmax = self._log_softmax(hidden[rows], inside)
+            log_softmax = self._log_softmax(hidden[rows], inside, room)
             d_logprobs = _score(scorings, rows, _gather(log_softmax, targets[rows]))
-            self._backward(log_softmax, targets[rows], d_logprobs, hidden[rows], inside, gradient[rows])
+            self._backward(log_softmax, targets[rows], d_logprobs, hidden[rows], inside, gradient[rows], room)
         return [scoring.output() for scoring in scorings]
 
-    def _scoring(self, hidden: Tensor, segments: Sequence[Segment], objective: Objective) -> "_Scoring":
+    def _scoring(self, hidden: Tensor, segments: Sequence[Segment], objective: Objective, room: "_Room") -> "_Scoring":
         """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
         before any gradient."""
         scoring = _Scoring(objective)
         rows = slice(objective.start, objective.stop)
         if objective.loss.sequence_wise and rows.start // self._chunk_rows != (rows.stop - 1) // self._chunk_rows:
-            scoring.score_all(self._logprobs(hidden[rows], _within(segments, rows), objective.targets))
+            scoring.score_all(self._logprobs(hidden[rows], _within(segments, rows), objective.targets, room))
         return scoring
 
-    def _logprobs(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> Tensor:
+    def _logprobs(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor, room: "_Room") -> Tensor:
         parts = [
-            _gather(self._log_softmax(hidden[rows], _within(segments, rows)), targets[rows])
+            _gather(self._log_softmax(hidden[rows], _within(segments, rows), room), targets[rows])
             for rows in self._chunks(len(hidden))
         ]
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
-    def _log_softmax(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
-        logits = self.logits_of_segments(hidden, segments)
+    def _log_softmax(self, hidden: Tensor, segments: Sequence[Segment], room: "_Room") -> Tensor:
+        """Valid until the next chunk's."""
+        logits = room.whole[: len(hidden)]
+        if self._product is not mkldnn_linear and hidden.dtype == logits.dtype:
+            torch.mm(hidden, self._unembedding.t(), out=logits)
+            _add_pairs(logits, hidden, segments)
+        else:
+            logits.copy_(self.logits_of_segments(hidden, segments))
         return torch.log_softmax(logits, dim=-1, out=logits)
+
+    def _room(self, hidden: Tensor) -> "_Room":
+        num_rows = min(self._chunk_rows, len(hidden))
+        return _Room(torch.empty(num_rows, len(self._unembedding), device=hidden.device))
 
     def _chunks(self, num_rows: int) -> Iterator[slice]:
         return (slice(i, min(i + self._chunk_rows, num_rows)) for i in range(0, num_rows, self._chunk_rows))
@@ -108,6 +118,7 @@ class Head:
         hidden: Tensor,
         segments: Sequence[Segment],
         gradient: Tensor,
+        room: "_Room",
     ) -> None:
         """The gradient of one chunk, which it takes over log_softmax's memory for.
 
@@ -121,7 +132,7 @@ class Head:
         rows = has_gradient.nonzero().squeeze(1)
         if len(rows):
             gradient[rows] = self._hidden_gradient(
-                log_softmax[rows], targets[rows], d_logprobs[rows], hidden[rows], _among(segments, rows)
+                room.some_of(log_softmax, rows), targets[rows], d_logprobs[rows], hidden[rows], _among(segments, rows)
             )
 
     def _hidden_gradient(
@@ -137,6 +148,24 @@ class Head:
             rows = slice(segment.start, segment.stop)
             pair.backward(d_logits[rows], hidden[rows], pair.down(hidden[rows]), d_hidden[rows])
         return d_hidden
+
+
+class _Room:
+    """Where the float32 logits of one chunk after the other lie. whole: [rows, vocab].
+
+    Had each chunk a tensor of its own, glibc before 2.38 would seldom find the room of the last one again: torch wants
+    it aligned. Memory would then grow as if all logits were kept.
+    """
+
+    def __init__(self, whole: Tensor) -> None:
+        self.whole = whole
+        self._part: Tensor | None = None
+
+    def some_of(self, log_softmax: Tensor, rows: Tensor) -> Tensor:
+        """A copy of these rows; valid until the next call."""
+        if self._part is None:
+            self._part = torch.empty_like(self.whole)
+        return torch.index_select(log_softmax, 0, rows, out=self._part[: len(rows)])
 
 
 class _Scoring:
@@ -219,6 +248,12 @@ def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
         for segment, (start, stop) in zip(segments, torch.searchsorted(rows, borders).tolist(), strict=True)
         if start < stop
     ]
+
+
+def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> None:
+    for segment, pair in _with_pair(segments):
+        rows = slice(segment.start, segment.stop)
+        pair.add_up(logits[rows], pair.down(hidden[rows]))
 
 
 def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:

@@ -33,15 +33,14 @@ class Child:
 @contextmanager
 def child(module: str, *arguments: str) -> Iterator[Child]:
     """Runs `module` of this package until the end of the block; it waits silently in between."""
-    command = [sys.executable, "-m", f"{__package__}.{module}", *arguments]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    try:
-        yield Child(process)
-    finally:
+    command = [sys.executable, "-m", f"trainhouse.tests.benchmarks.{module}", *arguments]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
-        process.stdin.close()
         try:
-            process.wait(EXIT_SECONDS)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield Child(process)
+        finally:
+            process.stdin.close()
+            try:
+                process.wait(EXIT_SECONDS)
+            except subprocess.TimeoutExpired:
+                process.kill()

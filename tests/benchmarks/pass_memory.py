@@ -37,7 +37,7 @@ def _run_pass(worker: Worker, tokens: int, length: int) -> None:
     data = []
     for _ in range(tokens // length):
         row = random.integers(0, vocab, length + 1)
-        weights = np.ones(length, dtype=np.float32)
+        weights = (np.arange(length) >= length // 3).astype(np.float32)  # after a prompt
         data.append(Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": weights}))
     request = ForwardBackwardRequest("run", 1, tuple(data), "cross_entropy")
     (output,) = worker.run_pass(Pass((Part(tokens, request),)))

@@ -1,0 +1,37 @@
+"""The peak memory of a pass: in proportion to the tokens of a micro-batch, whatever the vocabulary."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ..benchmarks.child import child
+from ..tiny import tiny_model
+
+VOCAB = 32768
+LOGIT_BYTES = 4 * VOCAB
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny_model("qwen3", tmp_path_factory.mktemp("large-vocabulary"), vocab_size=VOCAB)
+
+
+def growths(model: Path, pass_sizes: Sequence[int], **knobs: int) -> list[int]:
+    """Bytes that the peak of a new process lies above its loaded model's, after passes of growing numbers of tokens."""
+    with child("pass_memory") as worker:
+        worker.ask({"model": str(model), "threads": 1, **knobs})
+        return [worker.ask({"tokens": tokens, "length": 512}) for tokens in pass_sizes]
+
+
+def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logits(model: Path) -> None:
+    one, two, four, eight = growths(model, (1024, 2048, 4096, 8192), micro_batch_tokens=4096, head_chunk_tokens=64)
+    assert four < 4096 * LOGIT_BYTES / 4
+    assert four - two == pytest.approx(2 * (two - one), rel=0.5)
+    assert eight < 1.3 * four, "two micro-batches, one after the other"
+
+
+def test_a_head_that_takes_all_rows_at_once_shows_in_the_peak(model: Path) -> None:
+    """What the measure above would see, were there a [tokens, vocabulary] tensor."""
+    [peak] = growths(model, [2048], head_chunk_tokens=2048)
+    assert peak > 2048 * LOGIT_BYTES

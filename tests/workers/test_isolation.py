@@ -1,6 +1,7 @@
 """Operations of many runs in one pass: each is as if it ran alone, whatever goes wrong with another."""
 
 import re
+import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -159,13 +160,15 @@ def alone(house: House) -> Results:
 def assert_same(found: Results, expected: Results) -> None:
     """As a rule bit for bit; float32 in other batch shapes was measured below 1e-6 and 6e-7."""
     for run_id in TENANTS:
-        one, other = found[run_id], expected[run_id]
-        assert isinstance(one, Result) and isinstance(other, Result), (one, other)
-        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1.5e-6)
-        assert one.metrics == pytest.approx(other.metrics, rel=1e-6, abs=1e-6)
-        if other.gradient is not None:
-            assert one.gradient is not None
-            assert relative_error(one.gradient, other.gradient) < 1e-6, run_id
+        assert_same_result(found[run_id], expected[run_id])
+
+
+def assert_same_result(one: Result | Failure, other: Result | Failure) -> None:
+    assert isinstance(one, Result) and isinstance(other, Result), (one, other)
+    np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1.5e-6)
+    assert one.metrics == pytest.approx(other.metrics, rel=1e-6, abs=1e-6)
+    if other.gradient is not None:
+        assert relative_error(gradient_of(one), other.gradient) < 1e-6
 
 
 def relative_error(found: Tensor, expected: Tensor) -> float:
@@ -249,7 +252,10 @@ def allocates_too_much(logprobs: Tensor, inputs: Mapping[str, Tensor], config: M
 
 BROKEN_LOSSES = {
     "an error that nobody foresaw": (explodes, "ArithmeticError: boom"),
-    "want of memory": (allocates_too_much, "out of memory: datum 0 has 12 tokens.*of 12 tokens.*down from 4096.*free"),
+    "want of memory": (
+        allocates_too_much,
+        "out of memory: a micro-batch of 12 tokens .*is 4096; datum 0 alone has 12.*cpu has .* free",
+    ),
 }
 
 BAD_WEIGHTS = {
@@ -365,3 +371,49 @@ def test_the_base_stays_frozen_and_a_forward_keeps_no_graph(forward_only: bool, 
     assert bool(saved) == (not forward_only)
     parameters = list(house.worker._base.model.parameters())
     assert not any(parameter.requires_grad or parameter.grad is not None for parameter in parameters)
+
+
+def takes_a_megabyte_a_row(logprobs: Tensor, inputs: Mapping[str, Tensor], config: Mapping[str, float]) -> LossOutput:
+    torch.empty(len(logprobs) << 20, dtype=torch.uint8)
+    return LOSSES["cross_entropy"].function(logprobs, inputs, config)
+
+
+@contextmanager
+def spare_memory(num_bytes: int) -> Iterator[None]:
+    """Inside, this process gets so much more and no more; what it takes need not be touched."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (used + num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, before)
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="limits a process's memory as Linux does")
+def test_for_want_of_memory_a_pass_is_split_and_what_fits_in_smaller_pieces_is_done(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(LOSSES, "hungry", replace(LOSSES["cross_entropy"], function=takes_a_megabyte_a_row))
+    house = House(tiny_models["llama"], head_chunk_tokens=4096)
+    random = np.random.default_rng(0)
+    lengths = {"a": [50] * 24, "b": [8], "c": [1000]}
+    hungry = [
+        ForwardBackwardRequest(run_id, 1, tuple(some_datum("cross_entropy", n, random) for n in own), "hungry")
+        for run_id, own in lengths.items()
+    ]
+    hidden_states, sizes = house.worker._base.hidden_states, []
+
+    def recorded(tokens: Tensor, *others: Any) -> Tensor:
+        sizes.append(len(tokens))
+        return hidden_states(tokens, *others)
+
+    monkeypatch.setattr(house.worker._base, "hidden_states", recorded)
+    with spare_memory(800 << 20):
+        found = house.run(*hungry)
+    assert isinstance(found["a"], Result) and isinstance(found["b"], Result)
+    failure = found["c"]
+    assert isinstance(failure, Failure)
+    assert re.search("micro-batch of 1000 tokens does not fit .* datum 0 alone has 1000", failure.message)
+    assert sizes == [2208, 1200, 600, 600, 8, 1000]
+    assert_same_result(found["a"], house.run(replace(hungry[0], loss_fn="cross_entropy"))["a"])

@@ -33,11 +33,10 @@ def out_of_memory_message(operation: Operation, configured: int, tried: int, dev
     """configured, tried: tokens of a micro-batch."""
     lengths = [len(row.tokens) for row in operation.rows]
     longest = max(lengths)
+    largest, datum = min(sum(lengths), max(tried, longest)), operation.first_datum + lengths.index(longest)
     free = available_bytes(device)
-    lowered = f", down from {configured}" if tried < configured else ""
     return (
-        f"out of memory: datum {operation.first_datum + lengths.index(longest)} has {longest} tokens, which one"
-        f" micro-batch must hold (of {tried} tokens at last{lowered}), and {device} has"
-        f" {gigabytes(free) if free is not None else 'an unknown amount'} free: send shorter sequences, or serve this"
-        " model with more memory"
+        f"out of memory: a micro-batch of {largest} tokens does not fit (micro_batch_tokens is {configured}; datum"
+        f" {datum} alone has {longest}), {device} has {gigabytes(free) if free is not None else 'an unknown amount'}"
+        " free: send shorter sequences, or serve this model with more memory"
     )

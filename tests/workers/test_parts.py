@@ -1,0 +1,224 @@
+"""An operation over several passes: as in one, all or nothing, and forgotten when its run is."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.lora import Adapter
+from trainhouse.workers.losses import LOSSES, LossOutput
+from trainhouse.workers.programs.progress import Answer
+from trainhouse.workers.programs.rounds import rounds
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.worker import Worker
+
+LORA = LoraConfig(rank=4, seed=1)
+SIZES = (2, 3, 1)
+"""Data of each part."""
+
+
+@pytest.fixture(scope="module")
+def module_worker(tiny_models: dict[str, Path]) -> Worker:
+    return Worker(
+        WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1, adapter_slots=2)
+    )
+
+
+@pytest.fixture
+def worker(module_worker: Worker) -> Iterator[Worker]:
+    """With runs "run" and "other"."""
+    for run_id in ("run", "other"):
+        module_worker.create_run(RunSpec(run_id, LORA))
+    yield module_worker
+    for run_id in ("run", "other"):
+        module_worker.drop_run(run_id)
+    assert not module_worker._program._open
+
+
+def adapter_of(worker: Worker, run_id: str = "run") -> Adapter:
+    return worker._adapters.get(run_id)
+
+
+def some_request(run_id: str = "run", num_data: int = sum(SIZES), **fields: Any) -> ForwardBackwardRequest:
+    random = np.random.default_rng(2)
+    return replace(
+        ForwardBackwardRequest(run_id, 1, tuple(some_datum(random) for _ in range(num_data)), "ppo"), **fields
+    )
+
+
+def some_datum(random: np.random.Generator) -> Datum:
+    tokens = random.integers(0, 512, random.integers(4, 20))
+    sampled = {"logprobs": random.normal(-6, 0.3, len(tokens) - 1), "advantages": random.normal(size=len(tokens) - 1)}
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:]} | sampled)
+
+
+def parts_of(request: ForwardBackwardRequest, operation_id: int = 7) -> list[Part]:
+    starts = np.cumsum([0, *SIZES]).tolist()
+    return [
+        Part(operation_id, replace(request, data=request.data[start : start + size]), start, start + size == sum(SIZES))
+        for start, size in zip(starts, SIZES, strict=False)
+    ]
+
+
+def run(worker: Worker, *parts: Part) -> Answer:
+    """The last part's answer; the others are in the same pass."""
+    return worker.run_pass(Pass(parts))[-1]
+
+
+def succeeded(answer: Answer) -> ForwardBackwardOutput:
+    assert isinstance(answer, ForwardBackwardOutput), answer
+    return answer
+
+
+def failed(answer: object) -> Failure:
+    assert isinstance(answer, Failure), answer
+    return answer
+
+
+def with_bad_datum(part: Part, at: int) -> Part:
+    data = list(part.request.data)
+    data[at] = replace(
+        data[at], loss_fn_inputs={**data[at].loss_fn_inputs, "advantages": np.full(len(data[at].tokens), 3e38)}
+    )
+    return replace(part, request=replace(part.request, data=tuple(data)))
+
+
+def explodes(*arguments: Any) -> LossOutput:
+    raise ArithmeticError("boom")
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_an_operation_over_several_passes_answers_as_one(forward_only: bool, worker: Worker) -> None:
+    """Other operations run between its parts and beside them."""
+    request, adapter = some_request(forward_only=forward_only), adapter_of(worker)
+    expected = succeeded(run(worker, Part(0, request)))
+    window, gradient = replace(adapter.window), None if forward_only else adapter.accumulator.clone()
+    worker.clear_gradients("run")
+    first, second, last = parts_of(request)
+    assert run(worker, first) is None
+    succeeded(run(worker, Part(1, some_request("other"))))
+    assert run(worker, Part(2, some_request("other")), second) is None
+    assert not adapter.window.num_operations
+    found = succeeded(run(worker, last))
+    assert found.metrics == pytest.approx(expected.metrics, rel=1e-6, abs=1e-6)
+    assert found.metrics != pytest.approx({name: 1.0001 * value for name, value in expected.metrics.items()}, rel=1e-6)
+    assert len(found.loss_fn_outputs) == len(request.data)
+    for one, other in zip(found.loss_fn_outputs, expected.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(one["logprobs"], other["logprobs"], atol=1.5e-6)
+    assert adapter.window.num_operations == window.num_operations == (not forward_only)
+    assert (adapter.window.num_tokens, adapter.window.weight_sum) == (window.num_tokens, window.weight_sum)
+    if gradient is not None:
+        assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+        assert float((adapter.accumulator - gradient * (1 + 1e-5)).norm() / gradient.norm()) > 1e-6
+
+
+@pytest.mark.parametrize("bad_part", [0, 1, 2])
+def test_a_part_that_fails_takes_the_whole_operation_with_it(bad_part: int, worker: Worker) -> None:
+    adapter = adapter_of(worker)
+    succeeded(run(worker, Part(0, some_request())))
+    before = adapter.accumulator.clone()
+    parts = parts_of(some_request())
+    for part in parts[:bad_part]:
+        assert run(worker, part) is None
+    failure = failed(run(worker, with_bad_datum(parts[bad_part], 0)))
+    assert f"datum {parts[bad_part].first_datum}: the ppo loss" in failure.message
+    assert torch.equal(adapter.accumulator, before)
+    assert adapter.window.num_operations == 1
+    assert adapter.window.refused == failure.message
+    for late in parts[bad_part + 1 :]:
+        assert "are not here" in failed(run(worker, late)).message
+
+
+def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its first attempt is stopped after its own work is done, by a neighbour in its pass."""
+    monkeypatch.setitem(LOSSES, "broken", replace(LOSSES["ppo"], function=explodes))
+    request, adapter = some_request(), adapter_of(worker)
+    expected = succeeded(run(worker, Part(0, request)))
+    gradient = adapter.accumulator.clone()
+    worker.clear_gradients("run")
+    monkeypatch.setattr(worker._program, "_token_budget", 1)  # its own sequences, being longer, come first
+    inputs = {"target_tokens": np.zeros(1, np.int64), "logprobs": np.zeros(1), "advantages": np.ones(1)}
+    broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
+    first, second, last = parts_of(request)
+    assert run(worker, first) is None
+    answers = worker.run_pass(Pass((second, Part(8, broken))))
+    assert answers[0] is None
+    assert "ArithmeticError: boom" in failed(answers[1]).message
+    assert succeeded(run(worker, last)).metrics == pytest.approx(expected.metrics, rel=1e-6)
+    assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+
+
+FORGETTING: dict[str, Callable[[Worker, Path], None]] = {
+    "dropped": lambda worker, _: (worker.drop_run("run"), worker.create_run(RunSpec("run", LORA)), None)[-1],
+    "cleared": lambda worker, _: worker.clear_gradients("run"),
+    "loaded": lambda worker, directory: worker.load_run("run", str(directory), optimizer=False),
+}
+
+
+@pytest.mark.parametrize("how", FORGETTING)
+def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operation(
+    how: str, worker: Worker, tmp_path: Path
+) -> None:
+    worker.save_run("run", str(tmp_path), optimizer=False)
+    first, second, _ = parts_of(some_request())
+    others = parts_of(some_request("other"), operation_id=8)
+    assert worker.run_pass(Pass((first, others[0]))) == (None, None)
+    FORGETTING[how](worker, tmp_path)
+    assert list(worker._program._open) == [8]
+    failure = failed(run(worker, second))
+    assert "the 2 data before these are not here" in failure.message
+    assert failure.category == "server"
+    succeeded([run(worker, part) for part in others[1:]][-1])
+
+
+def test_an_unfinished_operation_outlives_its_adapters_stay_on_the_device(worker: Worker) -> None:
+    """There are two slots and three runs."""
+    expected = succeeded(run(worker, Part(0, some_request())))
+    gradient = adapter_of(worker).accumulator.clone()
+    worker.clear_gradients("run")
+    worker.create_run(RunSpec("third", LORA))
+    for part in parts_of(some_request()):
+        answer = run(worker, part)
+        worker.run_pass(Pass((Part(1, some_request("other")), Part(2, some_request("third")))))
+    assert succeeded(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
+    with worker._adapters.resident(["run"]) as (adapter,):
+        assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
+    worker.drop_run("third")
+
+
+def test_operations_of_one_run_in_a_pass_add_up_in_their_order(worker: Worker) -> None:
+    """The second is bad; the third still counts, and the step knows."""
+    first, _, third = (replace(some_request(), data=some_request().data[i : i + 2]) for i in (0, 2, 4))
+    for request in (first, third):
+        succeeded(run(worker, Part(0, request)))
+    expected = adapter_of(worker).accumulator.clone()
+    worker.clear_gradients("run")
+    bad = with_bad_datum(Part(1, some_request()), 4)
+    answers = worker.run_pass(Pass((Part(0, first), bad, Part(2, third), Part(3, replace(first, forward_only=True)))))
+    assert [type(answer).__name__ for answer in answers] == [
+        "ForwardBackwardOutput",
+        "Failure",
+        "ForwardBackwardOutput",
+        "ForwardBackwardOutput",
+    ]
+    assert torch.equal(adapter_of(worker).accumulator, expected)
+    assert adapter_of(worker).window.num_operations == 2
+    (step,) = worker.apply_steps((Step("run", AdamParams()),))
+    assert "datum 4" in failed(step).message
+
+
+def test_rounds_keep_a_runs_gradients_apart_and_its_forwards_together() -> None:
+    def part(run_id: str, forward_only: bool = False) -> Part:
+        return Part(0, ForwardBackwardRequest(run_id, 1, (), "ppo", forward_only=forward_only))
+
+    a, b, a_forward, c = part("a"), part("b"), part("a", True), part("c")
+    assert list(rounds([a, a, b, a, b], 8)) == [[0, 2], [1, 4], [3]]
+    assert list(rounds([a_forward, a, a_forward, b], 8)) == [[0, 2], [1, 3]]
+    assert list(rounds([a, b, c, a], 2)) == [[0, 1], [2, 3]]
+    assert list(rounds([], 2)) == []

@@ -15,6 +15,7 @@ from .real import (
     BOB,
     MODEL,
     PROTOBUF,
+    VOCAB,
     Run,
     Server,
     batch,
@@ -93,6 +94,35 @@ async def test_a_repeated_submit_is_not_applied_twice(server: Server) -> None:
         run.numbers = iter(range(3, 9))  # type: ignore[assignment]
     losses = [(await run.forward_backward(batch())).metrics["loss:sum"] for run in (once, twice)]
     assert losses[0] == losses[1]
+
+
+async def test_a_failure_in_a_pipeline_fails_its_own_step_and_no_other(server: Server) -> None:
+    """All is submitted before anything is answered: steps are handed to the workers before their batches fail."""
+    piped, plain = await server.create_run(), await server.create_run()
+    unknown_token = datum([5, VOCAB, 7])
+    infinite = datum([5, 6, 7], target_tokens=[6, 7], weights=[np.inf, 1.0])
+    bodies = [
+        [batch(2, seed=1), [unknown_token]],  # the rest of a window must go with what failed
+        [batch(2)],
+        [[infinite], batch(2, seed=1)],
+        [None, batch(2, seed=1)],  # a body that cannot be decoded
+        [batch(2)],
+    ]
+    steps = []
+    for window in bodies:
+        for data in window:
+            seq_id = next(piped.numbers)
+            body = piped.encode(data or batch(2), seq_id)
+            sent = await piped.send(body if data else body[:-5])
+            assert sent.status_code == (200 if data else 400), sent.text
+        steps.append((await piped.submit("optim_step", adam_params=ADAM))["request_id"])
+    results = [await server.result(step) for step in steps]
+    assert ["metrics" in result for result in results] == [False, True, False, False, True]
+    reasons = [f"forward_backward with seq_id {seq_id}" for seq_id in (2, 6, 9)]
+    assert all(reason in results[index]["error"] for reason, index in zip(reasons, (0, 2, 3), strict=True))
+    await plain.train(batch(2), 2)
+    after = [(await run.forward_backward(batch(), forward_only=True)).metrics["loss:sum"] for run in (piped, plain)]
+    assert after[0] == pytest.approx(after[1], rel=1e-5)
 
 
 async def test_create_model_is_deduplicated_by_its_number(server: Server) -> None:

@@ -262,7 +262,7 @@ def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, 
     train(adapters, "one", 2)
     with adapters.resident(["one"]) as (adapter,):
         name = adapter.targets[0].name
-        assert torch.equal(adapter.all_factors()[name][1], adapter.pairs[name].b.bfloat16())
+        assert torch.equal(adapter.all_factors()[name][1].t(), adapter.pairs[name].b.bfloat16())
         assert adapter.all_factors()[name][1].any()
 
 

@@ -144,15 +144,15 @@ class Adapter:
         return vector
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
-        """A and B of the target `name`: float32 views of the weights."""
+        """A and B^T of the target `name`: float32 views of the weights."""
         return self._vector("weights").matrices[name]
 
     def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """By target: the views of scratch that take the gradients of A and B."""
+        """By target: the views of scratch that take the gradients of A and B^T."""
         return self._vector("scratch").matrices
 
     def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """By target: A and B in the base's dtype, for products."""
+        """By target: A and B^T in the base's dtype, for products."""
         if self._dtype == torch.float32:
             return self._vector("weights").matrices
         weights = self.weights
@@ -217,9 +217,9 @@ class Adapter:
         """A vector [P] as the matrices it holds, by their names in PEFT's files."""
         named = {}
         for target in self.targets:
-            a, b = self._layout.views(vector, target)
+            a, b_t = self._layout.views(vector, target)
             named[f"base_model.model.{target.name}.lora_A.weight"] = a
-            named[f"base_model.model.{target.name}.lora_B.weight"] = b
+            named[f"base_model.model.{target.name}.lora_B.weight"] = b_t.t()
         return named
 
     # Moving: who moves an adapter (see Residency) takes its live vectors and gives them back elsewhere.
@@ -270,13 +270,13 @@ class _Layout:
             self.size = b_start + _aligned(rank * target.out_features)
 
     def views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
-        """A [rank, in] and B [out, rank] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
+        """A [rank, in] and B^T [rank, out] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
         rank = self._rank
         a_start, b_start = self._starts[target.name]
         start = vector.storage_offset()
         a = vector.as_strided((rank, target.in_features), (target.in_features, 1), start + a_start)
-        b = vector.as_strided((target.out_features, rank), (1, target.out_features), start + b_start)
-        return a, b
+        b_t = vector.as_strided((rank, target.out_features), (target.out_features, 1), start + b_start)
+        return a, b_t
 
 
 class _Vector:

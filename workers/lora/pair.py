@@ -27,7 +27,7 @@ class LoraPair:
     @property
     def b(self) -> Tensor:
         """float32 [out, rank]: a view of the adapter's weights."""
-        return self._adapter.matrices(self._name)[1]
+        return self._adapter.matrices(self._name)[1].t()
 
     @property
     def a_grad(self) -> Tensor:
@@ -37,7 +37,7 @@ class LoraPair:
     @property
     def b_grad(self) -> Tensor:
         """float32 [out, rank]: the view of the adapter's scratch."""
-        return self._adapter.all_gradients()[self._name][1]
+        return self._adapter.all_gradients()[self._name][1].t()
 
     def down(self, x: Tensor) -> Tensor:
         """x [tokens, in] -> x A^T [tokens, rank]. x has the base's dtype, here as in the other products."""
@@ -46,16 +46,16 @@ class LoraPair:
 
     def add_up(self, y: Tensor, reduced: Tensor) -> None:
         """y [tokens, out] += scale * reduced B^T."""
-        _, b = self._adapter.all_factors()[self._name]
-        y.addmm_(reduced, b.t(), alpha=self.scale)
+        _, b_t = self._adapter.all_factors()[self._name]
+        y.addmm_(reduced, b_t, alpha=self.scale)
 
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
         """Adds to the gradients of A and B, and to that of x where there is one.
 
         grad [tokens, out] is the gradient of y, x and reduced are as in `add_up`, grad_x [tokens, in].
         """
-        a, b = self._adapter.all_factors()[self._name]
-        grad_reduced = (grad @ b).mul_(self.scale)
+        a, b_t = self._adapter.all_factors()[self._name]
+        grad_reduced = (grad @ b_t.t()).mul_(self.scale)
         _add_product(self.a_grad, grad_reduced.t(), x, 1.0)
         _add_product(self.b_grad.t(), reduced.t(), grad, self.scale)
         if grad_x is not None:

@@ -83,7 +83,8 @@ class _Several:
         # A multiple of 8 ranks is one of 16 bytes.
         rank = -(-max(len(matrix) for matrix in matrices) // 8) * 8
         if all(len(matrix) == rank for matrix in matrices):
-            return torch.stack(list(matrices))
+            # A third of the time of torch.stack.
+            return torch.cat(list(matrices)).view(len(matrices), rank, -1)
         stack = matrices[0].new_zeros(len(matrices), rank, matrices[0].shape[1])
         places = [padded[: len(matrix)] for padded, matrix in zip(stack.unbind(), matrices, strict=True)]
         torch.ops.aten._foreach_copy_.default(places, list(matrices))

@@ -81,7 +81,7 @@ class _GroupTerms:
         factors = [adapter.all_factors() for adapter in self._adapters]
         stacks = [rows.stack([matrices[name][0] for matrices in factors]) for name in site.names]
         self._a = stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
-        self._bs = [rows.stack([matrices[name][1].t() for matrices in factors]) for name in site.names]
+        self._bs = [rows.stack([matrices[name][1] for matrices in factors]) for name in site.names]
         self._ranks = tuple(_stretches([stack.shape[-2] for stack in stacks]))
 
     def forward(self, x: Tensor, out: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -131,13 +131,13 @@ class _GroupTerms:
 def _add(
     gradients: Sequence[Mapping[str, tuple[Tensor, Tensor]]], name: str, of_a: Sequence[Tensor], of_b: Sequence[Tensor]
 ) -> None:
-    """To each adapter's gradients of A and B, but for the rows of a rank that it does not have."""
-    totals, parts = [], []
-    for matrices, *both in zip(gradients, of_a, of_b, strict=True):
-        a, b = matrices[name]
-        totals += (a, b.t())
-        parts += (part if len(part) == len(a) else part[: len(a)] for part in both)
-    torch.ops.aten._foreach_add_.List(totals, parts)
+    """To each adapter's gradients of A and B^T, but for the rows of a rank that it does not have."""
+    totals = [matrix for matrices in gradients for matrix in matrices[name]]
+    parts = [part for both in zip(of_a, of_b, strict=True) for part in both]
+    fitting = [
+        part if len(part) == len(total) else part[: len(total)] for part, total in zip(parts, totals, strict=True)
+    ]
+    torch.ops.aten._foreach_add_.List(totals, fitting)
 
 
 def _gaps(covered: Sequence[slice], num_rows: int) -> Iterator[slice]:

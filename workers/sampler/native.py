@@ -23,7 +23,7 @@ from ...schemas.sampling import SampleResponse
 from ..attention import DecodeStep, Packing, pack_lengths
 from ..config import WorkerConfig
 from ..head import Head
-from ..lora import Adapters, Segment
+from ..lora import Adapters, Plan, Segment
 from ..model import BaseModel
 from ..operation import ModelLimits
 from ..verbs import Failure, SampleJob, Slice, SliceResult
@@ -54,6 +54,7 @@ class Decoding:
     """The batch of all rows that hold a slot; slots and row_of_slot as in DecodeStep."""
 
     batch: Batch
+    plan: Plan
     slots: Tensor
     row_of_slot: Tensor | None
 
@@ -93,14 +94,15 @@ class NativeSampler:
         for request in work.join:
             self._join(request)
         self._fail_dropped()
-        # Adapters are overwritten between slices, so what holds on to them is made anew.
-        self._decoding = None
         try:
             self._run_until(deadline)
         except Exception:
             # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
             self._forget_all()
             raise
+        finally:
+            # Adapters are overwritten and moved between slices, and this holds copies of them.
+            self._decoding = None
         return SliceResult(self._finished, len(self._jobs))
 
     @torch.no_grad()
@@ -267,7 +269,7 @@ class NativeSampler:
         # The newest token of a row is the one that runs now: all before it are cached.
         lengths = self._tensor([row.length - 1 for row in batch.rows])
         step = DecodeStep(decoding.slots, decoding.row_of_slot, lengths, self._slots.longest())
-        with self._adapters.applied(batch.segments):
+        with self._adapters.applied(decoding.plan):
             hidden = self._base.hidden_states(tokens, lengths, Packing((), self._slots.cache, step=step))
         self._extend(batch, hidden)
 
@@ -275,7 +277,8 @@ class NativeSampler:
         by_slot = self._slots.rows
         slots = sorted(range(len(by_slot)), key=lambda slot: by_slot[slot].job.adapter_id or "")
         row_of_slot = None if slots == sorted(slots) else self._tensor(np.argsort(slots))
-        return Decoding(self._batch([by_slot[slot] for slot in slots]), self._tensor(slots), row_of_slot)
+        batch = self._batch([by_slot[slot] for slot in slots])
+        return Decoding(batch, self._adapters.plan(batch.segments), self._tensor(slots), row_of_slot)
 
     def _make_room(self) -> None:
         """For one more token of every row: the youngest give way, and one that is alone fails."""

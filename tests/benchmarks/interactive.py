@@ -14,7 +14,7 @@ from .report import Line, Section
 from .tenants import Times
 from .workload import MODEL
 
-SEQUENCES, LENGTH = 1000, 32
+SEQUENCES, LENGTH, CALLERS = 1000, 32, 3
 ALONE_SECONDS, BOTH_SECONDS = 6.0, 12.0
 PASS_TOKENS = DispatchConfig(models=()).pass_tokens
 
@@ -25,9 +25,10 @@ def interactive(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         child("tenants") as streamer,
         child("tenants") as caller,
     ):
-        for client, key in ((streamer, "tml-streams"), (caller, "tml-calls")):
-            client.ask({"url": server.url, "keys": [key]})
-        quiet = _waits(_call(caller, seconds=2, pause=0.01).receive())
+        streamer.ask({"url": server.url, "keys": ["tml-streams"]})
+        caller.ask({"url": server.url, "keys": [f"tml-calls-{i}" for i in range(CALLERS)]})
+        _stream(streamer, seconds=1).receive()
+        quiet = _waits(_call(caller, seconds=2, pause=0.1).receive())
         outcomes = [_round(streamer, caller) for _ in range(rounds)]
     passes = np.concatenate([outcome.latencies / outcome.pass_seconds for outcome in outcomes])
     pass_seconds = statistics.median(outcome.pass_seconds for outcome in outcomes)
@@ -36,8 +37,8 @@ def interactive(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         for name, waits in (("nobody else there", quiet), ("beside the stream", passes * pass_seconds))
     ]
     notes = [
-        f"{rounds} rounds, {len(passes)} forwards of one sequence of {LENGTH} tokens at any moment of a pass, while "
-        f"another tenant streams batches of {SEQUENCES} such sequences.",
+        f"{rounds} rounds, {len(passes)} forwards of {CALLERS} tenants, of one sequence of {LENGTH} tokens, at any moment",
+        f"of a pass, while another tenant streams batches of {SEQUENCES} such sequences.",
         f"A pass: {PASS_TOKENS} tokens at the rate of the stream alone, {1000 * pass_seconds:.0f} ms.",
     ]
     line = Line("p95 of a forward beside the stream, in passes", float(np.quantile(passes, 0.95)), "at most", 2.5)
@@ -63,15 +64,15 @@ def _round(streamer: Child, caller: Child) -> Outcome:
 
 
 def _stream(streamer: Child, seconds: float) -> Child:
-    streamer.send({"work": "stream", "lengths": [LENGTH] * SEQUENCES, "seconds": seconds})
+    streamer.send([{"work": "stream", "lengths": [LENGTH] * SEQUENCES, "seconds": seconds}])
     return streamer
 
 
 def _call(caller: Child, seconds: float, pause: float) -> Child:
-    caller.send({"work": "forwards", "lengths": [LENGTH], "seconds": seconds, "pause": pause})
+    caller.send(CALLERS * [{"work": "forwards", "lengths": [LENGTH], "seconds": seconds, "pause": pause}])
     return caller
 
 
 def _waits(answer: list[Times]) -> np.ndarray:
-    times = np.array(answer[0])
+    times = np.concatenate([np.array(each) for each in answer])
     return times[:, 1] - times[:, 0]

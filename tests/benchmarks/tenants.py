@@ -1,7 +1,8 @@
 """A client process of a benchmark: tenants, each an official SDK client with a key of its own, do what a line asks.
 
-The first line is {"url", "keys"}: one training client is made for each key. Times are of the clock that all processes
-of the machine share.
+The first line is {"url", "keys"}: one training client is made for each key. Every further line is a list of what each
+of them is to do at once: {"work": the name of a function below, and its arguments}. Times are of the clock that all
+processes of the machine share.
 """
 
 import asyncio
@@ -34,13 +35,15 @@ def main() -> None:
         ]
         print(json.dumps("ready"), flush=True)
         for line in sys.stdin:
-            print(json.dumps(asyncio.run(_do(clients, **json.loads(line)))), flush=True)
+            print(json.dumps(asyncio.run(_do(clients, json.loads(line)))), flush=True)
 
 
-async def _do(clients: list[tinker.TrainingClient], work: str, **options: float | list[int]) -> list[Times]:
+async def _do(clients: list[tinker.TrainingClient], works: list[dict]) -> list[Times]:
     """The times of each client's operations."""
-    works = {"train": train, "stream": stream, "forwards": forwards}
-    return await asyncio.gather(*(works[work](client, **options) for client in clients))
+    functions = {"train": train, "stream": stream, "forwards": forwards}
+    return await asyncio.gather(
+        *(functions[work.pop("work")](client, **work) for client, work in zip(clients, works, strict=True))
+    )
 
 
 async def train(client: tinker.TrainingClient, lengths: list[int], steps: int, in_flight: int) -> Times:

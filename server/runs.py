@@ -6,6 +6,7 @@ hands to the dispatch ahead, which keeps their order: the workers need not wait 
 """
 
 import asyncio
+import itertools
 import logging
 import time
 from collections.abc import Callable
@@ -160,11 +161,12 @@ class Run:
         seq_id = seq_id or self._free_seq_id()
         if seq_id < self._next_seq_id or seq_id in self._slots:
             return Standing(self.record.run_id, needed=True)  # it came before, and needs only its answer
-        is_next, idle = seq_id == self._next_seq_id, not self._under_way
-        has_gap = self._next_seq_id not in self._slots and bool(self._slots)
-        ready = is_next or all(earlier in self._slots for earlier in range(self._next_seq_id, seq_id))
+        missing = next(number for number in itertools.count(self._next_seq_id) if number not in self._slots)
+        has_gap = len(self._slots) > missing - self._next_seq_id
+        rests = missing == self._next_seq_id and not self._under_way
+        ready = seq_id == missing
         # Clients may send what fills a gap only after what comes behind it was accepted.
-        return Standing(self.record.run_id, ready, alone=is_next and idle, needed=has_gap and (is_next or idle))
+        return Standing(self.record.run_id, ready, alone=ready and rests, needed=has_gap and (ready or rests))
 
     async def refuse(self, seq_id: int, refused: Refused) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""

@@ -218,7 +218,9 @@ class Client:
 async def benches(make_bench: MakeBench) -> AsyncIterator:
     async def make(num_runs: int, **limits: int) -> list[Bench]:
         of_all = quotas(**limits)
-        return [await make_bench(number=number, quotas=of_all) for number in range(num_runs)]
+        made = [await make_bench(number=number, quotas=of_all) for number in range(num_runs)]
+        await asyncio.gather(*(bench.result(0) for bench in made))
+        return made
 
     yield make
 
@@ -229,7 +231,6 @@ async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, se
     chance = random.Random(seed)
     runs = await benches(3, tenant_queued_operations=1, tenant_queued_bytes=50, queued_bytes=400)
     clients = [Client(bench.run, bench.quotas, chance) for bench in runs]
-    await asyncio.gather(*(bench.result(0) for bench in runs))
     async with asyncio.timeout(60):
         sends = [(client, seq_id) for client in clients for seq_id in range(1, 31)]
         chance.shuffle(sends)
@@ -275,7 +276,6 @@ async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(bench
 
 async def test_pollers_hear_that_what_they_wait_for_was_put_off(benches) -> None:
     (bench,) = await benches(1, tenant_queued_operations=1)
-    await bench.result(0)
     await bench.optim_step(2)
     with pytest.raises(RequestError):
         accepted(bench.quotas, 1)

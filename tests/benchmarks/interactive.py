@@ -37,8 +37,8 @@ def interactive(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         for name, waits in (("nobody else there", quiet), ("beside the stream", passes * pass_seconds))
     ]
     notes = [
-        f"{rounds} rounds, {len(passes)} forwards of {CALLERS} tenants, of one sequence of {LENGTH} tokens, at any moment",
-        f"of a pass, while another tenant streams batches of {SEQUENCES} such sequences.",
+        f"{rounds} rounds, {len(passes)} forwards of {CALLERS} tenants, of one sequence of {LENGTH} tokens each, at any",
+        f"moment of a pass, while another tenant streams batches of {SEQUENCES} such sequences.",
         f"A pass: {PASS_TOKENS} tokens at the rate of the stream alone, {1000 * pass_seconds:.0f} ms.",
     ]
     line = Line("p95 of a forward beside the stream, in passes", float(np.quantile(passes, 0.95)), "at most", 2.5)

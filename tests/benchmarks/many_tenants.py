@@ -51,9 +51,10 @@ def many_tenants(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
             _run(server, load)
         outcomes = [{name: _run(server, load) for name, load in loads.items()} for _ in range(rounds)]
     notes = [
-        f"Medians of {rounds} rounds. Tenants send two steps (forward_backward and optim_step) before they wait for the",
-        "first; where there is one, four. One of the sixteen sends a step when its last is answered: the latency is its,",
-        f"from a forward_backward's submit to its result. A pass: a step of {WHOLE}. CPU: of server and worker.",
+        f"Medians of {rounds} rounds. Tenants send two steps (forward_backward, optim_step) before they wait for the",
+        "first; where there is one, four. One of the sixteen sends a step when its last is answered: its latency is",
+        f"measured, from a forward_backward's submit to its result. A pass: a step of {WHOLE}.",
+        "CPU: of the server and its worker, user and system.",
     ]
     return Section(f"{TENANTS} tenants from two client processes", _table(outcomes), _lines(outcomes), notes)
 

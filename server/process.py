@@ -36,7 +36,7 @@ class StartError(Exception):
 
 def serve(config: ServerConfig) -> None:
     """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError."""
-    _allow_many_connections()
+    allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with locked(config.state_dir), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
@@ -44,7 +44,7 @@ def serve(config: ServerConfig) -> None:
             runner.run(until_signal(_serve(config, listener)))
 
 
-def _allow_many_connections() -> None:
+def allow_many_connections() -> None:
     """Each client that waits holds one, which is an open file: of those 1024 are a common soft limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)

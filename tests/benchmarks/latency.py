@@ -3,21 +3,35 @@
 import os
 from pathlib import Path
 
-import tinker
-
 from ..live import live_server
-from .empty_operation import layers
+from .empty_operation import layers, processor_time, sdk
 from .report import Line, Section
-from .workload import MODEL, RANK, datum
+from .waiting_futures import NUM_WAITING, beside_waiting
+from .workload import MODEL
 
 
 def latency(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
-    with (
-        live_server({MODEL: model}, scratch / "latency", pool=pool, threads=os.cpu_count() or 1) as server,
-        tinker.ServiceClient(base_url=server.url, api_key="tml-bench") as service,
-    ):
-        client = service.create_lora_training_client(MODEL, rank=RANK, seed=0, train_unembed=False).result(60)
-        medians = layers(model, MODEL, server.url, client, datum(list(range(3, 12))))
+    threads = os.cpu_count() or 1
+    with live_server({MODEL: model}, scratch / "latency", pool=pool, threads=threads) as server:
+        medians = layers(model, server.url, threads, rounds)
+        cpu = processor_time(server.process.pid, server.url)
+        with sdk(server.url) as operation:
+            waiting = beside_waiting(server.url, server.process.pid, operation, rounds)
     table = [{"up to": layer, "median ms": median} for layer, median in medians.items()]
-    above = Line("median above the model's own time, ms", medians["sdk"] - medians["worker"], "at most", 4)
-    return Section("An empty operation: forward of one 8-token sequence", table, [above])
+    notes = [
+        "worker: the model's own time, in the process that serves it, one pass right after the other; with pauses: one "
+        "every 10 ms. sdk alone: against a server that does nothing.",
+        f"Processor time of an operation through the SDK, ms: client {cpu.client:.1f}, server {cpu.server:.1f}, "
+        f"worker {cpu.workers:.1f}.",
+        f"{NUM_WAITING} futures that wait take {waiting.bytes_per_waiting / 1024:.0f} KiB of the server's memory each.",
+    ]
+    lines = [
+        Line("median above the model's own time, ms", medians["sdk"] - medians["worker"], "at most", 4),
+        Line(
+            f"median beside {NUM_WAITING} waiting futures, of that alone",
+            waiting.beside_waiting / waiting.alone,
+            "at most",
+            1.2,
+        ),
+    ]
+    return Section("An empty operation: forward of one 8-token sequence", table, lines, notes)

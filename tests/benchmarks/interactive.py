@@ -37,7 +37,7 @@ def interactive(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         for name, waits in (("nobody else there", quiet), ("beside the stream", passes * pass_seconds))
     ]
     notes = [
-        f"{rounds} rounds, {len(passes)} forwards of {CALLERS} tenants, of one sequence of {LENGTH} tokens each, at any",
+        f"{rounds} rounds, {len(passes)} forwards of {CALLERS} tenants, one sequence of {LENGTH} tokens each, at any",
         f"moment of a pass, while another tenant streams batches of {SEQUENCES} such sequences.",
         f"A pass: {PASS_TOKENS} tokens at the rate of the stream alone, {1000 * pass_seconds:.0f} ms.",
     ]

@@ -1,5 +1,7 @@
 """Polling for results, and cancelling."""
 
+import random
+
 from fastapi import APIRouter, Request, Response
 
 from ...schemas.futures import (
@@ -18,6 +20,8 @@ from .submitting import pending_response, receive_submit, result_response
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
 _MULTI_POLL_SECONDS = 30.0
+_POLL_SPREAD = 0.2
+"""Polls that began together end apart by up to this share of their time, and do not all come back at once."""
 
 
 @router.post(
@@ -32,7 +36,8 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     protobuf where `Accept` names application/x-protobuf, else JSON.
     """
     submit = await receive_submit(request, services, json_decoder(RetrieveFutureRequest))
-    result = await services.futures.wait(submit.content.request_id, tenant.id, services.config.long_poll_seconds)
+    seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
+    result = await services.futures.wait(submit.content.request_id, tenant.id, seconds)
     # Whoever polls is alive, also where nobody sends heartbeats; a request id begins with its session's id.
     services.sessions.heard_of(submit.content.request_id.partition(":")[0])
     if isinstance(result, Pending):

@@ -14,71 +14,60 @@ from torch.nn.functional import silu
 
 @dataclass(frozen=True)
 class RmsNorm:
-    """weight [size], and eps, of a root mean square norm: Zhang and Sennrich, https://arxiv.org/abs/1910.07467."""
+    """A root mean square norm: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
+
+    weight: [size], or [heads, size] where each head has its own. eps: float32 scalar, on the weight's device.
+    """
 
     weight: Tensor
-    eps: float
+    eps: Tensor
 
 
 @dataclass(frozen=True)
 class Rotation:
-    """Tables that rotate heads of head_dim = 2 n; the second half of a head holds the imaginary parts.
+    """Rotates heads of size 2 n, the first half of a head the real and the second the imaginary parts.
 
-    diagonal float32 [tokens, 1, 2 n]: what each element is multiplied by. from_second, from_first [tokens, 1, n]: what
-    the first half takes from the second (to be subtracted), and the second from the first.
+    cos [tokens, 1, 2 n], the second half as the first; sin [tokens, 1, n]; float32.
     """
 
-    diagonal: Tensor
-    from_second: Tensor
-    from_first: Tensor
+    cos: Tensor
+    sin: Tensor
 
-    def of_scaled(self, weight: Tensor) -> "Rotation":
-        """The rotation of elements that are first multiplied by weight [2 n]."""
-        first, second = weight.float().chunk(2)
-        return Rotation(self.diagonal * weight, self.from_second * second, self.from_first * first)
-
-    def apply(self, x: Tensor) -> Tensor:
-        """float32 [tokens, heads, head_dim] -> the same, rotated."""
-        (first, second), out = x.chunk(2, dim=-1), x * self.diagonal
-        out_first, out_second = out.chunk(2, dim=-1)
-        out_first.addcmul_(second, self.from_second, value=-1)
-        out_second.addcmul_(first, self.from_first)
-        return out
-
-    def apply_transposed(self, grad: Tensor) -> Tensor:
-        """The gradient of the argument of `apply`."""
-        (first, second), out = grad.chunk(2, dim=-1), grad * self.diagonal
-        out_first, out_second = out.chunk(2, dim=-1)
-        out_first.addcmul_(second, self.from_first)
-        out_second.addcmul_(first, self.from_second, value=-1)
+    def apply(self, x: Tensor, sign: float = 1.0) -> Tensor:
+        """float32 [tokens, heads, 2 n] -> the same, rotated; back again, and so the gradient, with sign -1."""
+        out = x * self.cos
+        (first, second), (out_first, out_second) = x.chunk(2, dim=-1), out.chunk(2, dim=-1)
+        out_first.addcmul_(second, self.sin, value=-sign)
+        out_second.addcmul_(first, self.sin, value=sign)
         return out
 
 
 class RotaryTable:
-    """Cosines and sines of all positions seen so far, as transformers' rotary embedding makes them in float32."""
+    """Cosines and sines of all positions seen so far, as transformers' rotary embeddings make them in float32."""
 
     def __init__(self, inverse_frequencies: Tensor, scale: float) -> None:
         self._frequencies = inverse_frequencies.float()
         self._scale = scale
-        self._cos = self._sin = self._frequencies.new_zeros(0, len(self._frequencies))
+        self._extend(0)
 
     def at(self, positions: Tensor, longest: int) -> Rotation:
         """positions int64 [tokens], all below `longest`."""
         if longest > len(self._cos):
             self._extend(max(longest, 2 * len(self._cos)))
-        cos, sin = self._cos[positions].unsqueeze(1), self._sin[positions].unsqueeze(1)
-        return Rotation(torch.cat((cos, cos), dim=-1), sin, sin)
+        return Rotation(self._cos[positions], self._sin[positions])
 
     def _extend(self, length: int) -> None:
-        angles = torch.arange(length, device=self._frequencies.device)[:, None].float() * self._frequencies
-        self._cos, self._sin = angles.cos() * self._scale, angles.sin() * self._scale
+        positions = torch.arange(length, device=self._frequencies.device)
+        angles = positions[:, None, None].float() * self._frequencies
+        self._cos = torch.cat((angles, angles), dim=-1).cos_().mul_(self._scale)
+        self._sin = angles.sin_().mul_(self._scale)
 
 
 def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
     """x [tokens, size]"""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
-    return _normalized(x, _inverse_rms(x, norm.eps), norm)
+    return _normalized(x, _inverse_rms(x, norm.eps), norm).to(x.dtype)
 
 
 def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
@@ -86,17 +75,14 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
     if torch.is_grad_enabled():
         return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
     total = x + update
-    return total, _normalized(total, _inverse_rms(total, norm.eps), norm)
+    return total, _normalized(total, _inverse_rms(total, norm.eps), norm).to(x.dtype)
 
 
 def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
-    """x [tokens, heads, head_dim]; where there is a norm, each head goes through it first."""
-    if norm is not None:
-        rotation = rotation.of_scaled(norm.weight)
-    eps = None if norm is None else norm.eps
+    """x [tokens, heads, size]; where there is a norm, each head goes through it first."""
     if torch.is_grad_enabled():
-        return _RotateHeads.apply(x, rotation, eps)  # pyright: ignore[reportReturnType]
-    return _rotated(x, rotation, None if eps is None else _inverse_rms(x, eps))
+        return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
+    return _rotated(x, rotation, norm)[0]
 
 
 def swiglu(gate: Tensor, up: Tensor) -> Tensor:
@@ -111,7 +97,7 @@ class _RmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
         inverse = _inverse_rms(x, norm.eps)
         ctx.save_for_backward(x, inverse, norm.weight)
-        return _normalized(x, inverse, norm)
+        return _normalized(x, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
@@ -127,7 +113,7 @@ class _AddRmsNorm(torch.autograd.Function):
         inverse = _inverse_rms(total, norm.eps)
         ctx.save_for_backward(total, inverse, norm.weight)
         ctx.set_materialize_grads(False)
-        return total, _normalized(total, inverse, norm)
+        return total, _normalized(total, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
@@ -142,19 +128,19 @@ class _AddRmsNorm(torch.autograd.Function):
 
 class _RotateHeads(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, rotation: Rotation, eps: float | None) -> Tensor:
-        inverse = None if eps is None else _inverse_rms(x, eps)
-        ctx.save_for_backward(None if eps is None else x, inverse)
-        ctx.rotation = rotation
-        return _rotated(x, rotation, inverse)
+    def forward(ctx: Any, x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
+        out, inverse = _rotated(x, rotation, norm)
+        ctx.rotation, ctx.norm = rotation, norm
+        ctx.save_for_backward(x if norm is not None else None, inverse)
+        return out
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
         x, inverse = ctx.saved_tensors
         (grad,) = grads
-        gradient = ctx.rotation.apply_transposed(grad.float())
-        if inverse is not None:
-            gradient = _norm_gradient(gradient, x, inverse)
+        gradient = ctx.rotation.apply(grad.float(), sign=-1.0)
+        if ctx.norm is not None:
+            gradient = _norm_gradient(gradient.mul_(ctx.norm.weight), x, inverse)
         return gradient.to(grad.dtype), None, None
 
 
@@ -167,30 +153,33 @@ class _SwiGlu(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """In the memory of what was kept, which nothing else reads: backward runs once."""
         gate, up, active = ctx.saved_tensors
         (grad,) = grads
-        grad_gate = grad * up
-        torch.ops.aten.silu_backward.grad_input(grad_gate, gate, grad_input=grad_gate)
-        return grad_gate, grad * active
+        grad_active = up.mul_(grad)
+        grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
+        return grad_gate, active.mul_(grad)
 
 
-def _inverse_rms(x: Tensor, eps: float) -> Tensor:
+def _inverse_rms(x: Tensor, eps: Tensor) -> Tensor:
     """float32 [..., 1]: 1 / sqrt(mean(x^2) + eps) over the last dimension."""
     norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
-    return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
+    return torch.addcmul(eps, norm, norm, value=1 / x.shape[-1]).rsqrt_()
 
 
 def _normalized(x: Tensor, inverse: Tensor, norm: RmsNorm) -> Tensor:
-    return (x * inverse).mul_(norm.weight).to(x.dtype)
+    return (x * inverse).mul_(norm.weight)
 
 
-def _rotated(x: Tensor, rotation: Rotation, inverse: Tensor | None) -> Tensor:
-    out = rotation.apply(x.float())
-    return (out if inverse is None else out.mul_(inverse)).to(x.dtype)
+def _rotated(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> tuple[Tensor, Tensor | None]:
+    if norm is None:
+        return rotation.apply(x.float()).to(x.dtype), None
+    inverse = _inverse_rms(x, norm.eps)
+    return rotation.apply(_normalized(x, inverse, norm)).to(x.dtype), inverse
 
 
 def _norm_gradient(grad: Tensor, x: Tensor, inverse: Tensor) -> Tensor:
     """grad float32 [..., size] of x * inverse -> that of x, in the same memory."""
-    along = torch.linalg.vecdot(grad, x.float()).unsqueeze(-1)
-    along.mul_(inverse.pow(3)).mul_(-1 / x.shape[-1])
-    return grad.mul_(inverse).addcmul_(x.float(), along)
+    wide = x.float()
+    along = inverse.pow(3).mul_(torch.linalg.vecdot(grad, wide).unsqueeze(-1)).mul_(-1 / x.shape[-1])
+    return grad.mul_(inverse).addcmul_(wide, along)

@@ -17,7 +17,7 @@ _FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": 
 # Rotations that do not depend on the lengths in a batch.
 _FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
 
-# With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart.
+# With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart in memory.
 _MOST_MERGED_TOKENS = 256
 
 # Makes one linear layer of several of the same input; `out_features` of the result says how to split its output.
@@ -64,10 +64,15 @@ class _Layer:
         self._is_dense = _is(layer.mlp, family, "MLP")
         self._merged_qkv: Any = None
         self._merged_gate_up: Any = None
+        self._merged_norm: RmsNorm | None = None
 
     def merge(self, merge: Merge) -> None:
         attention, mlp = self._attention, self._mlp
         self._merged_qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
+        if self._query_norm is not None and self._key_norm is not None:
+            heads = [size // self._head_dim for size in self._merged_qkv.out_features]
+            weights = [self._query_norm.weight.expand(heads[0], -1), self._key_norm.weight.expand(heads[1], -1)]
+            self._merged_norm = RmsNorm(torch.cat(weights), self._query_norm.eps)
         if self._is_dense:
             self._merged_gate_up = merge([mlp.gate_proj, mlp.up_proj])
 
@@ -80,21 +85,39 @@ class _Layer:
         return hidden, self._feed_forward(x)
 
     def _attend(self, x: Tensor, rotation: Rotation, packing: Packing) -> Tensor:
+        rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
+        query, key, value = rotated(x, rotation)
+        return self._attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))
+
+    def _heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
+        """Query, key and value [tokens, heads, head_dim], normed and rotated."""
         attention = self._attention
-        query, key, value = (
-            part.unflatten(-1, (-1, self._head_dim))
-            for part in _products(x, self._merged_qkv, [attention.q_proj, attention.k_proj, attention.v_proj])
-        )
+        linears = attention.q_proj, attention.k_proj, attention.v_proj
+        query, key, value = (linear(x).unflatten(-1, (-1, self._head_dim)) for linear in linears)
         query = rotate_heads(query, rotation, self._query_norm)
-        key = rotate_heads(key, rotation, self._key_norm)
-        return attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))
+        return query, rotate_heads(key, rotation, self._key_norm), value
+
+    def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
+        heads = self._merged_qkv(x).unflatten(-1, (-1, self._head_dim))
+        queries, keys, values = (size // self._head_dim for size in self._merged_qkv.out_features)
+        rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
+        return *rotated.split((queries, keys), dim=1), heads[:, -values:]
 
     def _feed_forward(self, x: Tensor) -> Tensor:
         mlp = self._mlp
         if not self._is_dense:
             return mlp(x.unsqueeze(0)).squeeze(0)
-        gate, up = _products(x, self._merged_gate_up, [mlp.gate_proj, mlp.up_proj])
+        if self._merges(self._merged_gate_up, x):
+            gate, up = self._merged_gate_up(x).split(self._merged_gate_up.out_features, dim=-1)
+        else:
+            gate, up = mlp.gate_proj(x), mlp.up_proj(x)
         return mlp.down_proj(swiglu(gate, up))
+
+    def _merges(self, merged: Any, x: Tensor) -> bool:
+        """Whether one product of a merged weight is better for x than several of its parts."""
+        if merged is None or torch.is_grad_enabled():
+            return False
+        return x.device.type != "cpu" or len(x) <= _MOST_MERGED_TOKENS
 
 
 def fused_trunk(trunk: nn.Module) -> FusedTrunk | None:
@@ -150,17 +173,10 @@ def _window(attention: Any) -> int | None:
 
 
 def _rms_norm(module: Any) -> RmsNorm:
-    return RmsNorm(module.weight, module.variance_epsilon)
+    return RmsNorm(module.weight, torch.tensor(module.variance_epsilon, device=module.weight.device))
 
 
 def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
     if update is None:
         return hidden, rms_norm(hidden, norm)
     return add_rms_norm(hidden, update, norm)
-
-
-def _products(x: Tensor, merged: Any, linears: list[Any]) -> Sequence[Tensor]:
-    """x [tokens, in] through each of the linears."""
-    if merged is None or torch.is_grad_enabled() or (x.device.type == "cpu" and len(x) > _MOST_MERGED_TOKENS):
-        return [linear(x) for linear in linears]
-    return merged(x).split(merged.out_features, dim=-1)

@@ -70,6 +70,7 @@ class Segments:
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
         self.current = self.earlier[-1] + 1 if self.earlier else 0
         self._file: BinaryIO | None = None
+        self._file_bytes = 0
         self._pending: list[_Append] = []
         self._flush: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
@@ -149,20 +150,22 @@ class Segments:
 
     def _write_one(self, append: _Append) -> Place:
         file = self._writable()
-        place = Place(self.current, file.tell())
+        place = Place(self.current, self._file_bytes)
         checksum = zlib.crc32(append.body, zlib.crc32(append.header))
         file.write(_FRAME.pack(len(append.header), len(append.body), checksum))
         file.write(append.header)
         file.write(append.body)
+        self._file_bytes += _FRAME.size + len(append.header) + len(append.body)
         return place
 
     def _writable(self) -> BinaryIO:
-        if self._file is not None and self._file.tell() >= self._segment_bytes:
+        if self._file is not None and self._file_bytes >= self._segment_bytes:
             self._file.flush()
             self._next_segment()
         if self._file is None:
             self._file = self.path(self.current).open("xb", buffering=1 << 18)
             self._file.write(_MAGIC)
+            self._file_bytes = len(_MAGIC)
         return self._file
 
     def _next_segment(self) -> None:

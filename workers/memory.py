@@ -1,7 +1,11 @@
-"""Memory: the process's allocator, how to know that there is none left, and how much there is."""
+"""Memory: the process's allocator, how much there is, and how to be told when there is none left."""
 
 import ctypes
 import platform
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 
@@ -9,6 +13,11 @@ from . import footprint
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
+
+_SIZES = Path("/proc/self/statm")
+
+# The share of what is available that stays for others.
+_RESERVE = 20
 
 # torch has a type of its own for CUDA only: its CPU allocator and the libraries below raise plain RuntimeErrors.
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "ALLOC_FAILED")
@@ -37,3 +46,28 @@ def available_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return footprint.available_bytes()
+
+
+@contextmanager
+def bounded_memory(device: torch.device) -> Iterator[None]:
+    """Inside, to take more than the machine has is an error that can be caught.
+
+    Linux promises memory that it does not have, and ends who takes it at its word. Only for the CPU; elsewhere than on
+    Linux does nothing.
+    """
+    available = available_bytes(device) if device.type == "cpu" and _SIZES.exists() else None
+    if available is None:
+        yield
+        return
+    before, most = resource.getrlimit(resource.RLIMIT_DATA)
+    limit = _data_bytes() + available - available // _RESERVE
+    resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), most))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def _data_bytes() -> int:
+    """What this process has taken, touched or not; what its allocator keeps for later is part of it."""
+    return int(_SIZES.read_text().split()[5]) * resource.getpagesize()

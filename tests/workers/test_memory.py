@@ -1,9 +1,14 @@
-"""The allocator's setting, by the page faults that it saves."""
+"""The allocator's setting, by the page faults that it saves; and memory that runs out without ending the process."""
 
 import subprocess
 import sys
+from collections.abc import Callable
 
+import numpy as np
 import pytest
+import torch
+from trainhouse.workers import footprint
+from trainhouse.workers.memory import bounded_memory, is_out_of_memory
 
 COUNT_FAULTS = """
 import resource, sys
@@ -31,3 +36,33 @@ def page_faults(mode: str) -> int:
 
 def test_a_tuned_allocator_reuses_large_blocks_without_page_faults() -> None:
     assert page_faults("tuned") < 100 < page_faults("as is")
+
+
+CPU = torch.device("cpu")
+
+
+def error_of(call: Callable[[], object]) -> Exception | None:
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
+def test_inside_the_bound_more_than_there_is_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing touches what is taken here, so without the bound it is there for the asking."""
+    monkeypatch.setattr(footprint, "available_bytes", lambda: 400_000_000)
+    with bounded_memory(CPU):
+        assert error_of(lambda: torch.empty(300_000_000, dtype=torch.uint8)) is None
+        refused = error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8))
+    assert refused is not None and is_out_of_memory(refused)
+    assert error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8)) is None
+
+
+def test_want_of_memory_is_told_from_other_errors() -> None:
+    allocations = [lambda: torch.empty(1 << 50), lambda: np.empty(1 << 50), lambda: bytearray(1 << 50)]
+    errors = [error_of(call) for call in allocations]
+    assert all(error is not None and is_out_of_memory(error) for error in errors)
+    others = [error_of(lambda: torch.ones(2) @ torch.ones(3)), error_of(lambda: 1 // 0)]
+    assert not any(error is None or is_out_of_memory(error) for error in others)

@@ -1,8 +1,10 @@
 """Passes of the policy program: sums whatever the split, all or nothing, and plain transformers as the reference."""
 
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -247,6 +249,25 @@ def test_a_run_whose_weights_are_nan_fails_alone(bench: Bench) -> None:
     assert "not finite" in failure.message
     assert "earlier checkpoint" in failure.message
     assert torch.equal(bench.gradient(request(some_data("cross_entropy"))), before)
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(forward_only: bool, bench: Bench) -> None:
+    """So a pass needs the memory of its largest micro-batch, however many there are."""
+    hidden_states, made, alive = bench.base.hidden_states, [], []
+
+    def recorded(*arguments: Any) -> Tensor:
+        alive.append(sum(each() is not None for each in made))
+        hidden = hidden_states(*arguments)
+        made.append(weakref.ref(hidden))
+        return hidden
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(bench.base, "hidden_states", recorded)
+        everything = request(some_data("ppo"), "ppo", forward_only=forward_only)
+        succeeded(run(bench.program(micro_batch_tokens=20), everything))
+    assert alive == [0] * len(made)
+    assert len(made) > 3
 
 
 def without_advantage(datum: Datum, garbage: float) -> np.ndarray:

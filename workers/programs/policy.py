@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Mapping, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -12,6 +13,7 @@ from ..batch import MicroBatch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..head import Head, HeadOutput
 from ..lora import Adapter, Adapters, Segment
+from ..memory import bounded_memory
 from ..model import BaseModel
 from ..operation import ModelLimits, read_operation
 from ..verbs import Failure, Part
@@ -49,11 +51,14 @@ class PolicyProgram:
     def _run_round(self, parts: list[Part]) -> list[Answer]:
         begun = [self._begin(part) for part in parts]
         tasks = [each for each in begun if isinstance(each, Task)]
-        # Neighbours are scored together where their losses agree, and share a segment where their adapters do.
-        tasks.sort(key=lambda task: (task.operation.loss_key, task.run_id))
         if tasks:
-            self._run_or_split(tasks, self._token_budget)
+            self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
         return [each.answer if isinstance(each, Task) else each for each in begun]
+
+    def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
+        """Neighbours in a micro-batch share products where they adapt the same layers, and losses where these agree."""
+        lora = self._adapters.get(task.run_id).lora
+        return (lora.train_attn, lora.train_mlp, task.operation.loss_key, lora.rank, task.run_id)
 
     def _begin(self, part: Part) -> Task | Failure:
         if part.request.model_id not in self._adapters:
@@ -63,6 +68,7 @@ class PolicyProgram:
             return Task(part, operation, self._progress(part))
         except Exception as error:
             trouble = trouble_of(error)
+            self._log(part.request.model_id, trouble)
             return self._failed(part, trouble.message, trouble.category)
 
     def _progress(self, part: Part) -> Progress:
@@ -98,7 +104,7 @@ class PolicyProgram:
         """Returns what stopped it before all tasks were done; of its tensors nothing is held then."""
         run_ids = list(dict.fromkeys(task.run_id for task in tasks))
         try:
-            with self._adapters.resident(run_ids) as adapters:
+            with bounded_memory(self._base.device), self._adapters.resident(run_ids) as adapters:
                 by_run = dict(zip(run_ids, adapters, strict=True))
                 self._refuse_diverged(tasks, by_run)
                 usable = [task for task in tasks if not task.done]
@@ -133,9 +139,12 @@ class PolicyProgram:
             message = out_of_memory_message(task.operation, self._token_budget, token_budget, self._base.device)
         else:
             message = trouble.message
-        if trouble.account:
-            logger.error("an operation of run %s failed: %s\n%s", task.run_id, message, trouble.account)
+        self._log(task.run_id, trouble)
         self._fail(task, message, trouble.category)
+
+    def _log(self, run_id: str, trouble: Trouble) -> None:
+        if trouble.account:
+            logger.error("an operation of run %s failed\n%s", run_id, trouble.account)
 
     def _fail(self, task: Task, message: str, category: Category = "user") -> None:
         task.end(self._failed(task.part, message, category))

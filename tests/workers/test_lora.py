@@ -11,6 +11,7 @@ from torch.nn.functional import linear
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.lora import Segment, mkldnn_linear
+from trainhouse.workers.lora.product import torch_linear
 
 from ..tiny import KINDS, tiny_model
 from .adapted import LENGTHS, Adapted, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
@@ -263,3 +264,7 @@ def test_the_onednn_product_is_torchs_linear(bias: bool) -> None:
     grad = torch.randn(33, 40)
     assert relative_error(mkldnn_linear(grad, weight.t()), grad @ weight) < TOLERANCE
     assert relative_error(mkldnn_linear(x, weight * (1 + 1e-5), shift), linear(x, weight, shift)) > TOLERANCE
+    addend = torch.randn(33, 40)
+    wanted = linear(x, weight, shift) + addend
+    assert relative_error(mkldnn_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE
+    assert relative_error(torch_linear(x, weight, shift, addend.clone()), wanted) < TOLERANCE

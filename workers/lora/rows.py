@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 # On the CPU, copying so few rows into a padded batch costs less than the calls that it saves.
-_FEW_ROWS = 256
+_FEW_ROWS = 128
 
 
 class Rows(Protocol):
@@ -104,10 +104,12 @@ class Even(_Several):
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
         count, length = self._shape
         batch = x.view(count, length, -1)
-        if out is None:
-            return torch.bmm(batch, matrices).view(count * length, -1)
-        out.view(count, length, -1).baddbmm_(batch, matrices, beta=0)
-        return out
+        if out is not None and out.is_contiguous():
+            out.view(count, length, -1).baddbmm_(batch, matrices, beta=0)
+            return out
+        # Into columns that lie apart it would be a loop over the adapters.
+        product = torch.bmm(batch, matrices).view(count * length, -1)
+        return product if out is None else out.copy_(product)
 
     def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
         left, right = _summable(left, right)

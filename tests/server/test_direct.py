@@ -1,0 +1,60 @@
+"""Routes past FastAPI answer as they would through it."""
+
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import httpx
+import pytest
+from fastapi import FastAPI
+from trainhouse.server.app import create_app
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.direct import endpoints
+from trainhouse.server.routes import futures, training
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.dispatch import WorkerDispatch
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
+    """Without workers."""
+    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", tmp_path),), state_dir=tmp_path)
+    app = create_app(config, WorkerDispatch(config.dispatch_config()))
+    async with app.router.lifespan_context(app):
+        yield app
+
+
+def through_fastapi(app: FastAPI) -> FastAPI:
+    """The same routes and error handlers, without the middleware that goes past them."""
+    plain = FastAPI()
+    for routes in (training, futures):
+        plain.include_router(routes.router)
+    for kind, handler in app.exception_handlers.items():
+        plain.add_exception_handler(kind, handler)
+    plain.state.services = app.state.services
+    return plain
+
+
+@pytest.mark.parametrize("path", ["forward_backward", "optim_step", "retrieve_future"])
+@pytest.mark.parametrize("headers", [{}, {"X-API-Key": "wrong"}, {"X-API-Key": "tml-alice"}])
+async def test_refusals_are_the_same(app: FastAPI, path: str, headers: dict[str, str]) -> None:
+    for body in (b"", b"{}", b'{"request_id": "r:1"}', b'{"model_id": "m", "seq_id": 1, "data": [], "loss_fn": "x"}'):
+        answers = []
+        for one in (app, through_fastapi(app)):
+            async with httpx.AsyncClient(transport=httpx.ASGITransport(one), base_url="http://test") as client:
+                answers.append(await client.post(f"/api/v1/{path}", content=body, headers=headers))
+        ours, theirs = answers
+        assert (ours.status_code, ours.content) == (theirs.status_code, theirs.content)
+        assert ours.headers == theirs.headers
+        assert ours.status_code in (400, 401, 404)
+
+
+async def test_another_method_goes_to_fastapi_which_refuses_it(app: FastAPI) -> None:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        assert (await client.get("/api/v1/retrieve_future")).status_code == 405
+
+
+def test_a_name_without_a_route_is_our_mistake() -> None:
+    with pytest.raises(AssertionError, match="retrieve_past"):
+        endpoints((futures.router,), ("retrieve_future", "retrieve_past"))

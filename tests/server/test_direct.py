@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 @pytest.fixture
 async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
     """Without workers."""
-    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", tmp_path),), state_dir=tmp_path)
+    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
     app = create_app(config, WorkerDispatch(config.dispatch_config()))
     async with app.router.lifespan_context(app):
         yield app

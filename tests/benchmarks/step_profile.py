@@ -1,12 +1,16 @@
-"""Where a training step's CPU time goes: the worker's own step against the hand-written loop, in one process.
+"""Where a training step's processor time goes: the worker's own step against the hand-written loop, without a server.
 
-`python -m trainhouse.tests.benchmarks.step_profile` prints, per batch of `bench.py`, the CPU milliseconds of a step of
-both sides on one thread (medians of alternating rounds; CPU time, so a busy machine disturbs little); `--table` adds
-torch's profile of ours by operator.
+`python -m trainhouse.tests.benchmarks.step_profile` prints the CPU milliseconds of a step of both on one thread, for
+each batch of `make bench`: medians and minima of alternating rounds. CPU time says more than the clock on a machine
+that others use too. `--table` adds torch's profile of ours.
+
+Each side runs in a process of its own, this module again: the worker tunes the allocator of its process.
 """
 
 import argparse
+import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -21,69 +25,107 @@ from ...workers.config import ServedModel, WorkerConfig
 from ...workers.verbs import Failure, Part, Pass, RunSpec, Step
 from ...workers.worker import Worker
 from ..tiny import tiny_model
+from .child import Child, child
 from .local_loop import LocalLoop, padded
-from .workload import MODEL, RANK, SHAPE, batches, num_tokens
+from .workload import MODEL, RANK, SHAPE, Rows, batches, num_tokens
+
+TrainStep = Callable[[], object]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--table", action="store_true", help="torch's profile of our step by operator")
+    parser.add_argument("--side", choices=["worker", "local"], help=argparse.SUPPRESS)
     options = parser.parse_args()
-    with tempfile.TemporaryDirectory() as scratch:
+    if options.side:
+        serve(options.side)
+        return
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        child("step_profile", "--side", "worker") as worker,
+        child("step_profile", "--side", "local") as local,
+    ):
         model = tiny_model("qwen3", Path(scratch) / "model", **SHAPE)
-        worker = Worker(WorkerConfig(ServedModel(MODEL, str(model)), device="cpu", threads=options.threads))
-        worker.create_run(RunSpec("run", LoraConfig(rank=RANK, seed=0, train_unembed=False)))
-        local = LocalLoop(model, RANK)
+        for side in (worker, local):
+            side.ask({"model": str(model), "threads": options.threads})
         for name, rows in batches().items():
-            ours, theirs = remote_step(worker, rows), local_step(local, rows)
-            report(name, num_tokens(rows), ours, theirs, options.rounds)
+            report(name, num_tokens(rows), worker, local, options.rounds)
             if options.table:
-                print(profile(ours))
+                print(worker.ask({"batch": name, "table": True}))
 
 
-def remote_step(worker: Worker, rows: list[list[int]]) -> Callable[[], object]:
-    data = [
-        Datum(
-            np.asarray(row[:-1]),
-            {"target_tokens": np.asarray(row[1:]), "weights": np.ones(len(row) - 1, dtype=np.float32)},
+def report(name: str, tokens: int, worker: Child, local: Child, rounds: int) -> None:
+    asked = {"batch": name, "table": False}
+    worker.ask(asked), local.ask(asked)
+    ours, theirs = zip(*[(worker.ask(asked), local.ask(asked)) for _ in range(rounds)], strict=True)
+    for what, of in (("median", statistics.median), ("least", min)):
+        print(
+            f"{name:<14}{tokens:>5} tokens  {what:<7} worker {of(ours):7.1f} ms  local loop {of(theirs):7.1f} ms"
+            f"  {of(theirs) / of(ours):5.2f}x",
+            flush=True,
         )
-        for row in rows
-    ]
-    request = ForwardBackwardRequest("run", 1, tuple(data), "cross_entropy")
-
-    def step() -> None:
-        (output,) = worker.run_pass(Pass((Part(0, request),)))
-        (metrics,) = worker.apply_steps((Step("run", AdamParams(learning_rate=1e-4)),))
-        assert not isinstance(output, Failure) and not isinstance(metrics, Failure), (output, metrics)
-
-    return step
 
 
-def local_step(loop: LocalLoop, rows: list[list[int]]) -> Callable[[], object]:
-    batch = padded(rows)
-    return lambda: loop.step(*batch)
+def serve(side: str) -> None:
+    """One side: answers {"batch", "table"} by the milliseconds of a step, or by its profile."""
+    setup = json.loads(sys.stdin.readline())
+    torch.set_num_threads(setup["threads"])
+    make_step = worker_steps(setup) if side == "worker" else local_steps(setup)
+    steps = {name: make_step(rows) for name, rows in batches().items()}
+    print(json.dumps("ready"), flush=True)
+    for line in sys.stdin:
+        asked = json.loads(line)
+        step = steps[asked["batch"]]
+        print(json.dumps(profile(step) if asked["table"] else cpu_milliseconds(step)), flush=True)
 
 
-def report(name: str, tokens: int, ours: Callable, theirs: Callable, rounds: int) -> None:
-    ours(), theirs()
-    pairs = [(cpu_milliseconds(ours), cpu_milliseconds(theirs)) for _ in range(rounds)]
-    own, their = (statistics.median(pair[side] for pair in pairs) for side in (0, 1))
-    ratio = statistics.median(b / a for a, b in pairs)
-    print(f"{name:<14}{tokens:>6} tokens  worker {own:7.1f} ms  local loop {their:7.1f} ms  {ratio:5.2f}x", flush=True)
+def worker_steps(setup: dict) -> Callable[[Rows], TrainStep]:
+    worker = Worker(WorkerConfig(ServedModel(MODEL, setup["model"]), device="cpu", threads=setup["threads"]))
+    worker.create_run(RunSpec("run", LoraConfig(rank=RANK, seed=0, train_unembed=False)))
+
+    def make(rows: Rows) -> TrainStep:
+        request = ForwardBackwardRequest("run", 1, tuple(map(datum, rows)), "cross_entropy")
+
+        def step() -> None:
+            (output,) = worker.run_pass(Pass((Part(0, request),)))
+            (metrics,) = worker.apply_steps((Step("run", AdamParams(learning_rate=1e-4)),))
+            assert not isinstance(output, Failure) and not isinstance(metrics, Failure), (output, metrics)
+
+        return step
+
+    return make
 
 
-def cpu_milliseconds(step: Callable[[], object]) -> float:
+def datum(row: list[int]) -> Datum:
+    weights = np.ones(len(row) - 1, dtype=np.float32)
+    return Datum(np.asarray(row[:-1]), {"target_tokens": np.asarray(row[1:]), "weights": weights})
+
+
+def local_steps(setup: dict) -> Callable[[Rows], TrainStep]:
+    loop = LocalLoop(Path(setup["model"]), RANK)
+
+    def make(rows: Rows) -> TrainStep:
+        batch = padded(rows)
+        return lambda: loop.step(*batch)
+
+    return make
+
+
+def cpu_milliseconds(step: TrainStep) -> float:
     started = time.process_time()
     step()
     return (time.process_time() - started) * 1000
 
 
-def profile(step: Callable[[], object]) -> str:
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as recorded:
+def profile(step: TrainStep) -> str:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], record_shapes=True) as recorded:
         step()
-    return recorded.key_averages().table(sort_by="self_cpu_time_total", row_limit=30, max_name_column_width=40)
+    averages = recorded.key_averages(group_by_input_shape=True)
+    return averages.table(
+        sort_by="self_cpu_time_total", row_limit=40, max_name_column_width=40, max_shapes_column_width=60
+    )
 
 
 if __name__ == "__main__":

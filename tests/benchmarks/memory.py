@@ -13,7 +13,7 @@ from .report import Line, Row, Section
 LENGTH = 512
 MICRO_BATCH_SIZES = (1024, 2048, 4096, 8192, 16384)
 PASS_SIZES = (4096, 8192, 16384, 32768, 65536)
-KIB_PER_TOKEN = 120
+KIB_PER_TOKEN = 100
 """What docs/performance.md states for a micro-batch of the benchmarks' model."""
 LARGE_VOCAB, LARGE_VOCAB_TOKENS = 65536, 8192
 

@@ -37,20 +37,23 @@ class Section:
     notes: Sequence[str] = field(default=())
 
     def __str__(self) -> str:
-        return "\n".join(["", f"== {self.title}", *self.notes, *_aligned(self.table), *map(str, self.lines)])
+        """Markdown, as docs/performance.md takes it."""
+        lines = [f"- {line}" for line in self.lines]
+        return "\n".join([f"\n## {self.title}\n", *self.notes, "", *_markdown(self.table), "", *lines])
 
     def as_json(self) -> dict[str, object]:
         table, lines = [dict(row) for row in self.table], [line.as_json() for line in self.lines]
         return {"title": self.title, "notes": list(self.notes), "table": table, "lines": lines}
 
 
-def _aligned(table: Sequence[Row]) -> list[str]:
+def _markdown(table: Sequence[Row]) -> list[str]:
     """Columns as wide as their widest cell, the first to the left, the others to the right."""
-    if not table:
-        return []
     cells = [list(table[0]), *([_shown(value) for value in row.values()] for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    return ["  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])
+    rows = [" | ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in cells]
+    head, *body = [f"| {row} |" for row in rows]
+    return [head, f"|{rule}|", *body]
 
 
 def _shown(value: str | float | None) -> str:

@@ -27,8 +27,11 @@ class Rows(Protocol):
         """Each row of x [rows, p] by its adapter's [p, q] -> [rows, q], written to `out` where that is given."""
         ...
 
-    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
-        """left^T right over each adapter's rows, summed in float32: left [rows, p], right [rows, q] -> n of [p, q]."""
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+        """Each adapter's total += left^T right over its rows, summed in float32.
+
+        left [rows, p], right [rows, q]; totals float32 [rank, q]: columns of `left` beyond the rank are left out.
+        """
         ...
 
     def scale(self, x: Tensor) -> Tensor:
@@ -60,11 +63,13 @@ class One:
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(x, matrices) if out is None else torch.mm(x, matrices, out=out)
 
-    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+        (total,) = totals
         left, right = _summable(left, right)
         if left.dtype == torch.float32:
-            return (torch.mm(left.t(), right),)
-        return (torch.mm(left.t(), right, out_dtype=torch.float32),)
+            total.addmm_(left.t(), right)
+        else:
+            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
 
     def scale(self, x: Tensor) -> Tensor:
         return x.mul_(self._scale)
@@ -111,9 +116,9 @@ class Even(_Several):
         product = torch.bmm(batch, matrices).view(count * length, -1)
         return product if out is None else out.copy_(product)
 
-    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         left, right = _summable(left, right)
-        return _batched_outer(left.view(*self._shape, -1), right.view(*self._shape, -1))
+        _add(totals, _batched_outer(left.view(*self._shape, -1), right.view(*self._shape, -1)))
 
 
 class Padded(_Several):
@@ -133,10 +138,10 @@ class Padded(_Several):
         product = torch.bmm(self._batch(x), matrices).flatten(0, 1).index_select(0, self._back)
         return product if out is None else out.copy_(product)
 
-    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         left, right = _summable(left, right)
         once = self._batch(left).masked_fill_(self._padding[:, :, None], 0)
-        return _batched_outer(once, self._batch(right))
+        _add(totals, _batched_outer(once, self._batch(right)))
 
     def _batch(self, x: Tensor) -> Tensor:
         return x.index_select(0, self._sources).view(*self._shape, -1)
@@ -147,6 +152,7 @@ class Ragged(_Several):
 
     def __init__(self, lengths: Sequence[int], scales: Sequence[float], device: torch.device) -> None:
         super().__init__(lengths, scales, device)
+        self._split = list(lengths)
         self._stops = self._lengths.cumsum(0).to(torch.int32)
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
@@ -154,11 +160,18 @@ class Ragged(_Several):
             product = torch.ops.aten._grouped_mm(x, matrices, self._stops)
         return product if out is None else out.copy_(product)
 
-    def outer(self, left: Tensor, right: Tensor) -> Sequence[Tensor]:
-        """On CUDA each is rounded to its factors' dtype in the end."""
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+        """On CUDA each product is rounded to its factors' dtype in the end."""
         left, right = _summable(left, right)
+        if left.is_cuda:
+            _add(totals, torch.ops.aten._grouped_mm(left.t(), right, self._stops).float())
+            return
+        # Summing onto the totals saves more than a single call for all.
         with _one_thread(left.device):
-            return torch.ops.aten._grouped_mm(left.t(), right, self._stops).float().unbind()
+            for total, own_left, own_right in zip(
+                totals, left.split(self._split), right.split(self._split), strict=True
+            ):
+                total.addmm_(own_left.t()[: len(total)], own_right)
 
 
 @contextmanager
@@ -180,7 +193,17 @@ def _summable(left: Tensor, right: Tensor) -> tuple[Tensor, Tensor]:
     return (left, right) if left.is_cuda else (left.float(), right.float())
 
 
-def _batched_outer(left: Tensor, right: Tensor) -> Sequence[Tensor]:
+def _batched_outer(left: Tensor, right: Tensor) -> Tensor:
+    """float32 [n, p, q] of left [n, rows, p] and right [n, rows, q]."""
     if left.dtype == torch.float32:
-        return torch.bmm(left.transpose(1, 2), right).unbind()
-    return torch.bmm(left.transpose(1, 2), right, out_dtype=torch.float32).unbind()
+        return torch.bmm(left.transpose(1, 2), right)
+    return torch.bmm(left.transpose(1, 2), right, out_dtype=torch.float32)
+
+
+def _add(totals: Sequence[Tensor], products: Tensor) -> None:
+    """To each total its product of products [n, p, q], without the rows of a rank that it does not have."""
+    parts = [
+        product if len(product) == len(total) else product[: len(total)]
+        for product, total in zip(products.unbind(), totals, strict=True)
+    ]
+    torch.ops.aten._foreach_add_.List(list(totals), parts)

@@ -10,7 +10,7 @@ from .adapter import Adapter
 _MOST_PADDING = 3.0
 
 # On the CPU, products of so many rows are worth a call of their own.
-_LONG = 512
+_LONG = 192
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """Terms: what the adapters of a packed row add at one site, scale * (x A^T) B^T, and its gradients."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -101,14 +101,10 @@ class _GroupTerms:
         """
         grad_reduced = self._rows.scale(self._grad_reduced(grad))
         gradients = [adapter.all_gradients() for adapter in self._adapters]
-        of_a = self._rows.outer(grad_reduced, x)
-        if len(self._bs) == 1:
-            of_b = self._rows.outer(reduced, grad)
-            _add(gradients, self._site.names[0], of_a, of_b)
-            return grad_reduced
         for name, (ranks, columns, _) in zip(self._site.names, self._parts(), strict=True):
-            of_b = self._rows.outer(reduced[:, ranks], grad[:, columns])
-            _add(gradients, name, [gradient[ranks] for gradient in of_a], of_b)
+            of_a, of_b = zip(*(matrices[name] for matrices in gradients), strict=True)
+            self._rows.add_outer(of_a, grad_reduced[:, ranks], x)
+            self._rows.add_outer(of_b, reduced[:, ranks], grad[:, columns])
         return grad_reduced
 
     def grad_x(self, grad_reduced: Tensor, out: Tensor | None) -> Tensor:
@@ -126,18 +122,6 @@ class _GroupTerms:
     def _parts(self) -> Iterator[tuple[slice, slice, Tensor]]:
         """Of each layer: its part of the reduced columns, of the output's columns, and B."""
         return zip(self._ranks, self._site.columns, self._bs, strict=True)
-
-
-def _add(
-    gradients: Sequence[Mapping[str, tuple[Tensor, Tensor]]], name: str, of_a: Sequence[Tensor], of_b: Sequence[Tensor]
-) -> None:
-    """To each adapter's gradients of A and B^T, but for the rows of a rank that it does not have."""
-    totals = [matrix for matrices in gradients for matrix in matrices[name]]
-    parts = [part for both in zip(of_a, of_b, strict=True) for part in both]
-    fitting = [
-        part if len(part) == len(total) else part[: len(total)] for part, total in zip(parts, totals, strict=True)
-    ]
-    torch.ops.aten._foreach_add_.List(totals, fitting)
 
 
 def _gaps(covered: Sequence[slice], num_rows: int) -> Iterator[slice]:

@@ -195,7 +195,7 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: At
         if torch.is_grad_enabled():
             return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return _flash_on_cpu(query, key, value, packing, kind)[0]
-    if query.dtype in (torch.bfloat16, torch.float16):
+    if _fits_varlen(query):
         return _varlen(query, key, value, packing, kind)
     return _joined([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
@@ -220,8 +220,20 @@ def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group,
     )
 
 
+def _fits_varlen(query: Tensor) -> bool:
+    """What flash attention takes: 16 bit, heads of a multiple of 8 up to 256, a GPU no older than Ampere."""
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
-    """All sequences in one kernel. CUDA, 16 bit; no machine with a GPU has run this yet."""
+    """All sequences in one kernel. No machine with a GPU has run this yet."""
     bounds, longest = packing.bounds(query.device), packing.longest
     out = varlen_attn(
         query,

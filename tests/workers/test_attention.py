@@ -7,6 +7,8 @@ import torch
 from torch import Tensor, nn
 from trainhouse.workers.attention import DecodeStep, KeyValueCache, Packing, pack_lengths, packed_attention
 
+from .adapted import relative_error
+
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [5, 5, 3, 9]
 
@@ -66,6 +68,36 @@ def test_packed_sequences_attend_as_each_alone(window: int | None) -> None:
     with pytest.raises(AssertionError):
         other = attend(qkv, Packing(pack_lengths([10, 3, 9])), window)
         torch.testing.assert_close(other, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.bfloat16, 1e-2)])
+def test_gradients_are_those_of_each_sequence_alone(window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    assert_gradients(torch.device("cpu"), window, dtype, tolerance)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_gradients_on_a_gpu_are_those_of_each_sequence_alone(
+    window: int | None, dtype: torch.dtype, tolerance: float
+) -> None:
+    assert_gradients(torch.device("cuda"), window, dtype, tolerance)
+
+
+def assert_gradients(device: torch.device, window: int | None, dtype: torch.dtype, tolerance: float) -> None:
+    weight = torch.randn(sum(LENGTHS), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+    exact = [x.to(dtype).double().requires_grad_() for x in rows(sum(LENGTHS), seed=7)]
+    leaves = [x.detach().to(device, dtype).requires_grad_() for x in exact]
+    parts = split((exact[0], exact[1], exact[2]), LENGTHS)
+    wanted = torch.cat([naive(part[0], part[1], part[2], window=window) for part in parts])
+    found = attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(LENGTHS)), window)
+    gradients = torch.autograd.grad((found * weight.to(found)).sum(), leaves)
+    exact_gradients = torch.autograd.grad((wanted * weight.double()).sum(), exact)
+    for one, other in zip((found, *gradients), (wanted, *exact_gradients), strict=True):
+        error = relative_error(one.double().cpu(), other)
+        assert error < tolerance < relative_error(one.double().cpu() * (1 + 2 * tolerance), other)
 
 
 @pytest.mark.parametrize("window", [None, 4])

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import psutil
 
 from ..live import LiveServer, live_server
 from .child import Child, child
-from .processor import cpu_seconds
 from .report import Line, Row, Section
 from .workload import MODEL
 
@@ -28,12 +28,28 @@ Load = Mapping[Child, Sequence[Work]]
 
 @dataclass(frozen=True)
 class Outcome:
-    """latencies: per tenant the seconds from the submit of each forward_backward to its result."""
+    """cpu: of the server and of its worker. latencies: of each tenant, from a forward_backward's submit to its result.
 
-    tokens_per_second: float
-    tokens_per_cpu_second: float
-    seconds_per_step: float
+    All in seconds.
+    """
+
+    num_steps: int
+    num_tokens: int
+    elapsed: float
+    cpu: np.ndarray
     latencies: list[np.ndarray]
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.num_tokens / self.elapsed
+
+    @property
+    def tokens_per_cpu_second(self) -> float:
+        return self.num_tokens / float(self.cpu.sum())
+
+    @property
+    def seconds_per_step(self) -> float:
+        return self.elapsed / self.num_steps
 
 
 Round = Mapping[str, Outcome]
@@ -54,7 +70,6 @@ def many_tenants(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         f"Medians of {rounds} rounds. Tenants send two steps (forward_backward, optim_step) before they wait for the",
         "first; where there is one, four. One of the sixteen sends a step when its last is answered: its latency is",
         f"measured, from a forward_backward's submit to its result. A pass: a step of {WHOLE}.",
-        "CPU: of the server and its worker, user and system.",
     ]
     return Section(f"{TENANTS} tenants from two client processes", _table(outcomes), _lines(outcomes), notes)
 
@@ -81,29 +96,43 @@ def _train(lengths: list[int], num_steps: int, in_flight: int) -> Work:
 
 
 def _run(server: LiveServer, load: Load) -> Outcome:
-    cpu_before = cpu_seconds(server.process.pid)
+    cpu_before = _cpu_seconds(server)
     for clients, works in load.items():
         clients.send(works)
     tenants = [np.array(times) for clients in load for times in clients.receive()]
-    cpu = cpu_seconds(server.process.pid) - cpu_before
-    seconds = float(max(times.max() for times in tenants) - min(times.min() for times in tenants))
     works = [work for each in load.values() for work in each]
-    tokens = sum(len(times) * sum(work["lengths"]) for times, work in zip(tenants, works, strict=True))
-    latencies = [times[:, 1] - times[:, 0] for times in tenants]
-    return Outcome(tokens / seconds, tokens / cpu, seconds / max(map(len, tenants)), latencies)
+    return Outcome(
+        num_steps=max(map(len, tenants)),
+        num_tokens=sum(len(times) * sum(work["lengths"]) for times, work in zip(tenants, works, strict=True)),
+        elapsed=float(max(times.max() for times in tenants) - min(times.min() for times in tenants)),
+        cpu=_cpu_seconds(server) - cpu_before,
+        latencies=[times[:, 1] - times[:, 0] for times in tenants],
+    )
+
+
+def _cpu_seconds(server: LiveServer) -> np.ndarray:
+    """User and system time so far: of the server, and of the processes under it."""
+    process = psutil.Process(server.process.pid)
+    workers = [child.cpu_times() for child in process.children(recursive=True)]
+    own = process.cpu_times()
+    return np.array([own.user + own.system, sum(each.user + each.system for each in workers)])
 
 
 def _table(rounds: Sequence[Round]) -> list[Row]:
-    return [
-        {
-            "who sends": name,
-            "tokens/s": _median(each[name].tokens_per_second for each in rounds),
-            "tokens per CPU-second": _median(each[name].tokens_per_cpu_second for each in rounds),
-            "ms per step": 1000 * _median(each[name].seconds_per_step for each in rounds),
-            "median latency, ms": 1000 * _median(np.median(each[name].latencies[0]) for each in rounds),
-        }
-        for name in (WHOLE, ALONE, CROWD)
-    ]
+    return [_row(name, [each[name] for each in rounds]) for name in (WHOLE, ALONE, CROWD)]
+
+
+def _row(name: str, outcomes: Sequence[Outcome]) -> Row:
+    server, worker = np.median([1000 * outcome.cpu / outcome.num_steps for outcome in outcomes], axis=0)
+    return {
+        "who sends": name,
+        "tokens/s": _median(outcome.tokens_per_second for outcome in outcomes),
+        "ms per step": 1000 * _median(outcome.seconds_per_step for outcome in outcomes),
+        "CPU ms, server": float(server),
+        "CPU ms, worker": float(worker),
+        "tokens per CPU-second": _median(outcome.tokens_per_cpu_second for outcome in outcomes),
+        "median latency, ms": 1000 * _median(np.median(outcome.latencies[0]) for outcome in outcomes),
+    }
 
 
 def _lines(rounds: Sequence[Round]) -> list[Line]:

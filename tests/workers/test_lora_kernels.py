@@ -268,6 +268,10 @@ def test_a_plan_serves_many_rows_until_a_weight_changes(tiny_models: dict[str, P
         pass
     with adapted.adapters.applied(segments):
         assert relative_error(module(x), y) > 1e-2
+    moved = adapted.adapters.plan(segments)
+    assert moved.is_current
+    one.move({"weights": one.weights.clone()}, "device")
+    assert not moved.is_current
 
 
 def test_layers_that_no_adapter_adapts_keep_no_graph_and_make_no_terms(tiny_models: dict[str, Path]) -> None:

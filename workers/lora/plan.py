@@ -27,15 +27,16 @@ class Plan:
         if kind.device.type == "cpu":
             groups = [part for group in groups for part in group.split()]
         self._groups = [(group, arrange(group.lengths, group.scales, kind.device, kind.aligned)) for group in groups]
-        self._made_of = {
-            id(adapter): (adapter, adapter.weights._version) for group in groups for adapter in group.adapters
-        }
+        adapters = [adapter for group in groups for adapter in group.adapters]
+        self._made_of = [(adapter, adapter.weights, adapter.weights._version) for adapter in adapters]
         self._terms: dict[Site, Terms | None] = {}
 
     @property
     def is_current(self) -> bool:
-        """Whether all weights are as they were."""
-        return all(adapter.weights._version == version for adapter, version in self._made_of.values())
+        """Whether all weights are as they were, and where they were."""
+        return all(
+            adapter.weights is weights and weights._version == version for adapter, weights, version in self._made_of
+        )
 
     def terms(self, site: Site) -> Terms | None:
         """None where no adapter adapts it. Made for the first layer call that asks, and kept."""

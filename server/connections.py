@@ -39,12 +39,17 @@ class _HeadWithBody(asyncio.Transport):
             self._transport.write(data)
 
     def answer_ends(self) -> None:
+        self._flush()
         self._is_next_head = True
 
     def close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def _flush(self) -> None:
+        """A head that no body came for, as when HEAD was asked."""
         if self._head is not None:
             self.write(b"")
-        self._transport.close()
 
     def is_closing(self) -> bool:
         return self._transport.is_closing()

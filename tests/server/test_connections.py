@@ -66,6 +66,14 @@ async def test_an_answer_in_pieces_arrives_as_they_come() -> None:
         assert answer.endswith(b"3\r\none\r\nc\r\nHTTP/1.1 two\r\n5\r\nthree\r\n0\r\n\r\n")
 
 
+async def test_an_answer_to_head_arrives_without_a_body() -> None:
+    async with connected() as (reader, writer):
+        for _ in range(2):
+            writer.write(b"HEAD / HTTP/1.1\r\nhost: here\r\n\r\n")
+            answer = await read(reader)
+            assert answer.startswith(b"HTTP/1.1 200 OK\r\n") and answer.endswith(b"\r\n\r\n")
+
+
 async def test_a_client_that_asks_whether_to_go_on_is_told_so_before_the_answer() -> None:
     async with connected() as (reader, writer):
         head, body = post("/", b"body", "expect: 100-continue")[:-4], b"body"

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 from urllib.request import urlopen
 
 import numpy as np
@@ -15,6 +16,7 @@ import pytest
 import tinker
 from safetensors.numpy import load
 from tinker import types
+from tinker.types import LossFnType
 
 from ..live import LiveServer, live_server
 
@@ -65,7 +67,7 @@ class Job:
     """What a tenant trains. advantage: of the policy losses; 0 = it trains on weights."""
 
     name: str
-    loss: str
+    loss: LossFnType
     rank: int
     lengths: tuple[int, ...]
     learning_rate: float = 1e-3
@@ -89,8 +91,10 @@ class Job:
         return self.submit(service).result(60)
 
     def submit(self, service: tinker.ServiceClient) -> "Future[tinker.TrainingClient]":
-        targets = {f"train_{part}": part in self.trains for part in ("attn", "mlp", "unembed")}
-        return service.create_lora_training_client(MODEL, rank=self.rank, seed=self.seed, **targets)
+        attn, mlp, unembed = (part in self.trains for part in ("attn", "mlp", "unembed"))
+        return service.create_lora_training_client(
+            MODEL, self.rank, self.seed, train_attn=attn, train_mlp=mlp, train_unembed=unembed
+        )
 
 
 JOBS = (
@@ -222,7 +226,8 @@ class Poison:
         self.futures["token"].append(self._clients[1].forward_backward([bad, *JOBS[0].data()], "cross_entropy"))
 
     def _no_such_loss(self) -> None:
-        self.futures["loss"].append(self._clients[2].forward_backward(JOBS[0].data(), "no_such_loss"))
+        loss: Any = "no_such_loss"
+        self.futures["loss"].append(self._clients[2].forward_backward(JOBS[0].data(), loss))
 
     def _diverge(self) -> None:
         """The first step makes weights that no number can hold what they give; from then on every pass is NaN."""
@@ -303,8 +308,10 @@ def test_a_thousand_runs_on_sixteen_slots_train_as_if_each_had_its_own(
     jobs = [replace(JOBS[0], name=f"tenant-{number % 10}", seed=number) for number in range(1000)]
     chosen = np.random.default_rng(0).choice(1000, 24, replace=False)
     models = {MODEL: tiny_models["qwen3"]}
-    options = {"adapter_slots": 16, "host_adapter_bytes": 16 << 20}
-    with live_server(models, tmp_path / "1", **options) as paged, connections(paged) as connect:
+    with (
+        live_server(models, tmp_path / "1", adapter_slots=16, host_adapter_bytes=16 << 20) as paged,
+        connections(paged) as connect,
+    ):
         creating = [job.submit(connect(job.name)) for job in jobs]
         clients = [future.result(240) for future in creating]
         assert bytes_on_disk(paged) > 16 << 20

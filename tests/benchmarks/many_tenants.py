@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -20,7 +21,7 @@ from .workload import MODEL
 TENANTS, LENGTH, STEPS = 16, 64, 30
 WHOLE, ALONE, CROWD = "one tenant, 16x64", "one tenant, 1x64", "sixteen tenants, 1x64 each"
 
-Work = Mapping[str, object]
+Work = Mapping[str, Any]
 """What one tenant does: see tenants."""
 Load = Mapping[Child, Sequence[Work]]
 """What the tenants of each client process do at once."""

@@ -77,6 +77,16 @@ def _available() -> Iterator[int]:
     if machine.exists():
         fields = dict(line.split(":", 1) for line in machine.read_text().splitlines())
         yield int(fields["MemAvailable"].split()[0]) * 1024
-    limit, used = Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")
+    yield from available_to(Path("/sys/fs/cgroup"))
+
+
+def available_to(container: Path) -> Iterator[int]:
+    """Within the limit of a control group (version 2), where it has one.
+
+    Linux counts the cache of files as used, but gives it back when memory is wanted.
+    """
+    limit, used, statistics = (container / f"memory.{name}" for name in ("max", "current", "stat"))
     if limit.exists() and used.exists() and limit.read_text().strip() != "max":
-        yield int(limit.read_text()) - int(used.read_text())
+        fields = dict(line.split() for line in statistics.read_text().splitlines())
+        cache = int(fields["active_file"]) + int(fields["inactive_file"])
+        yield int(limit.read_text()) - int(used.read_text()) + cache

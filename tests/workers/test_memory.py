@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -58,6 +59,15 @@ def test_inside_the_bound_more_than_there_is_cannot_be_taken(monkeypatch: pytest
         refused = error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8))
     assert refused is not None and is_out_of_memory(refused)
     assert error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8)) is None
+
+
+def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> None:
+    """As it is after some time of writing: all of the limit is used, and most of it can be had."""
+    for name, text in {"max": "1000", "current": "990", "stat": "anon 90\nactive_file 300\ninactive_file 600"}.items():
+        (tmp_path / f"memory.{name}").write_text(f"{text}\n")
+    assert list(footprint.available_to(tmp_path)) == [910]
+    (tmp_path / "memory.max").write_text("max\n")
+    assert list(footprint.available_to(tmp_path)) == []
 
 
 def test_want_of_memory_is_told_from_other_errors() -> None:

@@ -3,7 +3,6 @@
 import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -90,7 +89,7 @@ class Job:
     def create(self, service: tinker.ServiceClient) -> tinker.TrainingClient:
         return self.submit(service).result(60)
 
-    def submit(self, service: tinker.ServiceClient) -> "Future[tinker.TrainingClient]":
+    def submit(self, service: tinker.ServiceClient) -> tinker.APIFuture[tinker.TrainingClient]:
         attn, mlp, unembed = (part in self.trains for part in ("attn", "mlp", "unembed"))
         return service.create_lora_training_client(
             MODEL, self.rank, self.seed, train_attn=attn, train_mlp=mlp, train_unembed=unembed

@@ -116,7 +116,7 @@ class Worker:
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
     def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
-        """When an adapter does not come back from disk, each by itself."""
+        """When an adapter does not come back to the device, each by itself."""
         try:
             with self._adapters.resident([step.run_id for step in steps]) as adapters:
                 return apply_steps(adapters, steps)

@@ -390,9 +390,13 @@ def test_steps_of_more_runs_than_slots_are_applied(tiny_models: dict[str, Path])
     assert isinstance(answers[3], Failure) and "no gradients since the last step" in answers[3].message
 
 
-def test_a_page_that_cannot_be_read_fails_its_own_run(
-    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [OSError(errno.EIO, os.strerror(errno.EIO)), MemoryError("no room")], ids=repr)
+def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
+    def broken_disk(*_: object) -> int:
+        raise error
+
     worker = Worker(config(tiny_models["llama"], adapter_slots=3, host_adapter_bytes=0))
     for i in range(4):
         worker.create_run(RunSpec(f"run-{i}", LORA))
@@ -403,12 +407,8 @@ def test_a_page_that_cannot_be_read_fails_its_own_run(
         answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
     assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
     assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
-    assert "an adapter cannot be read back from disk: [Errno 5] Input/output error" in answers[1].message
+    assert f"an adapter cannot be brought back from disk: {error}" in answers[1].message
     assert isinstance(stepped(worker, ["run-0"])[0], dict)
-
-
-def broken_disk(*_: object) -> int:
-    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
 NUM_RUNS, NUM_SLOTS = 1000, 16

@@ -59,7 +59,7 @@ class Adapters:
     def resident(self, adapter_ids: Sequence[str]) -> Iterator[list[Adapter]]:
         """Inside, these adapters are on the device, at most its `adapter_slots` of them.
 
-        Raises KeyError, and OperationError when one cannot be read back from disk.
+        Raises KeyError, and OperationError when one cannot be brought there.
         """
         adapters = [self.get(adapter_id) for adapter_id in adapter_ids]
         with self._residency.held(adapters):

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
+from ..memory import is_out_of_memory
 from .adapter import Adapter
 from .pages import Page, PageFile
 
@@ -65,7 +66,7 @@ class Residency:
 
     @contextmanager
     def held(self, adapters: Sequence[Adapter]) -> Iterator[None]:
-        """Inside, these are on the device. Raises OperationError when a page is not readable."""
+        """Inside, these are on the device. Raises OperationError when one cannot be brought there."""
         before = self._held
         self._held = before.union(adapters)
         assert self._slots is None or len(self._held) <= self._slots, (
@@ -122,9 +123,15 @@ class Residency:
         self._on_host[adapter] = adapter.num_bytes
 
     def _to_device(self, adapter: Adapter) -> None:
-        vectors = self._read(adapter) if adapter in self._on_disk else adapter.live()
-        # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
-        adapter.move({name: v.to(self._device, non_blocking=True) for name, v in vectors.items()}, "device")
+        try:
+            vectors = self._read(adapter) if adapter in self._on_disk else adapter.live()
+            # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
+            vectors = {name: vector.to(self._device, non_blocking=True) for name, vector in vectors.items()}
+        except Exception as error:
+            if not (isinstance(error, OSError) or is_out_of_memory(error)):
+                raise
+            raise OperationError(f"an adapter cannot be brought back from {adapter.place}: {error}", "server") from None
+        adapter.move(vectors, "device")
         self._on_host.pop(adapter, None)
         self._on_disk.pop(adapter, None)
         self._on_device[adapter] = None
@@ -155,10 +162,7 @@ class Residency:
         saved = self._saved[adapter]
         pinned = self._device.type == "cuda"
         vectors = {name: torch.empty(adapter.vector_size, pin_memory=pinned) for name in saved.names}
-        try:
-            self._pages.read(saved.page, list(vectors.values()))
-        except OSError as error:
-            raise OperationError(f"an adapter cannot be read back from disk: {error}", "server") from None
+        self._pages.read(saved.page, list(vectors.values()))
         return vectors
 
     def _forget_page(self, adapter: Adapter) -> None:

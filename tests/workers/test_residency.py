@@ -411,6 +411,35 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
     assert isinstance(stepped(worker, ["run-0"])[0], dict)
 
 
+def cut_off_page(adapters: Adapters, adapter_id: str) -> None:
+    """The file ends before it; the pages of others are whole."""
+    residency = adapters._residency
+    page = residency._saved[adapters.get(adapter_id)].page
+    assert adapters.get(adapter_id).place == "disk" and page.stop == residency._pages._size
+    os.ftruncate(residency._pages._file, page.offset)
+
+
+def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_models: dict[str, Path]) -> None:
+    worker = Worker(config(tiny_models["llama"], adapter_slots=2, host_adapter_bytes=0))
+    for i in range(4):
+        worker.create_run(RunSpec(f"run-{i}", LORA.model_copy(update={"seed": i})))
+    for run_id in ("run-1", "run-2", "run-3", "run-0"):
+        stepped(worker, [run_id])
+    jobs = [sample_job(i, adapter_id) for i, adapter_id in enumerate(["run-0", "run-1", None, "run-2"])]
+    expected = finished(worker, jobs)
+    # Both adapters of samples under way leave the device, and one does not come back.
+    worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    for run_id in ("run-2", "run-3"):
+        state(worker._adapters, run_id)
+    cut_off_page(worker._adapters, "run-0")
+    result = worker.sample_slice(Slice((sample_job(4, "run-0"),), (), 0.0))
+    assert set(result.finished) == {"job-0", "job-4"}
+    for failure in result.finished.values():
+        assert isinstance(failure, Failure) and failure.category == "server", failure
+        assert "an adapter cannot be brought back from disk: the page file ends" in failure.message
+    assert finished(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
+
+
 NUM_RUNS, NUM_SLOTS = 1000, 16
 
 

@@ -9,6 +9,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from itertools import groupby, islice
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
-from ...schemas.errors import OperationError
+from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..attention import DecodeStep, Packing, pack_lengths
 from ..config import WorkerConfig
@@ -107,8 +108,8 @@ class NativeSampler:
 
     @torch.no_grad()
     def _run_until(self, deadline: float) -> None:
-        self._served = self._choose_adapters()
-        with self._adapters.resident(self._served):
+        with ExitStack() as held:
+            self._served = self._bring(self._choose_adapters(), held)
             while self._slots.rows or (self._waiting and self._is_served(self._waiting[0])):
                 self._admit()
                 self._decode()
@@ -120,6 +121,17 @@ class NativeSampler:
         jobs = (*(row.job for row in self._slots.rows), *self._jobs.values())
         wanted = dict.fromkeys(job.adapter_id for job in jobs if job.adapter_id is not None)
         return list(islice(wanted, self._config.adapter_slots))
+
+    def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
+        """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
+        try:
+            held.enter_context(self._adapters.resident(adapter_ids))
+            return adapter_ids
+        except OperationError as error:
+            if len(adapter_ids) == 1:
+                self._fail_jobs_of(adapter_ids[0], error)
+                return []
+        return [brought for each in adapter_ids for brought in self._bring([each], held)]
 
     def _is_served(self, row: Row) -> bool:
         return row.job.adapter_id is None or row.job.adapter_id in self._served
@@ -175,9 +187,14 @@ class NativeSampler:
             if job.adapter_id is not None and job.adapter_id not in self._adapters:
                 self._fail(job, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved")
 
-    def _fail(self, job: Job, message: str) -> None:
+    def _fail_jobs_of(self, adapter_id: str, error: OperationError) -> None:
+        for job in list(self._jobs.values()):
+            if job.adapter_id == adapter_id:
+                self._fail(job, error.message, error.category)
+
+    def _fail(self, job: Job, message: str, category: Category = "user") -> None:
         self._remove(job.request.job_id)
-        self._finished[job.request.job_id] = Failure(message, "user")
+        self._finished[job.request.job_id] = Failure(message, category)
 
     def _remove(self, job_id: str) -> None:
         """Frees all that a job holds; unknown ids (it may just have ended) are ignored."""

@@ -22,7 +22,7 @@ class WorkerConfig:
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the sampler's key/value cache.
     adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
-    page_directory: for the adapters on disk; None = a temporary one.
+    page_directory: for the adapters on disk; None = that of the system for temporary files.
     """
 
     model: ServedModel

@@ -22,6 +22,8 @@ from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Verb
 
+_MOST_WEIGHT_RATIO = 1000
+
 
 @dataclass(frozen=True)
 class DispatchConfig:
@@ -55,9 +57,7 @@ class WorkerDispatch:
         names = [model.model.name for model in config.models]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"base model {sorted(repeated)[0]} is given twice: give each served name once")
-        for tenant_id, weight in config.tenant_weights.items():
-            if not 0 < weight < math.inf:
-                raise ValueError(f"the weight {weight} of tenant {tenant_id} is no positive number")
+        _check_weights(config.tenant_weights)
         self.models = {}
         self._config = config
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
@@ -192,6 +192,19 @@ class _Home:
 
     async def submit(self, key: str, item: Item) -> Any:
         return await self.group.submit(key, self.tenant_id, item)
+
+
+def _check_weights(weights: Mapping[str, float]) -> None:
+    for tenant_id, weight in weights.items():
+        if not 0 < weight < math.inf:
+            raise ValueError(f"the weight {weight} of tenant {tenant_id} is no positive number")
+    # Tenants that are not named have 1.
+    lightest, heaviest = min(1.0, *weights.values(), 1.0), max(1.0, *weights.values(), 1.0)
+    if heaviest > _MOST_WEIGHT_RATIO * lightest:
+        raise ValueError(
+            f"tenant weights go from {lightest:g} to {heaviest:g}: the heaviest may have {_MOST_WEIGHT_RATIO} times "
+            "the lightest, where 1 is that of tenants not named"
+        )
 
 
 def _limits(config: DispatchConfig, model: WorkerConfig) -> PassLimits:

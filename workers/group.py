@@ -7,8 +7,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -21,12 +21,15 @@ from .pool import Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .shares import PassLimits
 from .turns import Turns
-from .verbs import Failure, ModelInfo, Pass, SampleJob, Slice, SliceResult
+from .verbs import Failure, ModelInfo, Pass, SampleJob, Slice, SliceResult, Step
 from .work import Item, PassWork, Verb, Work
 
 logger = logging.getLogger(__name__)
 
 _KINDS = ("training", "verbs", "sampling")
+
+# Verbs after which a run has no gradients.
+_CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
 
 
 class Group:
@@ -56,6 +59,8 @@ class Group:
         self._backoff = Backoff()
         self._queue = Queue(limits)
         self._running: list[Work[Any]] = []
+        # Runs whose gradients lack an operation of a call that failed as a whole, unknown to the rank, and the reason.
+        self._incomplete: dict[str, str] = {}
         self._operation_ids = count()
         self._joining: dict[str, _Sampling] = {}
         self._sampling: dict[str, _Sampling] = {}
@@ -208,7 +213,7 @@ class Group:
         work = self._queue.take_verb()
         self._running = [work]
         answer = await self._call(pool, work.item.method, *work.item.arguments)
-        self._note(work.item, answer)
+        self._note(work.key, work.item, answer)
         _settle(work.answer, answer)
         self._running = []
 
@@ -220,7 +225,9 @@ class Group:
 
     async def _run_steps(self, pool: Pool) -> None:
         works = self._running = self._queue.take_steps()
-        answers = await self._call(pool, "apply_steps", tuple(work.item for work in works))
+        answers = await self._call(pool, "apply_steps", tuple(self._with_refusal(work.item) for work in works))
+        if not isinstance(answers, Failure):
+            self._forget_incomplete(work.key for work in works)
         for work, answer in zip(works, _one_each(answers, len(works)), strict=True):
             _settle(work.answer, answer)
         self._running = []
@@ -230,9 +237,19 @@ class Group:
         # The others still wait in the queue, for their next passes.
         self._running = [piece.work for piece in pieces if piece.last]
         answers = await self._call(pool, "run_pass", Pass(tuple(piece.part for piece in pieces)))
+        if isinstance(answers, Failure):
+            self._incomplete |= {each.work.key: answers.message for each in pieces if not each.work.item.forward_only}
         for piece, answer in zip(pieces, _one_each(answers, len(pieces)), strict=True):
             self._answer_piece(piece, answer)
         self._running = []
+
+    def _with_refusal(self, step: Step) -> Step:
+        reason = self._incomplete.get(step.run_id)
+        return step if reason is None else replace(step, refused=reason)
+
+    def _forget_incomplete(self, run_ids: Iterable[str]) -> None:
+        for run_id in run_ids:
+            self._incomplete.pop(run_id, None)
 
     def _answer_piece(self, piece: Piece, answer: object) -> None:
         if piece.last:
@@ -268,13 +285,15 @@ class Group:
             if waiting := self._sampling.pop(job_id, None):
                 _settle(waiting.answer, answer)
 
-    def _note(self, verb: Verb, answer: object) -> None:
+    def _note(self, key: str, verb: Verb, answer: object) -> None:
         """Here and not by the caller: a death right after the answer must find the run among the live."""
         if isinstance(answer, Failure):
             return
         if verb.creates is not None:
             self._live.add(verb.creates)
             self._lost.pop(verb.creates, None)
+        if verb.method in _CLEARING:
+            self._forget_incomplete([key])
         self._live.discard(verb.drops or "")
 
     def _lose(self, death: WorkerDied) -> None:
@@ -286,6 +305,7 @@ class Group:
                 "gone; create a new run or sampler from a checkpoint"
             )
         self._live.clear()
+        self._incomplete.clear()
         self._fail_all(f"base model {name}: {death}; training state since the last checkpoint is lost")
 
     def _fail_all(self, message: str) -> None:

@@ -69,6 +69,7 @@ def apply_steps(adapters: Sequence[Adapter], steps: Sequence[Step]) -> list[dict
 
 
 def _check(adapter: Adapter, step: Step) -> Update | Failure:
+    adapter.window.refused = adapter.window.refused or step.refused
     try:
         _refuse_unusable_window(adapter)
         _refuse_vanishing_eps(step.params)

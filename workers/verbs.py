@@ -75,11 +75,15 @@ class Pass:
 
 @dataclass(frozen=True)
 class Step:
-    """One optimizer step of one run; answered by its metrics (name -> value) or a Failure."""
+    """One optimizer step of one run; answered by its metrics (name -> value) or a Failure.
+
+    refused: why its gradients are incomplete, where the rank may not know: they are then discarded and nothing else.
+    """
 
     run_id: str
     params: AdamParams
     gradient_scale: float | Literal["mean"] | None = None
+    refused: str | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -70,6 +70,9 @@ class Worker:
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
         """In calls of as many runs as there are adapter slots."""
+        for step in steps:
+            if step.refused is not None:
+                self._program.forget(step.run_id)
         return tuple(answer for chunk in _chunks(steps, self._adapter_slots) for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:

@@ -59,6 +59,9 @@ class RecordingWorker:
     def drop_run(self, run_id: str) -> None:
         self._num_calls += 1
 
+    def clear_gradients(self, run_id: str) -> None:
+        self._num_calls += 1
+
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         self._num_calls += 1
 
@@ -111,9 +114,10 @@ class RecordingWorker:
                 os._exit(1)
         return None
 
-    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float], ...]:
+    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
         self._num_calls += 1
-        return tuple({"call:last": self._num_calls, "steps:last": len(steps)} for _ in steps)
+        metrics: dict[str, float] = {"call:last": self._num_calls, "steps:last": len(steps)}
+        return tuple(Failure(step.refused, "user") if step.refused else metrics for step in steps)
 
     def sample_slice(self, work: Slice) -> SliceResult:
         self._num_slices += 1

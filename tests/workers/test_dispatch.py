@@ -254,6 +254,24 @@ def test_a_part_that_fails_ends_its_operation_and_the_run_goes_on(fault: str) ->
     run(check())
 
 
+@pytest.mark.parametrize("clears", [False, True])
+def test_a_step_over_an_operation_of_a_call_that_failed_as_a_whole_is_refused_once(clears: bool) -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            await dispatch.forward_backward(operation("a", lengths=[8]))
+            with pytest.raises(OperationError, match="KeyError"):
+                await dispatch.forward_backward(operation("a", "fail", lengths=[64]))
+            if clears:
+                await dispatch.clear_gradients("a")
+            else:
+                with pytest.raises(OperationError, match="KeyError"):
+                    await dispatch.optim_step(step("a"))
+            await dispatch.optim_step(step("b"))
+            await dispatch.optim_step(step("a"))
+
+    run(check())
+
+
 def test_a_short_operation_waits_for_one_pass_while_large_ones_are_split() -> None:
     async def check() -> None:
         async with recording("a", "b", "b2", "c") as dispatch:
@@ -578,3 +596,10 @@ def test_a_name_served_twice_is_refused() -> None:
 def test_a_weight_that_is_no_share_is_refused(weight: float) -> None:
     with pytest.raises(ValueError, match=rf"the weight {weight} of tenant alice is no positive number"):
         WorkerDispatch(DispatchConfig((), tenant_weights={"alice": weight}))
+
+
+@pytest.mark.parametrize("weights", [{"alice": 1001.0}, {"alice": 1e-6}, {"alice": 0.02, "bob": 30.0}])
+def test_weights_so_far_apart_that_turns_would_go_round_in_vain_are_refused(weights: dict[str, float]) -> None:
+    with pytest.raises(ValueError, match="1000 times the lightest"):
+        WorkerDispatch(DispatchConfig((), tenant_weights=weights))
+    WorkerDispatch(DispatchConfig((), tenant_weights={"alice": 30.0, "bob": 0.05}))

@@ -177,6 +177,16 @@ def test_a_step_over_a_window_that_lost_an_operation_is_refused_and_clears_it(wo
     assert isinstance(step(worker), dict)
 
 
+def test_a_step_that_is_said_to_lack_gradients_discards_what_there_are(worker: Worker) -> None:
+    first = loss(worker)
+    train(worker)
+    (refused,) = worker.apply_steps((Step("run", AdamParams(learning_rate=1e-2), refused="a part was lost"),))
+    assert isinstance(refused, Failure) and "a part was lost" in refused.message
+    assert loss(worker) == first
+    train(worker)
+    assert isinstance(step(worker), dict)
+
+
 def test_gradients_can_be_discarded(worker: Worker) -> None:
     train(worker)
     worker.clear_gradients("run")

@@ -15,7 +15,7 @@ from .tenants import Times
 from .workload import MODEL
 
 SEQUENCES, LENGTH, CALLERS = 1000, 32, 3
-ALONE_SECONDS, BOTH_SECONDS = 6.0, 12.0
+ALONE_SECONDS, BOTH_SECONDS = 4.0, 10.0
 PASS_TOKENS = DispatchConfig(models=()).pass_tokens
 
 

@@ -1,7 +1,8 @@
 """Quotas: how much a tenant may have waiting and send per minute, and what all together may hold in memory.
 
 Who is beyond a limit is told when to come again (429); what was accepted is never dropped. So that this cannot hold up
-for good what was accepted, an operation without which its run stands still is let past the limits of its tenant, and of
+for good what was accepted, the first missing operation of a run, where others wait behind it, is let past the limits of
+its tenant; of a tenant's runs that stand still one at a time may have by itself what the limits allow for all; and of
 the memory of all a part is kept for operations that can be done as things are.
 """
 
@@ -9,7 +10,7 @@ import logging
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Self
 
@@ -35,13 +36,17 @@ class Standing:
     """Of a request in the order of its run.
 
     ready: nothing that has not arrived comes before it. alone: nothing of its run is queued, and one operation of each
-    run is accepted whatever else its tenant has queued. needed: its run stands still until it has been accepted.
+    run is accepted whatever else its tenant has queued. needed: its run may stand still until it has been accepted: it
+    is what others wait for (ready), or clients may send that only after this one. num_operations, num_bytes: that wait
+    in its run.
     """
 
     run_id: str = ""
     ready: bool = True
     alone: bool = False
     needed: bool = False
+    num_operations: int = 0
+    num_bytes: int = 0
 
 
 UNORDERED = Standing()
@@ -106,16 +111,38 @@ class _Bucket:
         self.at = now
 
 
+class _StandingStill:
+    """Runs that stand still for want of room: the first of them has precedence, until it moves or falls silent."""
+
+    def __init__(self) -> None:
+        self._asked_at: dict[str, float] = {}
+
+    def is_first(self, run_id: str, now: float) -> bool:
+        """Of a run that asks for room now."""
+        self._asked_at[run_id] = now
+        for other, asked_at in list(self._asked_at.items()):
+            if asked_at + _REMEMBERED_SECONDS >= now:
+                return other == run_id
+            del self._asked_at[other]
+        return False
+
+    def moves(self, run_id: str) -> None:
+        self._asked_at.pop(run_id, None)
+
+
 @dataclass
 class _Usage:
-    """Of one tenant; uploads count from their beginning."""
+    """Of one tenant; uploads count from their beginning. arriving: of these, what is not accepted yet."""
 
     bucket: _Bucket
     operations_drain: _Drain
     bytes_drain: _Drain
     num_operations: int = 0
     num_bytes: int = 0
+    num_arriving: int = 0
+    num_bytes_arriving: int = 0
     put_off: PutOff | None = None
+    standing_still: _StandingStill = field(default_factory=_StandingStill)
 
 
 class Quotas:
@@ -127,8 +154,7 @@ class Quotas:
         self._usages: dict[str, _Usage] = {}
         self._num_bytes = 0
         self._drain = _Drain(clock(), clock())
-        # Runs that stand still for want of memory -> when they last asked for some; the first of them has precedence.
-        self._standing_still: dict[str, float] = {}
+        self._standing_still = _StandingStill()
 
     def admission(self, tenant_id: str) -> "Admission":
         return Admission(self, tenant_id)
@@ -189,6 +215,12 @@ class Quotas:
         usage.num_bytes += num_bytes
         self._num_bytes += num_bytes
 
+    def arrives(self, tenant_id: str, num_operations: int, num_bytes: int) -> None:
+        """Or, where they are negative, has arrived."""
+        usage = self._usage(tenant_id)
+        usage.num_arriving += num_operations
+        usage.num_bytes_arriving += num_bytes
+
     def subtract(self, tenant_id: str, num_bytes: int, done: bool) -> None:
         self.add(tenant_id, -1, -num_bytes)
         if done:
@@ -210,18 +242,35 @@ class Quotas:
 
     def _put_off(self, usage: _Usage, num_bytes: int, standing: Standing) -> PutOff | None:
         """By a limit of the tenant."""
-        if standing.needed:
+        if standing.needed and standing.ready:
             return None
-        now = self._clock()
-        if seconds := usage.bucket.seconds_in_debt(now):
+        if seconds := usage.bucket.seconds_in_debt(self._clock()):
             return self._too_many_tokens(usage, seconds)
         if standing.alone or not usage.num_operations:
             return None
+        put_off = self._beyond(usage, num_bytes)
+        return None if put_off and self._has_precedence(usage, num_bytes, standing) else put_off
+
+    def _beyond(self, usage: _Usage, num_bytes: int) -> PutOff | None:
         if usage.num_operations >= self._config.tenant_queued_operations:
             return self._too_many_operations(usage)
         if usage.num_bytes + num_bytes > self._config.tenant_queued_bytes:
             return self._too_many_bytes(usage, num_bytes)
         return None
+
+    def _has_precedence(self, usage: _Usage, num_bytes: int, standing: Standing) -> bool:
+        """Runs of one tenant, none of which has all that it needs to move, would fill its limits for good.
+
+        So one of them at a time may have by itself what the limits allow for all, and all together twice that.
+        """
+        most, most_bytes = self._config.tenant_queued_operations, self._config.tenant_queued_bytes
+        fits = (
+            standing.num_operations + usage.num_arriving < most
+            and standing.num_bytes + usage.num_bytes_arriving + num_bytes <= most_bytes
+            and usage.num_operations < 2 * most
+            and usage.num_bytes + num_bytes <= 2 * most_bytes
+        )
+        return standing.needed and fits and usage.standing_still.is_first(standing.run_id, self._clock())
 
     def _too_many_tokens(self, usage: _Usage, seconds: float) -> PutOff:
         limit = self._config.tenant_tokens_per_minute
@@ -270,22 +319,16 @@ class Quotas:
         limit = self._config.queued_bytes
         if standing.ready:
             return limit
-        if standing.needed and self._num_bytes + num_bytes > limit // 2:
-            self._standing_still[standing.run_id] = now
-            if self._first_standing_still(now) == standing.run_id:
-                return limit - self._config.max_body_bytes
+        beyond = standing.needed and self._num_bytes + num_bytes > limit // 2
+        if beyond and self._standing_still.is_first(standing.run_id, now):
+            return limit - self._config.max_body_bytes
         return limit // 2
 
-    def _first_standing_still(self, now: float) -> str | None:
-        for run_id, asked_at in list(self._standing_still.items()):
-            if asked_at + _REMEMBERED_SECONDS >= now:
-                return run_id
-            del self._standing_still[run_id]
-        return None
-
-    def moves(self, run_id: str) -> None:
+    def moves(self, tenant_id: str, run_id: str) -> None:
         """The run stands still no longer."""
-        self._standing_still.pop(run_id, None)
+        self._standing_still.moves(run_id)
+        if usage := self._usages.get(tenant_id):
+            usage.standing_still.moves(run_id)
 
     def _refuse(self, tenant_id: str, put_off: PutOff) -> None:
         usage = self._usage(tenant_id)
@@ -332,11 +375,18 @@ class Admission:
         self._quotas.check(self._tenant_id, num_bytes, standing)
         self._claim(num_bytes)
 
+    def grow(self, num_bytes: int, standing: Standing) -> None:
+        """To what the body has once decompressed. Raises RequestError 429."""
+        if num_bytes > self.num_bytes:
+            self._give_back(done=False)
+            self.claim(num_bytes, standing)
+
     def keep(self, num_bytes: int, num_tokens: int) -> None:
         """For an operation that is accepted: the bytes that it holds now it is decoded, and its tokens."""
         if not self._claimed:
             self._claim(0)
         self._kept = True
+        self._quotas.arrives(self._tenant_id, -1, -self.num_bytes)
         self._quotas.add(self._tenant_id, 0, num_bytes - self.num_bytes)
         self.num_bytes = num_bytes
         self._quotas.charge(self._tenant_id, num_tokens)
@@ -354,8 +404,11 @@ class Admission:
         self._claimed = True
         self.num_bytes = num_bytes
         self._quotas.add(self._tenant_id, 1, num_bytes)
+        self._quotas.arrives(self._tenant_id, 1, num_bytes)
 
     def _give_back(self, done: bool) -> None:
         if self._claimed:
             self._claimed = False
+            if not self._kept:
+                self._quotas.arrives(self._tenant_id, -1, -self.num_bytes)
             self._quotas.subtract(self._tenant_id, self.num_bytes, done)

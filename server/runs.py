@@ -166,7 +166,14 @@ class Run:
         rests = missing == self._next_seq_id and not self._under_way
         ready = seq_id == missing
         # Clients may send what fills a gap only after what comes behind it was accepted.
-        return Standing(self.record.run_id, ready, alone=ready and rests, needed=has_gap and (ready or rests))
+        return Standing(
+            self.record.run_id,
+            ready,
+            alone=ready and rests,
+            needed=has_gap and (ready or rests),
+            num_operations=len(self._slots),
+            num_bytes=sum(slot.num_bytes for slot in self._slots.values()),
+        )
 
     async def refuse(self, seq_id: int, refused: Refused) -> None:
         """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""
@@ -316,7 +323,7 @@ class Run:
 
     def _begin(self, seq_id: int, slot: _Slot) -> None:
         """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
-        self._services.quotas.moves(self.record.run_id)
+        self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
         if isinstance(slot.content, Refused):
             self._remember_refusal(seq_id, slot.content)
             self._release(slot.journaled)

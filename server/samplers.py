@@ -240,7 +240,7 @@ class Samplers:
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
         if seq_id not in sampler.accepted:
             job = _Job(request, request_id, sampler, self._dispatch.models[sampler.record.base_model])
-            admission.keep(len(received.body), len(job.prompt))
+            admission.keep(max(len(received.body), 4 * len(job.prompt)), len(job.prompt))
             accepting = self._accept(sampler, seq_id, job, received, admission)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted[seq_id]) is not None:

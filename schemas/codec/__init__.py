@@ -4,7 +4,7 @@ What a client sent is refused with RequestError and a reason; what a server sent
 ValueError. Arrays come out C-contiguous, writable and of the dtypes that the types promise.
 """
 
-from .compression import decompress
+from .compression import decompress, decompressed_size
 from .formats import JSON, PROTOBUF, is_json, is_protobuf
 from .outputs import (
     decode_forward_backward_output,
@@ -29,6 +29,7 @@ __all__ = [
     "decode_forward_backward_output",
     "decode_sample_response",
     "decompress",
+    "decompressed_size",
     "encode_forward_backward_output",
     "encode_forward_backward_output_json",
     "encode_forward_backward_request",

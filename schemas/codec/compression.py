@@ -1,6 +1,7 @@
 """zstd, within a limit. zstandard is not in the bare client install, so it is imported where it is used."""
 
 from collections.abc import Iterator
+from types import ModuleType
 
 from ..errors import RequestError
 from .invalid import shown
@@ -21,19 +22,48 @@ def decompress(body: bytes, content_encoding: str | None, limit_bytes: int) -> b
             raise RequestError(f"the body has {len(body)} bytes; the limit is {limit_bytes}", 413)
         return body
     if encoding == "zstd":
-        return _decompress_zstd(body, limit_bytes)
+        return b"".join(_limited_pieces(body, limit_bytes))
     raise RequestError(f"content encoding {shown(encoding)} is not supported: send zstd or none", 415)
 
 
-def _decompress_zstd(body: bytes, limit_bytes: int) -> bytes:
-    pieces: list[bytes] = []
+def decompressed_size(body: bytes, content_encoding: str | None, limit_bytes: int) -> int:
+    """Of the body without its Content-Encoding, in bytes, before any memory is taken for it.
+
+    As a zstd frame declares it, else counted. Raises RequestError as `decompress`.
+    """
+    if (content_encoding or "").strip().lower() != "zstd":
+        return len(body)
+    if (declared := _declared_size(body)) is None:
+        return sum(map(len, _limited_pieces(body, limit_bytes)))
+    if declared > limit_bytes:
+        raise _too_large(limit_bytes)
+    return declared
+
+
+def _limited_pieces(body: bytes, limit_bytes: int) -> Iterator[bytes]:
+    """No more than the frame declares: a wrong size is noticed by zstd itself only at the frame's end."""
+    declared = _declared_size(body)
     size = 0
     for piece in _zstd_pieces(body):
         size += len(piece)
         if size > limit_bytes:
-            raise RequestError(f"the body has more than {limit_bytes} bytes once decompressed, which is the limit", 413)
-        pieces.append(piece)
-    return b"".join(pieces)
+            raise _too_large(limit_bytes)
+        if declared is not None and size > declared:
+            raise RequestError(f"the body is not valid zstd: it has more than the {declared} bytes that it declares")
+        yield piece
+
+
+def _too_large(limit_bytes: int) -> RequestError:
+    return RequestError(f"the body has more than {limit_bytes} bytes once decompressed, which is the limit", 413)
+
+
+def _declared_size(body: bytes) -> int | None:
+    zstandard = _zstandard()
+    try:
+        size = zstandard.frame_content_size(body)
+    except zstandard.ZstdError:
+        return None  # decompressing it says what is wrong
+    return size if size >= 0 else None
 
 
 def decompressed_prefix(prefix: bytes, limit_bytes: int) -> bytes:
@@ -51,10 +81,7 @@ def decompressed_prefix(prefix: bytes, limit_bytes: int) -> bytes:
 
 def _zstd_pieces(body: bytes) -> Iterator[bytes]:
     """What the one frame in `body` decompresses to. Raises RequestError on anything else."""
-    try:
-        import zstandard  # not in the bare client install
-    except ImportError:
-        raise RequestError("this server cannot read zstd: send the body uncompressed", 415) from None
+    zstandard = _zstandard()
     frame = zstandard.ZstdDecompressor().decompressobj()
     try:
         for start in range(0, len(body), _SLICE_BYTES):
@@ -68,3 +95,11 @@ def _zstd_pieces(body: bytes) -> Iterator[bytes]:
         raise RequestError(f"the body is not valid zstd: {error}") from None
     if not frame.eof:
         raise RequestError(f"the zstd body is truncated after {len(body)} bytes")
+
+
+def _zstandard() -> ModuleType:
+    try:
+        import zstandard  # not in the bare client install
+    except ImportError:
+        raise RequestError("this server cannot read zstd: send the body uncompressed", 415) from None
+    return zstandard

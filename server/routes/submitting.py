@@ -15,6 +15,7 @@ from ...schemas.codec import (
     PROTOBUF,
     decode_forward_backward_output,
     decode_sample_response,
+    decompressed_size,
     encode_forward_backward_output_json,
     encode_sample_response_json,
     peek_operation,
@@ -58,7 +59,9 @@ async def receive_unordered(
     """For submits that take up room until they are answered, but have no order. Raises RequestError."""
     if not admission.try_claim(num_bytes := _num_bytes(request, services)):
         admission.claim(num_bytes, UNORDERED)
-    return await receive_submit(request, services, decode)
+    received = await receive_body(request, services.config.max_body_bytes)
+    admission.grow(await _decompressed_size(received, services), UNORDERED)
+    return Submit(received, await decode_body(received, _limits(services), decode))
 
 
 async def receive_operation(
@@ -82,8 +85,12 @@ async def receive_operation(
     check = None if admission.try_claim(num_bytes) else claim
     received = await receive_body(request, services.config.max_body_bytes, check)
     try:
+        if (num_bytes := await _decompressed_size(received, services)) > admission.num_bytes:
+            admission.grow(num_bytes, await _standing(services, tenant, received.body, received.content_type))
         return Submit(received, await decode_body(received, _limits(services), decode))
     except RequestError as error:
+        if error.status == 429:
+            raise
         await _count_as_refused(services, tenant, kind, received, error)
         raise
 
@@ -112,6 +119,14 @@ def _num_bytes(request: Request, services: Services) -> int:
     """That the body may have; of one that does not say its size, the most."""
     declared, most = request.headers.get("content-length", ""), services.config.max_body_bytes
     return min(int(declared), most) if declared.isdecimal() else most
+
+
+async def _decompressed_size(received: Received, services: Services) -> int:
+    """To be claimed before it is decompressed. Raises RequestError."""
+    if received.too_large or received.content_encoding is None:
+        return len(received.body)
+    most = _limits(services).decompressed_bytes
+    return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
 
 
 async def _standing(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> Standing:
@@ -177,4 +192,6 @@ def _seconds_to_wait(request: Request) -> float:
 
 
 def _limits(services: Services) -> BodyLimits:
-    return BodyLimits(services.config.max_body_bytes, services.config.max_decompressed_bytes)
+    """What is larger than half of the memory might never find room; it is refused, not put off."""
+    config = services.config
+    return BodyLimits(config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2))

@@ -705,6 +705,28 @@ def _flip(body: bytes) -> bytes:
     return body[:20] + bytes([body[20] ^ 0xFF]) + body[21:]
 
 
+def test_the_size_of_a_zstd_body_is_known_before_it_is_decompressed() -> None:
+    body = bytes(5000)
+    for declares in (True, False):
+        compressed = zstandard.ZstdCompressor(write_content_size=declares).compress(body)
+        assert codec.decompressed_size(compressed, " ZSTD", 5000) == 5000
+        with pytest.raises(RequestError, match="more than 4999 bytes") as refusal:
+            codec.decompressed_size(compressed, "zstd", 4999)
+        assert refusal.value.status == 413
+    assert codec.decompressed_size(body, None, 1) == 5000
+
+
+def test_a_zstd_body_has_no_more_bytes_than_it_declares() -> None:
+    """zstd itself notices only at the end, when all of them are in memory."""
+    params = zstandard.ZstdCompressionParameters.from_level(3, window_log=10)
+    compressed = zstandard.ZstdCompressor(compression_params=params).compress(np.random.default_rng(0).bytes(1 << 20))
+    assert (1 << 20).to_bytes(4, "little") in compressed[:10]
+    wrong = compressed.replace((1 << 20).to_bytes(4, "little"), (1 << 19).to_bytes(4, "little"), 1)
+    assert codec.decompressed_size(wrong, "zstd", 1 << 20) == 1 << 19
+    with pytest.raises(RequestError, match=r"more than the 524288 bytes that it declares"):
+        codec.decompress(wrong, "zstd", 1 << 20)
+
+
 @pytest.mark.parametrize(
     ("damage", "reason"),
     [

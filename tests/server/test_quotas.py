@@ -2,6 +2,7 @@
 nothing."""
 
 import asyncio
+import json
 import random
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.auth import create_key
@@ -27,6 +29,7 @@ from .real import ADAM, ALICE, BOB, Server, batch, running_server, sample_body, 
 
 pytestmark = pytest.mark.anyio
 
+JSON_ZSTD = {"Content-Type": "application/json", "Content-Encoding": "zstd"}
 NEEDED = Standing("run", needed=True)
 EARLY = Standing("run", ready=False, needed=True)
 
@@ -178,7 +181,7 @@ def test_precedence_goes_on_when_the_first_run_moves_or_falls_silent() -> None:
         admission.release()
     with pytest.raises(RequestError):
         accepted(of_all, 10, runs[1])
-    of_all.moves("run 0")
+    of_all.moves("alice", "run 0")
     accepted(of_all, 10, runs[1])
     clock.now += 61
     accepted(of_all, 10, runs[2])
@@ -242,9 +245,12 @@ async def test_any_order_of_arrival_comes_to_its_end_under_any_limit(benches, se
     assert used(runs[0].quotas) == (0, 0, 0)
 
 
-@pytest.mark.parametrize("of_tenant", [{"tenant_queued_operations": 1, "tenant_queued_bytes": 50}, {}])
+@pytest.mark.parametrize("of_tenant", [{"tenant_queued_operations": 4}, {"tenant_queued_bytes": 320}, {}])
 async def test_chunks_of_which_the_first_comes_last_are_all_accepted(benches, of_tenant: dict[str, int]) -> None:
-    """The SDK sends it only once all others were accepted; together these are more than the memory takes."""
+    """The SDK sends it only once all others were accepted; together these are more than the memory takes.
+
+    The tenant's limits have room for one run's chunks, not for those of four that stand still.
+    """
     runs = await benches(4, queued_bytes=1000, **of_tenant)
     clients = [Client(bench.run, bench.quotas, random.Random(0)) for bench in runs]
 
@@ -264,7 +270,8 @@ async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(bench
     (bench,) = await benches(1, tenant_queued_operations=2)
     bench.operations.may_go_on.clear()
     await bench.optim_step(1)
-    assert bench.run.standing(2) == Standing(bench.run.record.run_id, alone=False)
+    standing = bench.run.standing(2)
+    assert standing.ready and not standing.alone and not standing.needed
     await bench.optim_step(3)
     assert not bench.run.standing(4).needed and not bench.run.standing(4).ready
     assert bench.run.standing(2).needed, "it fills the gap"
@@ -272,6 +279,42 @@ async def test_what_stands_before_a_gap_does_not_let_others_past_the_limit(bench
     bench.operations.may_go_on.set()
     await bench.result(1)
     assert bench.run.standing(4).needed, "the client may send 2 only once this one is accepted"
+
+
+@pytest.mark.parametrize("order", [range(2, 1001), range(1000, 1, -1)])
+async def test_a_run_whose_first_operation_is_missing_stays_within_the_limits(benches, order: range) -> None:
+    (bench,) = await benches(1, tenant_queued_operations=20, tenant_tokens_per_minute=60)
+    num_put_off = 0
+    for seq_id in order:
+        with bench.quotas.admission("alice") as admission:
+            try:
+                if not admission.try_claim(1):
+                    admission.claim(1, bench.run.standing(seq_id))
+            except RequestError:
+                num_put_off += 1
+                continue
+            operation = OptimStepRequest(model_id=bench.run.record.run_id, seq_id=seq_id)
+            await bench.run.submit(seq_id, operation, Received(b"x"), admission)
+    assert (used(bench.quotas)[0], num_put_off) == (20, 999 - 20)
+    bench.quotas.charge("alice", 100)
+    with pytest.raises(RequestError, match="40 s"), bench.quotas.admission("alice") as admission:
+        admission.claim(1, bench.run.standing(500))
+    with bench.quotas.admission("alice") as admission:
+        admission.claim(1, bench.run.standing(1))
+
+
+async def test_a_run_sent_at_once_stays_within_the_limits(benches) -> None:
+    """Also while none of its uploads has been accepted."""
+    (bench,) = await benches(1, tenant_queued_operations=20)
+    await bench.optim_step(2)
+    async with AsyncExitStack() as stack:
+        for seq_id in range(3, 100):
+            admission = stack.enter_context(bench.quotas.admission("alice"))
+            try:
+                admission.claim(1, bench.run.standing(seq_id))
+            except RequestError:
+                continue
+        assert used(bench.quotas)[0] == 20
 
 
 async def test_pollers_hear_that_what_they_wait_for_was_put_off(benches) -> None:
@@ -409,6 +452,36 @@ async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:
         statuses = sorted([answer.status_code for answer in await asyncio.gather(*uploads)])
     assert statuses == [400, 400, 429, 429]
     assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
+
+
+async def test_memory_is_claimed_before_a_body_is_decompressed(limited: Server) -> None:
+    """Sizes that are declared and sizes that are not; what does not fit spends no seq_id."""
+    run = await limited.create_run()
+    services = limited.services
+    tenant = (await services.auth.authenticate(ALICE)).id
+    with services.quotas.admission("bob") as held:
+        held.claim(150_000, UNORDERED)
+        text = json.dumps({"model_id": run.model_id, "seq_id": 1, "adam_params": ADAM, "x": "y" * 90_000}).encode()
+        for declares in (True, False):
+            body = zstandard.ZstdCompressor(write_content_size=declares).compress(text)
+            assert len(body) < 500
+            put_off = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+            assert put_off.status_code == 429 and "Retry-After" in put_off.headers, put_off.text
+            assert "this one has 90" in put_off.json()["detail"]
+        assert services.quotas.limits(tenant, 0).queued_bytes.used == 0
+    accepted = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+    assert accepted.status_code == 200, "the seq_id was not spent"
+    assert "error" in await limited.result(accepted.json()["request_id"]), "there are no gradients"
+    assert (await limits_of(limited))["server_queued_bytes"]["used"] == 0
+
+
+async def test_what_could_never_find_room_once_decompressed_is_refused(limited: Server) -> None:
+    run = await limited.create_run()
+    text = json.dumps({"model_id": run.model_id, "seq_id": 1, "x": "y" * 110_000}).encode()
+    for declares in (True, False):
+        body = zstandard.ZstdCompressor(write_content_size=declares).compress(text)
+        refused = await limited.post_bytes("optim_step", body, **JSON_ZSTD)
+        assert refused.status_code == 413 and "100000 bytes once decompressed" in refused.json()["detail"]
 
 
 # Weights

@@ -423,7 +423,7 @@ def test_the_kind_of_work_that_had_least_goes_next_and_idleness_earns_nothing() 
 
 def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: pytest.LogCaptureFixture) -> None:
     async def check() -> None:
-        async with recording("run") as dispatch:
+        async with recording("run", "other") as dispatch:
             with pytest.raises(OperationError, match="the worker failed: KeyError: 'unforeseen'") as failed:
                 await dispatch.forward_backward(operation("run", "fail"))
             assert failed.value.category == "server"
@@ -433,7 +433,7 @@ def test_an_unforeseen_failure_is_the_servers_and_touches_nothing_else(caplog: p
             with pytest.raises(OperationError, match="the worker failed: KeyError"):
                 await dispatch.sample("tiny", sample_job("job", 3, "fails"))
             await dispatch.sample("tiny", sample_job("job", 3))
-            await dispatch.optim_step(step("run"))
+            await dispatch.optim_step(step("other"))
 
     run(check())
 

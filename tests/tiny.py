@@ -1,13 +1,14 @@
 """Tiny random models of each supported family, made on the spot."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 
-_SHAPE = {
+TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
     "intermediate_size": 128,
     "num_hidden_layers": 2,
@@ -23,9 +24,18 @@ _SHAPE = {
     "initializer_range": 0.1,
 }
 
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 64,
+}
+
 
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
-    shape = _SHAPE | overrides
+    shape = TINY_SHAPE | overrides
     match kind:
         case "llama":
             return LlamaConfig(**shape)

@@ -3,32 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.batch import MicroBatch, cut, fill, pack, smaller_budget
-from trainhouse.workers.operation import ModelLimits, Operation, read_operation
+from trainhouse.workers.operation import Operation
 
-LIMITS = ModelLimits(vocab_size=100, max_context_length=16)
+from .requests import read, sampled, supervised
+
 CPU = torch.device("cpu")
-
-
-def supervised(length: int, **inputs: np.ndarray) -> Datum:
-    tokens = np.arange(length, dtype=np.int32) + length
-    given = {"target_tokens": tokens.astype(np.int64) + 1, "weights": np.ones(length, np.float32)}
-    return Datum(tokens, given | inputs)
-
-
-def sampled(length: int, **inputs: np.ndarray) -> Datum:
-    tokens = np.arange(length, dtype=np.int32)
-    given = {
-        "target_tokens": tokens.astype(np.int64) + 1,
-        "logprobs": np.full(length, -1.0, np.float32),
-        "advantages": np.ones(length, np.float32),
-    }
-    return Datum(tokens, given | inputs)
-
-
-def read(*data: Datum, loss_fn: str = "cross_entropy", config: dict | None = None, weight: float = 1.0) -> Operation:
-    return read_operation(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), LIMITS)
 
 
 @pytest.mark.parametrize("budget", [1, 7, 12, 1000])

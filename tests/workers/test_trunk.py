@@ -13,32 +13,14 @@ from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.trunk import fused_trunk
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
-from ..tiny import tiny_config
+from ..tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
 from .adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
 
-SHAPE = {
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 512,
-    "max_position_embeddings": 1024,
-    "initializer_range": 0.1,
-    "head_dim": 16,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
+SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
-    "llama with scaled rotation": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "llama with scaled rotation": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
     "mistral": lambda: MistralConfig(**SHAPE, sliding_window=None),
     "mistral with a window": lambda: MistralConfig(**SHAPE, sliding_window=3),
     "qwen2": lambda: tiny_config("qwen2"),

@@ -21,7 +21,7 @@ from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Sl
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM, GptOssConfig
 
-from ..tiny import KINDS, tiny_model
+from ..tiny import KINDS, LLAMA3_ROPE, tiny_model
 
 LORA = LoraConfig(rank=4, seed=11)
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1)
@@ -304,14 +304,6 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
 
 
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
-}
 
 OTHER_ARITHMETIC = {
     "gemma2": ({"model_type": "gemma2"}, "gemma2 models with final_logit_softcapping"),

@@ -16,7 +16,7 @@ from fastapi.security import APIKeyHeader
 
 from ..schemas.errors import RequestError
 from .config import ServerConfig
-from .store import ApiKeyRecord, Store, TenantRecord
+from .store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .tokens import Tokens
 
 KEY_PREFIX = "tml-"
@@ -32,11 +32,10 @@ class Tenant:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a key was worth when the store was last asked."""
+    """What a key is worth."""
 
     tenant: Tenant | None
     key: ApiKeyRecord | None
-    until: float
 
 
 class Auth:
@@ -52,7 +51,10 @@ class Auth:
         self._loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
+        # As long as the store's keys are as many, and as many of them revoked, as when it was last asked.
         self._known: dict[str, _Known] = {}
+        self._counts: KeyCounts | None = None
+        self._counted_until = 0.0
 
     async def authenticate(self, key: str | None) -> Tenant:
         """Raises RequestError 401."""
@@ -83,31 +85,41 @@ class Auth:
         self._known.clear()
 
     async def _look_up(self, key: str) -> _Known:
+        if self._clock() >= self._counted_until:
+            await self._count()
         stood_for = self._tokens.key_hash_of(key)
         key_hash = stood_for or hash_key(key)
         known = self._known.get(key_hash)
-        if known is None or known.until <= self._clock():
+        if known is None:
             if len(self._known) >= _MOST_CACHED:
                 self._known.clear()
-            known = self._known[key_hash] = await self._ask_store(
-                key_hash, bool(stood_for) or key.startswith(KEY_PREFIX)
-            )
+            counts = self._counts
+            known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
+            if counts is self._counts:
+                self._known[key_hash] = known
         return known
 
-    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known:
+    async def _count(self) -> None:
+        """One question for all keys: each may be that of a tenant who sends many small requests."""
         until = self._clock() + CACHE_SECONDS
+        counts = await self._store.count_keys()
+        if counts != self._counts:
+            self._known.clear()
+            self._counts = counts
+        self._counted_until = until
+
+    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known:
         record = await self._store.find_key(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
             tenant = await self._store.get_tenant(record.tenant_id)
             assert tenant is not None
-            return _Known(Tenant(tenant.tenant_id, tenant.name), record, until)
+            return _Known(Tenant(tenant.tenant_id, tenant.name), record)
         if record is None and may_be_new and await self._is_open():
-            before = self._known.get(key_hash)
-            return _Known((before and before.tenant) or await self._own_tenant(key_hash), None, until)
-        return _Known(None, None, until)
+            return _Known(await self._own_tenant(key_hash), None)
+        return _Known(None, None)
 
     async def _is_open(self) -> bool:
-        return self._loopback and await self._store.count_keys() == 0
+        return self._loopback and (await self._store.count_keys()).made == 0
 
     async def _own_tenant(self, key_hash: str) -> Tenant:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")

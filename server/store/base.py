@@ -38,6 +38,7 @@ from .records import (
     ApiKeyRecord,
     CheckpointKind,
     CheckpointRecord,
+    KeyCounts,
     ResultRecord,
     RunRecord,
     SamplerRecord,
@@ -217,9 +218,10 @@ class Store:
         """Revoked keys included, in the order they were made."""
         return await self._all(ApiKeyRecord, select(api_keys).order_by(api_keys.c.key_id))
 
-    async def count_keys(self) -> int:
-        """Revoked keys included."""
-        return await self._read(lambda connection: _count(connection, select(api_keys)))
+    async def count_keys(self) -> KeyCounts:
+        """Changes with every change of a key: none is ever deleted or put back in force."""
+        counts = select(func.count(), func.count(api_keys.c.revoked_at)).select_from(api_keys)
+        return await self._read(lambda connection: KeyCounts(*connection.execute(counts).one()))
 
     async def revoke_key(self, key_id: int, revoked_at: float) -> bool:
         """Whether there was such a key in force."""

@@ -34,6 +34,14 @@ class ApiKeyRecord:
 
 
 @dataclass(frozen=True)
+class KeyCounts:
+    """made: revoked keys included."""
+
+    made: int
+    revoked: int
+
+
+@dataclass(frozen=True)
 class SessionRecord:
     """last_heartbeat_at is for reading: the expiry clock is kept by Sessions, in memory."""
 

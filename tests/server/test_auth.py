@@ -81,6 +81,21 @@ async def test_a_key_revoked_by_another_process_is_refused_soon(tmp_path: Path) 
     store.close()
 
 
+async def test_a_key_made_by_another_process_is_let_in_soon(tmp_path: Path) -> None:
+    store, clock = SqliteStore(tmp_path / "store.db"), Clock()
+    auth = Auth(store, loopback=True, clock=clock)
+    assert (await auth.authenticate(ALICE)).name.startswith("local-")
+
+    beside = SqliteStore(tmp_path / "store.db")
+    key = await create_key(beside, "team")
+    beside.close()
+    clock.now += CACHE_SECONDS
+    assert (await auth.authenticate(key)).name == "team"
+    with pytest.raises(RequestError, match="unknown or revoked"):  # the server is open no longer
+        await auth.authenticate(ALICE)
+    store.close()
+
+
 async def test_revoking_what_is_not_in_force_says_so(api: Api) -> None:
     with pytest.raises(ValueError, match="no key 7 in force"):
         await revoke_key(api.services.store, 7)

@@ -40,6 +40,10 @@ class KeyCounts:
     made: int
     revoked: int
 
+    @property
+    def in_force(self) -> int:
+        return self.made - self.revoked
+
 
 @dataclass(frozen=True)
 class SessionRecord:

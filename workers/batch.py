@@ -3,6 +3,7 @@
 from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from heapq import heapreplace
 from itertools import accumulate, groupby
 
 import numpy as np
@@ -12,6 +13,9 @@ from torch import Tensor
 from .attention import Packing, pack_lengths
 from .objective import Objective
 from .operation import Operation, Row
+
+# Tokens of a lane: what fewer save by running beside others they lose by shorter products.
+_LEAST_LANE = 128
 
 
 @dataclass(frozen=True)
@@ -46,15 +50,52 @@ class MicroBatch:
         return (each for each in self.segments if objective.start <= each.start < objective.stop)
 
 
-def pack(operations: Sequence[Operation], token_budget: int, device: torch.device) -> Iterator[MicroBatch]:
-    """All rows, in micro-batches of at most token_budget tokens; a row that is longer runs alone.
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """What runs one after the other. operations: those that have rows in it."""
+
+    operations: frozenset[int]
+    micro_batches: Iterator[MicroBatch]
+
+
+def pack(operations: Sequence[Operation], token_budget: int, device: torch.device, most_lanes: int = 1) -> list[Lane]:
+    """All rows, in micro-batches of at most token_budget tokens over all lanes; a row that is longer runs alone.
 
     In a micro-batch an operation's rows are neighbours, and so are operations that are scored together.
     """
     places = [(i, j) for i, operation in enumerate(operations) for j in range(len(operation.rows))]
     lengths = [len(operations[i].rows[j].tokens) for i, j in places]
-    for members in fill(lengths, token_budget):
-        yield _micro_batch(operations, [places[k] for k in members], device)
+    return [
+        Lane(
+            frozenset(places[k][0] for members in bins for k in members),
+            (_micro_batch(operations, [places[k] for k in members], device) for members in bins),
+        )
+        for bins in deal(lengths, token_budget, most_lanes)
+    ]
+
+
+def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
+    """The bins of each lane, of indices. Lanes that run side by side are about equally long, and share the budget."""
+    num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE)
+    if num_lanes < 2 or max(lengths) > budget // num_lanes:
+        return [fill(lengths, budget)]
+    share = budget // num_lanes
+    num_bins = num_lanes * -(-sum(lengths) // (num_lanes * share))
+    while max(sum(lengths[i] for i in members) for members in spread(lengths, num_bins)) > share:
+        num_bins += num_lanes
+    bins = spread(lengths, num_bins)
+    return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
+
+
+def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """The longest first, each to the bin that has least; returns the indices by bin."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    least = [(0, each) for each in range(num_bins)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        taken, chosen = least[0]
+        heapreplace(least, (taken + lengths[i], chosen))
+        bins[chosen].append(i)
+    return bins
 
 
 def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:

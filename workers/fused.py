@@ -48,19 +48,21 @@ class RotaryTable:
     def __init__(self, inverse_frequencies: Tensor, scale: float) -> None:
         self._frequencies = inverse_frequencies.float()
         self._scale = scale
-        self._extend(0)
+        # Both at once: several threads may find them too short.
+        self._tables = self._made(0)
 
     def at(self, positions: Tensor, longest: int) -> Rotation:
         """positions int64 [tokens], all below `longest`."""
-        if longest > len(self._cos):
-            self._extend(max(longest, 2 * len(self._cos)))
-        return Rotation(self._cos[positions], self._sin[positions])
+        cos, sin = self._tables
+        if longest > len(cos):
+            cos, sin = self._tables = self._made(max(longest, 2 * len(cos)))
+        return Rotation(cos[positions], sin[positions])
 
-    def _extend(self, length: int) -> None:
+    def _made(self, length: int) -> tuple[Tensor, Tensor]:
         positions = torch.arange(length, device=self._frequencies.device)
         angles = positions[:, None, None].float() * self._frequencies
-        self._cos = torch.cat((angles, angles), dim=-1).cos_().mul_(self._scale)
-        self._sin = angles.sin_().mul_(self._scale)
+        cos = torch.cat((angles, angles), dim=-1).cos_().mul_(self._scale)
+        return cos, angles.sin_().mul_(self._scale)
 
 
 def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:

@@ -69,6 +69,11 @@ class BaseModel:
             return rope["original_max_position_embeddings"]
         return getattr(self.config, "max_position_embeddings", None)
 
+    @property
+    def is_concurrent(self) -> bool:
+        """Whether several threads may run rows at once. Modules of transformers may change as they run."""
+        return self._fused is not None
+
     def merge_linears(self, merge: Merge) -> None:
         """Offers a way to run several linear layers of one input as one, and the layers as they are now."""
         if self._fused is not None:

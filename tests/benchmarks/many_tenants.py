@@ -70,8 +70,8 @@ def many_tenants(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
     notes = [
         f"Medians of {rounds} rounds. Tenants send two steps (forward_backward, optim_step) before they wait for the",
         "first; where there is one, four. One of the sixteen sends a step when its last is answered: its latency is",
-        "measured, from a forward_backward's submit to its result. A pass: a step of all sixteen, beside their clients;",
-        f"of steps of {WHOLE}, alone on the machine, it is {_quantile(outcomes, WHOLE):.2f}.",
+        "measured, from a forward_backward's submit to its result. A pass: a step of all sixteen beside their clients;",
+        f"in steps of {WHOLE}, alone on the machine, the latency is {_quantile(outcomes, WHOLE):.2f}.",
     ]
     return Section(f"{TENANTS} tenants from two client processes", _table(outcomes), _lines(outcomes), notes)
 

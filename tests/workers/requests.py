@@ -23,5 +23,11 @@ def sampled(length: int, **inputs: np.ndarray) -> Datum:
     return Datum(tokens, given | inputs)
 
 
-def read(*data: Datum, loss_fn: str = "cross_entropy", config: dict | None = None, weight: float = 1.0) -> Operation:
-    return read_operation(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), LIMITS)
+def read(
+    *data: Datum,
+    loss_fn: str = "cross_entropy",
+    config: dict | None = None,
+    weight: float = 1.0,
+    limits: ModelLimits = LIMITS,
+) -> Operation:
+    return read_operation(ForwardBackwardRequest("run", 1, data, loss_fn, config or {}, loss_weight=weight), limits)

@@ -3,19 +3,23 @@
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.batch import MicroBatch, cut, fill, pack, smaller_budget
-from trainhouse.workers.operation import Operation
+from trainhouse.workers.batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
+from trainhouse.workers.operation import ModelLimits, Operation
 
 from .requests import read, sampled, supervised
 
 CPU = torch.device("cpu")
 
 
+def in_turn(lanes: list[Lane]) -> list[MicroBatch]:
+    return [micro_batch for lane in lanes for micro_batch in lane.micro_batches]
+
+
 @pytest.mark.parametrize("budget", [1, 7, 12, 1000])
 def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
     lengths = (3, 9, 3, 1, 5, 9, 2)
     operation = read(*map(supervised, lengths))
-    batches = list(pack([operation], budget, CPU))
+    batches = in_turn(pack([operation], budget, CPU))
     assert sum(len(batch.tokens) for batch in batches) == sum(lengths)
     assert all(len(batch.tokens) <= max(budget, 9) for batch in batches)
     assert budget < 1000 or len(batches) == 1
@@ -31,7 +35,7 @@ def test_packing_pads_nothing_and_keeps_to_the_budget(budget: int) -> None:
 
 
 def test_equal_lengths_attend_as_one_group() -> None:
-    (batch,) = pack([read(*map(supervised, (3, 9, 3, 9, 3)))], 1000, CPU)
+    (batch,) = in_turn(pack([read(*map(supervised, (3, 9, 3, 9, 3)))], 1000, CPU))
     assert [(group.count, group.length) for group in batch.packing.groups] == [(2, 9), (3, 3)]
 
 
@@ -53,7 +57,7 @@ def test_outputs_come_back_in_the_order_and_shape_of_the_data() -> None:
         for n, k in ((2, 3), (5, 1))
     ]
     operations = [read(*map(supervised, (3, 9, 4))), read(two_dimensional[0], supervised(4), two_dimensional[1])]
-    collected = outputs_of(list(pack(operations, 8, CPU)), operations)
+    collected = outputs_of(in_turn(pack(operations, 8, CPU)), operations)
     for operation, outputs in zip(operations, collected, strict=True):
         for row, output in zip(operation.rows, outputs, strict=True):
             assert output is not None
@@ -62,7 +66,7 @@ def test_outputs_come_back_in_the_order_and_shape_of_the_data() -> None:
 
 def test_several_operations_share_a_micro_batch_in_segments() -> None:
     operations = [read(*map(supervised, (3, 5))), read(sampled(4), sampled(4), loss_fn="ppo"), read(supervised(2))]
-    (batch,) = pack(operations, 1000, CPU)
+    (batch,) = in_turn(pack(operations, 1000, CPU))
     spans = [(segment.operation, segment.start, segment.stop) for segment in batch.segments]
     assert spans == [(0, 0, 8), (1, 8, 16), (2, 16, 18)]
     assert [set(objective.inputs) >= {"weights"} for objective in batch.objectives] == [True, False, True]
@@ -71,7 +75,7 @@ def test_several_operations_share_a_micro_batch_in_segments() -> None:
 
 def test_neighbours_with_one_loss_are_one_objective() -> None:
     operations = [read(*map(supervised, (3, 5))), read(supervised(4)), read(supervised(4), weight=0.5)]
-    (batch,) = pack(operations, 1000, CPU)
+    (batch,) = in_turn(pack(operations, 1000, CPU))
     assert [(objective.start, objective.stop) for objective in batch.objectives] == [(0, 12), (12, 16)]
     assert batch.objectives[0].bounds == (0, 5, 8, 12)
     assert batch.objectives[0].targets.tolist() == [
@@ -120,6 +124,34 @@ def test_the_simplest_packing_wastes_more_than_that() -> None:
 
 def test_a_sequence_longer_than_the_budget_runs_alone() -> None:
     assert fill([3, 12, 4], budget=10) == [[1], [2, 0]]
+
+
+@pytest.mark.parametrize("mix", MIXES)
+@pytest.mark.parametrize("most_lanes", [2, 4])
+def test_lanes_have_about_the_same_and_share_the_budget(mix: str, most_lanes: int) -> None:
+    budget = 8192
+    lengths = MIXES[mix](np.random.default_rng(1)).tolist()
+    lanes = deal(lengths, budget, most_lanes)
+    assert len(lanes) == most_lanes
+    assert sorted(i for bins in lanes for members in bins for i in members) == list(range(len(lengths)))
+    tokens = [[sum(lengths[i] for i in members) for members in bins] for bins in lanes]
+    assert max(map(max, tokens)) <= budget // most_lanes
+    assert max(map(sum, tokens)) < 1.02 * min(map(sum, tokens))
+    assert all(len(each) <= 1.1 * sum(lengths) / budget + 1 for each in tokens)
+
+
+def test_what_is_short_or_cannot_be_parted_has_one_lane() -> None:
+    assert deal([100, 100], 4096, 2) == [[[0, 1]]]
+    assert deal([4000], 4096, 2) == [[[0]]]
+    assert len(deal([2000, 2000], 4096, 2)) == 2
+    assert len(deal([2100, 2000], 4096, 2)) == 1  # no room for both at once in half the budget each
+
+
+def test_a_lane_knows_whose_rows_it_has() -> None:
+    limits = ModelLimits(vocab_size=1000, max_context_length=300)
+    operations = [read(supervised(300), limits=limits), read(supervised(140), supervised(150), limits=limits)]
+    lanes = pack(operations, 4096, CPU, most_lanes=2)
+    assert [lane.operations for lane in lanes] == [{0}, {1}]
 
 
 def test_for_want_of_memory_micro_batches_halve_down_to_the_longest_row() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
+from ..lanes import current_lane
 from ..model import BaseModel
 from .pair import LoraPair
 
@@ -82,6 +83,7 @@ class Adapter:
         self._dtype = base.dtype
         self._cast: _Cast | None = None
         self._operation_open = False
+        self._of_lanes: dict[int, _Vector] = {}
         self._earlier_changes = 0
         self._unembed_name = unembed_name
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
@@ -148,8 +150,8 @@ class Adapter:
         return self._vector("weights").matrices[name]
 
     def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        """By target: the views of scratch that take the gradients of A and B^T."""
-        return self._vector("scratch").matrices
+        """By target: the views that take the gradients of A and B^T in this thread's lane."""
+        return (self._of_lanes.get(current_lane()) or self._vector("scratch")).matrices
 
     def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By target: A and B^T in the base's dtype, for products."""
@@ -160,13 +162,23 @@ class Adapter:
             self._cast = _Cast(self._layout, weights, self._dtype)
         return self._cast.factors()
 
-    def begin_operation(self) -> None:
-        """Scratch is zeros, and is kept until the operation is committed or abandoned."""
+    def begin_operation(self, lanes: Sequence[int] = ()) -> None:
+        """Scratch is zeros, and is kept until the operation is committed or abandoned.
+
+        lanes: those in which its gradients are made; each but the first has a vector of its own until `join_lanes`.
+        """
         self._operation_open = True
         if "scratch" in self._vectors:
             self.scratch.zero_()
         else:
             self._vector("scratch")
+        self._of_lanes = {lane: _Vector(self._layout, torch.zeros_like(self.scratch)) for lane in lanes[1:]}
+
+    def join_lanes(self) -> None:
+        """All gradients are in scratch."""
+        for vector in self._of_lanes.values():
+            self.scratch.add_(vector.tensor)
+        self._of_lanes = {}
 
     def scratch_is_finite(self) -> bool:
         low, high = torch.aminmax(self.scratch)
@@ -186,6 +198,7 @@ class Adapter:
     def abandon_operation(self) -> None:
         """The operation failed: its gradients are of no use."""
         self._operation_open = False
+        self._of_lanes = {}
 
     def clear_window(self) -> None:
         """Discards the accumulated gradients; their memory is the next operation's scratch."""

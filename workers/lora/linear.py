@@ -1,5 +1,6 @@
 """The linear layers that apply to each token of a packed row the adapter of its segment."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -55,13 +56,21 @@ class MergedLoraLinear(nn.Module):
 class Active:
     """What every LoraLinear of a base shares: the plan in force, and how products with frozen weights are made.
 
-    anchor: a leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
+    plan: of this thread, since lanes have each their own. anchor: a leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
     """
 
     def __init__(self, base: BaseModel) -> None:
-        self.plan: Plan | None = None
+        self._own = threading.local()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
         self.product = frozen_product(base)
+
+    @property
+    def plan(self) -> Plan | None:
+        return getattr(self._own, "plan", None)
+
+    @plan.setter
+    def plan(self, plan: Plan | None) -> None:
+        self._own.plan = plan
 
     def apply(self, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
@@ -70,7 +79,8 @@ class Active:
         return self._product(rows, weight, bias, terms).unflatten(0, x.shape[:-1])
 
     def _plan_terms(self, site: Site, num_rows: int) -> Terms | None:
-        terms = self.plan.terms(site) if self.plan is not None else None
+        plan = self.plan
+        terms = plan.terms(site) if plan is not None else None
         assert terms is None or num_rows == terms.num_rows, (
             f"{site.names[0]}: {num_rows} tokens, but the segments end at {terms.num_rows}"
         )

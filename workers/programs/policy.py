@@ -1,7 +1,8 @@
 """Policies: a frozen causal LM with one LoRA adapter a run, trained by losses on the log-probabilities of tokens."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -9,9 +10,10 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import Category, OperationError
-from ..batch import MicroBatch, pack, smaller_budget
+from ..batch import Lane, MicroBatch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..head import Head, HeadOutput
+from ..lanes import Lanes
 from ..lora import Adapter, Adapters, Segment
 from ..memory import bounded_memory
 from ..model import BaseModel
@@ -23,6 +25,8 @@ from .trouble import Trouble, out_of_memory_message, trouble_of
 
 logger = logging.getLogger(__name__)
 
+RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
+
 
 class PolicyProgram:
     """Between passes, the operations that have more parts to come wait here."""
@@ -31,7 +35,9 @@ class PolicyProgram:
         self._base = base
         self._adapters = adapters
         self._limits = limits
-        self._head = Head(base, config.head_chunk_tokens)
+        self._lanes = Lanes(base.device)
+        self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
+        self._chunk_tokens = config.head_chunk_tokens
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
@@ -173,31 +179,44 @@ class PolicyProgram:
     def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int) -> None:
         """Tasks whose tokens may share micro-batches: see `rounds`."""
         gradients = any(not task.forward_only for task in tasks)
-        for task, adapter in zip(tasks, adapters, strict=True):
+        lanes = pack([task.operation for task in tasks], token_budget, self._base.device, self._most_lanes)
+        for i, (task, adapter) in enumerate(zip(tasks, adapters, strict=True)):
             task.begin()
             if gradients:
-                adapter.begin_operation()
+                adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
+            adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
+        # It keeps the logits of a chunk, and every lane does.
+        head = Head(self._base, max(1, self._chunk_tokens // len(lanes)))
         run = self._run_forward_backward if gradients else self._run_forward
-        for micro_batch in pack([task.operation for task in tasks], token_budget, self._base.device):
-            if all(task.failure for task in tasks):
-                return
-            run(micro_batch, tasks, _segments(micro_batch, adapters))
+        self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head)) for lane in lanes])
+        if gradients:
+            for adapter in adapters:
+                adapter.join_lanes()
 
     @torch.no_grad()
-    def _run_forward(self, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
+    def _run_forward(self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
         with self._adapters.applied(segments):
             hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-        _take(micro_batch, self._head.losses(hidden, segments, micro_batch.objectives), tasks)
+        _take(micro_batch, head.losses(hidden, segments, micro_batch.objectives), tasks)
 
-    def _run_forward_backward(self, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
+    def _run_forward_backward(
+        self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
         with self._adapters.applied(segments):
             hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
             gradient = torch.empty_like(hidden, requires_grad=False)
-            outputs = self._head.losses_and_gradient(hidden.detach(), segments, micro_batch.objectives, gradient)
+            outputs = head.losses_and_gradient(hidden.detach(), segments, micro_batch.objectives, gradient)
             _take(micro_batch, outputs, tasks)
             _zero_failed(micro_batch, tasks, gradient)
             if hidden.requires_grad:
                 hidden.backward(gradient)
+
+
+def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch) -> None:
+    for micro_batch in lane.micro_batches:
+        if all(task.failure for task in tasks):
+            return
+        run(micro_batch, tasks, _segments(micro_batch, adapters))
 
 
 def _segments(micro_batch: MicroBatch, adapters: list[Adapter]) -> list[Segment]:

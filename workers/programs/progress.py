@@ -98,7 +98,8 @@ class Task:
     def begin(self) -> None:
         """From the start, whatever an attempt before this one has left."""
         self.failure: str | None = None
-        self._totals = Totals(num_tokens=self.operation.num_tokens, denominator=self.operation.denominator)
+        # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
+        self._totals: dict[int, Totals] = {}
         self._logprobs: list[np.ndarray | None] = [None] * len(self.operation.rows)
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
@@ -106,8 +107,8 @@ class Task:
         if reason := _not_finite(segment, scores, self.operation):
             self.refuse(reason)
             return
-        self._totals.loss += _sum(scores.losses)
-        self._totals.add_metrics({name: _sum(values) for name, values in scores.metrics.items()})
+        metrics = {name: _sum(values) for name, values in scores.metrics.items()}
+        self._totals[segment.datums[0]] = Totals(_sum(scores.losses), metrics)
         for datum, logprobs in cut(segment, scores.logprobs, self.operation):
             self._logprobs[datum] = logprobs
 
@@ -141,7 +142,10 @@ class Task:
         return self.progress.output()
 
     def _advance(self) -> None:
-        self.progress.totals.add(self._totals)
+        totals = Totals(num_tokens=self.operation.num_tokens, denominator=self.operation.denominator)
+        for _, of_segment in sorted(self._totals.items()):
+            totals.add(of_segment)
+        self.progress.totals.add(totals)
         self.progress.logprobs += [array for array in self._logprobs if array is not None]
         num_data = self.operation.first_datum + len(self.operation.rows)
         assert len(self.progress.logprobs) == num_data, "a datum was in no micro-batch"

@@ -4,6 +4,7 @@ import threading
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,7 @@ def workers(tiny_models: dict[str, Path]) -> list[Worker]:
 RUNS = {"a": 4, "b": 8, "c": 4}
 
 
-def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, object], dict[str, torch.Tensor]]:
+def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a pass of three runs answers, and their gradients. spoil: the run with a weight that is infinite."""
     torch.set_num_threads(1 if worker._program._most_lanes == 1 else 2)
     parts = []
@@ -109,7 +110,7 @@ def test_the_same_pass_again_gives_the_same_bits(workers: list[Worker]) -> None:
     (first, first_gradients), (second, second_gradients) = (passes_of(workers[1]) for _ in range(2))
     for run_id in RUNS:
         assert torch.equal(first_gradients[run_id], second_gradients[run_id])
-        assert getattr(first[run_id], "metrics") == getattr(second[run_id], "metrics")
+        assert first[run_id].metrics == second[run_id].metrics
 
 
 def test_what_fails_in_one_lane_leaves_the_others_as_they_are(workers: list[Worker]) -> None:
@@ -117,5 +118,5 @@ def test_what_fails_in_one_lane_leaves_the_others_as_they_are(workers: list[Work
     spoiled, beside = passes_of(workers[1], spoil="b")
     assert isinstance(spoiled["b"], Failure)
     for run_id in beside:
-        assert getattr(spoiled[run_id], "metrics") == getattr(answers[run_id], "metrics")
+        assert spoiled[run_id].metrics == answers[run_id].metrics
         assert torch.equal(beside[run_id], gradients[run_id])

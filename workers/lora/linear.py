@@ -56,7 +56,8 @@ class MergedLoraLinear(nn.Module):
 class Active:
     """What every LoraLinear of a base shares: the plan in force, and how products with frozen weights are made.
 
-    plan: of this thread, since lanes have each their own. anchor: a leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
+    plan: of this thread, since lanes have each their own. anchor: a leaf that makes the outputs of adapted layers
+    require a gradient, their own leaves not being autograd's.
     """
 
     def __init__(self, base: BaseModel) -> None:

@@ -32,7 +32,7 @@ class Tenant:
 
 @dataclass(frozen=True)
 class _Known:
-    """What a key is worth."""
+    """Whom a key stands for; nobody when it is not in force."""
 
     tenant: Tenant | None
     key: ApiKeyRecord | None
@@ -51,7 +51,7 @@ class Auth:
         self._loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
-        # As long as the store's keys are as many, and as many of them revoked, as when it was last asked.
+        # Valid while the store's counts of keys stay as they are.
         self._known: dict[str, _Known] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
@@ -101,12 +101,16 @@ class Auth:
 
     async def _count(self) -> None:
         """One question for all keys: each may be that of a tenant who sends many small requests."""
-        until = self._clock() + CACHE_SECONDS
-        counts = await self._store.count_keys()
+        # Before the answer: who asks meanwhile need not ask the store, too.
+        before, self._counted_until = self._counted_until, self._clock() + CACHE_SECONDS
+        try:
+            counts = await self._store.count_keys()
+        except BaseException:
+            self._counted_until = before
+            raise
         if counts != self._counts:
             self._known.clear()
             self._counts = counts
-        self._counted_until = until
 
     async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known:
         record = await self._store.find_key(key_hash)

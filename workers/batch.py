@@ -14,8 +14,8 @@ from .attention import Packing, pack_lengths
 from .objective import Objective
 from .operation import Operation, Row
 
-# Tokens of a lane: what fewer save by running beside others they lose by shorter products.
-_LEAST_LANE = 128
+# Fewer lose more by shorter products than they gain by running beside others.
+_LEAST_LANE_TOKENS = 128
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MicroBatch:
 
 @dataclass(frozen=True, eq=False)
 class Lane:
-    """What runs one after the other. operations: those that have rows in it."""
+    """Micro-batches that run one after the other, beside those of other lanes. operations: those with rows in them."""
 
     operations: frozenset[int]
     micro_batches: Iterator[MicroBatch]
@@ -76,14 +76,13 @@ def pack(operations: Sequence[Operation], token_budget: int, device: torch.devic
 
 def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
     """The bins of each lane, of indices. Lanes that run side by side are about equally long, and share the budget."""
-    num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE)
-    if num_lanes < 2 or max(lengths) > budget // num_lanes:
+    num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
+    if num_lanes < 2:
         return [fill(lengths, budget)]
     share = budget // num_lanes
     num_bins = num_lanes * -(-sum(lengths) // (num_lanes * share))
-    while max(sum(lengths[i] for i in members) for members in spread(lengths, num_bins)) > share:
+    while _fullest(bins := spread(lengths, num_bins), lengths) > share:
         num_bins += num_lanes
-    bins = spread(lengths, num_bins)
     return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
 
 
@@ -112,6 +111,10 @@ def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
         bins[chosen].append(i)
         insort(room, (left - lengths[i], chosen))
     return bins
+
+
+def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
+    return max(sum(lengths[i] for i in members) for members in bins)
 
 
 def smaller_budget(operation: Operation, token_budget: int) -> int | None:

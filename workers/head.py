@@ -5,6 +5,7 @@ Log-probabilities are float32 for a bf16 base too.
 """
 
 from collections.abc import Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 
 import torch
@@ -35,6 +36,12 @@ class Head:
         self._unembedding = base.unembedding
         self._product = frozen_product(base)
         self._chunk_rows = chunk_rows
+
+    def one_of(self, number: int) -> "Head":
+        """One of so many that run at once, which have together as many logits as one alone."""
+        part = copy(self)
+        part._chunk_rows = max(1, self._chunk_rows // number)
+        return part
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, pair: LoraPair | None) -> Tensor:

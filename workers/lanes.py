@@ -6,7 +6,7 @@ waits for the other, neither for a core that somebody else took nor while Python
 
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -27,7 +27,7 @@ class Lanes:
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
         self.num_lanes = min(self._num_threads, MOST_LANES) if device.type == "cpu" else 1
-        self._others = ThreadPoolExecutor(max(1, self.num_lanes - 1), thread_name_prefix="lane")
+        self._others = _started(self.num_lanes - 1)
 
     def run(self, works: Sequence[Callable[[], None]]) -> None:
         """Each in the lane of its place, the first on this thread.
@@ -37,21 +37,40 @@ class Lanes:
         if len(works) == 1:
             works[0]()
             return
-        num_threads = self._num_threads // len(works)
-        others = [self._others.submit(_run_in, lane, num_threads, works[lane]) for lane in range(1, len(works))]
-        torch.set_num_threads(num_threads)
+        shares = [self._num_threads // len(works) + (i < self._num_threads % len(works)) for i in range(len(works))]
+        others: list[Future[None]] = []
         try:
+            for lane in range(1, len(works)):
+                others.append(self._others.submit(_run_in, lane, shares[lane], works[lane]))
+            torch.set_num_threads(shares[0])
             works[0]()
         finally:
-            errors = [other.exception() for other in others]
+            wait(others)
             torch.set_num_threads(self._num_threads)
-        for error in errors:
-            if error is not None:
-                raise error
+        _raise_first(others)
+
+
+def _started(num_threads: int) -> ThreadPoolExecutor:
+    """All of its threads are there: one that could not be started later would leave its work for another pass."""
+    # Torch gives a thread that asks for the first time a number of its own, which must not be after we have set one.
+    executor = ThreadPoolExecutor(max(1, num_threads), "lane", initializer=torch.get_num_threads)
+    all_there = threading.Barrier(num_threads + 1)
+    for _ in range(num_threads):
+        executor.submit(all_there.wait)
+    all_there.wait()
+    return executor
 
 
 def _run_in(lane: int, num_threads: int, work: Callable[[], None]) -> None:
     _own.lane = lane
-    # Each thread has a number of its own for torch's loops; that of the library for products is common to all.
     torch.set_num_threads(num_threads)
     work()
+
+
+def _raise_first(others: list[Future[None]]) -> None:
+    """Leaves no cycle of an error and the frame in its traceback, which would hold the tensors of the lane."""
+    try:
+        while others:
+            others.pop(0).result()
+    finally:
+        others.clear()

@@ -13,6 +13,7 @@ from . import footprint
 
 _TRIM_THRESHOLD = -1
 _MMAP_THRESHOLD = -3
+_MOST_ARENAS = -8
 
 _SIZES = Path("/proc/self/statm")
 
@@ -32,7 +33,9 @@ def tune_allocator() -> bool:
     if platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_MMAP_THRESHOLD, 1 << 30)) and bool(mallopt(_TRIM_THRESHOLD, (1 << 31) - 1))
+    # Those of further threads would not hold what is larger than 64 MB.
+    settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MOST_ARENAS: 1}
+    return 0 not in [mallopt(name, value) for name, value in settings.items()]
 
 
 def is_out_of_memory(error: Exception) -> bool:

@@ -71,7 +71,7 @@ def many_tenants(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         f"Medians of {rounds} rounds. Tenants send two steps (forward_backward, optim_step) before they wait for the",
         "first; where there is one, four. One of the sixteen sends a step when its last is answered: its latency is",
         "measured, from a forward_backward's submit to its result. A pass: a step of all sixteen beside their clients;",
-        f"in steps of {WHOLE}, alone on the machine, the latency is {_quantile(outcomes, WHOLE):.2f}.",
+        f"in steps of {WHOLE}, alone on the machine, the latency is {_p95_latency(outcomes, WHOLE):.2f}.",
     ]
     return Section(f"{TENANTS} tenants from two client processes", _table(outcomes), _lines(outcomes), notes)
 
@@ -147,11 +147,11 @@ def _lines(rounds: Sequence[Round]) -> list[Line]:
         Line(f"tokens/s of all, times those of {WHOLE}", whole, "at least", 0.65),
         Line(f"tokens/s of all, times those of {ALONE}", alone, "at least", 1.6),
         Line(f"tokens per CPU-second of the server, times those of {WHOLE}", cpu, "at least", 0.9),
-        Line("p95 latency of one of the sixteen, in passes", _quantile(rounds, CROWD), "at most", 2.5),
+        Line("p95 latency of one of the sixteen, in passes", _p95_latency(rounds, CROWD), "at most", 2.5),
     ]
 
 
-def _quantile(rounds: Sequence[Round], name: str) -> float:
+def _p95_latency(rounds: Sequence[Round], name: str) -> float:
     """The p95 latency of one of the sixteen, in steps of those named."""
     # Each by the steps of its own round: the machine's speed drifts.
     waits = np.concatenate([each[CROWD].latencies[0] / each[name].seconds_per_step for each in rounds])

@@ -145,6 +145,8 @@ def test_what_is_short_or_cannot_be_parted_has_one_lane() -> None:
     assert deal([4000], 4096, 2) == [[[0]]]
     assert len(deal([2000, 2000], 4096, 2)) == 2
     assert len(deal([2100, 2000], 4096, 2)) == 1  # no room for both at once in half the budget each
+    assert len(deal([1100, *[100] * 40], 4096, 4)) == 3
+    assert deal([], 4096, 4) == [[]]
 
 
 def test_a_lane_knows_whose_rows_it_has() -> None:

@@ -185,7 +185,7 @@ def test_each_operation_of_a_mixed_pass_is_as_it_is_alone(knobs: dict[str, int],
     program = house.worker._program
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_token_budget", knobs.get("micro_batch_tokens", 4096))
-        patch.setattr(program, "_chunk_tokens", knobs.get("head_chunk_tokens", 512))
+        patch.setattr(program._head, "_chunk_rows", knobs.get("head_chunk_tokens", 512))
         patch.setattr(program, "_most_runs", knobs.get("adapter_slots", 64))
         assert_same(house.run(*requests().values()), alone)
 

@@ -1,6 +1,9 @@
 """Lanes: work side by side, and whole passes of it."""
 
+import contextlib
+import gc
 import threading
+import weakref
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -64,6 +67,43 @@ def test_an_error_is_raised_when_all_have_ended(failing: int) -> None:
     assert torch.get_num_threads() == 4
 
 
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_lane_held_is_free_once_its_error_is(failing: int) -> None:
+    held: list[weakref.ref[torch.Tensor]] = []
+
+    def work(lane: int) -> None:
+        tensor = torch.zeros(3)
+        held.append(weakref.ref(tensor))
+        if lane == failing:
+            raise ZeroDivisionError
+
+    lanes = Lanes(CPU)
+    gc.disable()
+    try:
+        with contextlib.suppress(ZeroDivisionError):
+            lanes.run([partial(work, 0), partial(work, 1)])
+        assert [ref() for ref in held] == [None, None]
+    finally:
+        gc.enable()
+
+
+def test_no_thread_is_to_be_started_during_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that could not be would leave its work in the queue, for another pass."""
+    lanes = Lanes(CPU)
+    monkeypatch.setattr(threading.Thread, "start", lambda self: pytest.fail("a thread was started"))
+    lanes.run([lambda: None] * lanes.num_lanes)
+
+
+def test_three_lanes_share_four_threads() -> None:
+    seen = {}
+
+    def work(lane: int) -> None:
+        seen[lane] = torch.get_num_threads()
+
+    Lanes(CPU).run([partial(work, lane) for lane in range(3)])
+    assert seen == {0: 2, 1: 1, 2: 1}
+
+
 def test_other_devices_have_one_lane() -> None:
     assert Lanes(torch.device("cuda")).num_lanes == 1
 
@@ -79,13 +119,14 @@ RUNS = {"a": 4, "b": 8, "c": 4}
 
 
 def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """What a pass of three runs answers, and their gradients. spoil: the run with a weight that is infinite."""
+    """What a pass of three runs answers, and their gradients. spoil: the run whose losses overflow."""
     torch.set_num_threads(1 if worker._program._most_lanes == 1 else 2)
     parts = []
     for i, (run_id, rank) in enumerate(RUNS.items()):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=rank, seed=i)))
-        weights = np.full(90, np.inf if run_id == spoil else 0.5)
-        data = tuple(supervised(90, weights=weights) for _ in range(2 + i))
+        lengths = [60 + 20 * j + 7 * i for j in range(2 + i)]
+        weight = 3e38 if run_id == spoil else 0.5
+        data = tuple(supervised(length, weights=np.full(length, weight)) for length in lengths)
         parts.append(Part(i, ForwardBackwardRequest(run_id, 1, data, "cross_entropy")))
     answers = dict(zip(RUNS, worker.run_pass(Pass(tuple(parts))), strict=True))
     gradients = {run_id: worker._adapters.get(run_id).accumulator.clone() for run_id in RUNS if run_id != spoil}
@@ -94,8 +135,12 @@ def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any],
     return answers, gradients
 
 
-def test_two_lanes_give_what_one_gives(workers: list[Worker]) -> None:
+def test_two_lanes_give_what_one_gives(workers: list[Worker], monkeypatch: pytest.MonkeyPatch) -> None:
+    num_works = []
+    run = Lanes.run
+    monkeypatch.setattr(Lanes, "run", lambda self, works: (num_works.append(len(works)), run(self, works)))
     (one, one_gradients), (two, two_gradients) = map(passes_of, workers)
+    assert num_works == [1, 2]
     for run_id in RUNS:
         mine, theirs = one[run_id], two[run_id]
         assert isinstance(mine, ForwardBackwardOutput) and isinstance(theirs, ForwardBackwardOutput)

@@ -83,7 +83,7 @@ class Adapter:
         self._dtype = base.dtype
         self._cast: _Cast | None = None
         self._operation_open = False
-        self._of_lanes: dict[int, _Vector] = {}
+        self._lane_scratch: dict[int, _Vector] = {}
         self._earlier_changes = 0
         self._unembed_name = unembed_name
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
@@ -109,7 +109,8 @@ class Adapter:
     def num_bytes(self) -> int:
         """Bytes of all vectors in memory, the device's or the host's."""
         cast = self._cast.num_bytes if self._cast else 0
-        return cast + sum(vector.tensor.nbytes for vector in self._vectors.values())
+        vectors = (*self._vectors.values(), *self._lane_scratch.values())
+        return cast + sum(vector.tensor.nbytes for vector in vectors)
 
     @property
     def weights(self) -> Tensor:
@@ -151,7 +152,7 @@ class Adapter:
 
     def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By target: the views that take the gradients of A and B^T in this thread's lane."""
-        return (self._of_lanes.get(current_lane()) or self._vector("scratch")).matrices
+        return (self._lane_scratch.get(current_lane()) or self._vector("scratch")).matrices
 
     def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By target: A and B^T in the base's dtype, for products."""
@@ -172,13 +173,13 @@ class Adapter:
             self.scratch.zero_()
         else:
             self._vector("scratch")
-        self._of_lanes = {lane: _Vector(self._layout, torch.zeros_like(self.scratch)) for lane in lanes[1:]}
+        self._lane_scratch = {lane: _Vector(self._layout, torch.zeros_like(self.scratch)) for lane in lanes[1:]}
 
     def join_lanes(self) -> None:
-        """All gradients are in scratch."""
-        for vector in self._of_lanes.values():
+        """Afterwards all gradients are in scratch."""
+        for vector in self._lane_scratch.values():
             self.scratch.add_(vector.tensor)
-        self._of_lanes = {}
+        self._lane_scratch = {}
 
     def scratch_is_finite(self) -> bool:
         low, high = torch.aminmax(self.scratch)
@@ -198,7 +199,7 @@ class Adapter:
     def abandon_operation(self) -> None:
         """The operation failed: its gradients are of no use."""
         self._operation_open = False
-        self._of_lanes = {}
+        self._lane_scratch = {}
 
     def clear_window(self) -> None:
         """Discards the accumulated gradients; their memory is the next operation's scratch."""

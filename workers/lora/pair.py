@@ -31,12 +31,12 @@ class LoraPair:
 
     @property
     def a_grad(self) -> Tensor:
-        """float32 [rank, in]: the view of the adapter's scratch."""
+        """float32 [rank, in]: the view that takes it in this thread's lane."""
         return self._adapter.all_gradients()[self._name][0]
 
     @property
     def b_grad(self) -> Tensor:
-        """float32 [out, rank]: the view of the adapter's scratch."""
+        """float32 [out, rank]: the view that takes it in this thread's lane."""
         return self._adapter.all_gradients()[self._name][1].t()
 
     def down(self, x: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ class PolicyProgram:
         self._limits = limits
         self._lanes = Lanes(base.device)
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
-        self._chunk_tokens = config.head_chunk_tokens
+        self._head = Head(base, config.head_chunk_tokens)
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
@@ -182,14 +182,14 @@ class PolicyProgram:
         lanes = pack([task.operation for task in tasks], token_budget, self._base.device, self._most_lanes)
         for i, (task, adapter) in enumerate(zip(tasks, adapters, strict=True)):
             task.begin()
+            adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
             if gradients:
                 adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-            adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
-        # It keeps the logits of a chunk, and every lane does.
-        head = Head(self._base, max(1, self._chunk_tokens // len(lanes)))
         run = self._run_forward_backward if gradients else self._run_forward
-        self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head)) for lane in lanes])
-        if gradients:
+        head = self._head.one_of(len(lanes))
+        try:
+            self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head)) for lane in lanes])
+        finally:
             for adapter in adapters:
                 adapter.join_lanes()
 

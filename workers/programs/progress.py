@@ -1,6 +1,5 @@
 """An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -29,10 +28,7 @@ class Totals:
         self.loss += other.loss
         self.num_tokens += other.num_tokens
         self.denominator += other.denominator
-        self.add_metrics(other.metrics)
-
-    def add_metrics(self, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
+        for name, value in other.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 

@@ -105,7 +105,9 @@ class Queue:
         assert first is not None, "taken only while operations are ready"
         self._move(*first, forming, self._limits.half)
         self._move_short_ones(forming)
-        while (turn := self._shares.next()) and forming.admits(turn[1].operation, forming.room):
+        while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
+            turn[1].operation, forming.room
+        ):
             self._move(*turn, forming, forming.room)
         if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
             # Its few tokens would give it the first place of very many passes.
@@ -139,6 +141,8 @@ class Queue:
         self.num_tokens -= tokens
         if operation.taken:
             self._end(line)
+            if line.comes_back:
+                forming.awaited.add(line.tenant_id)
         else:
             self._file(line)
         return tokens
@@ -182,13 +186,22 @@ class Queue:
 
 
 class _Forming:
-    """A pass on its way. room: tokens that it still has room for; negative after a sequence longer than a pass."""
+    """A pass on its way. room: tokens that it still has room for; negative after a sequence longer than a pass.
+
+    awaited: tenants of whom it has the end of an operation, behind which only a step is before the next one.
+    """
 
     def __init__(self, limits: PassLimits) -> None:
         self.pieces: dict[int, Piece] = {}
+        self.awaited: set[str] = set()
         self.room: float = limits.tokens
         self._limits = limits
         self._runs: set[str] = set()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it is worth its fixed costs."""
+        return self.room <= self._limits.tokens - self._limits.quarter
 
     def admits(self, work: PassWork, room: float) -> bool:
         tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens

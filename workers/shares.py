@@ -5,7 +5,7 @@ of tokens, and inside a tenant its runs take turns. What a tenant takes beyond i
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from .work import Line, PassWork
@@ -33,7 +33,7 @@ class PassLimits:
 
     def is_cut(self, work: PassWork) -> bool:
         """Whether what is left of it may be split over passes. Less than that waits until it finds room as a whole."""
-        return work.tokens > self.tokens / _TURNS_PER_PASS
+        return work.tokens > self.quarter
 
     def is_short(self, work: PassWork) -> bool:
         """Whether it is for the very next pass."""
@@ -48,6 +48,10 @@ class PassLimits:
     @property
     def half(self) -> float:
         return self.tokens / 2
+
+    @property
+    def quarter(self) -> float:
+        return self.tokens / _TURNS_PER_PASS
 
     @property
     def _short_tokens(self) -> float:
@@ -109,16 +113,24 @@ class Shares:
         if tenant.short.pop(line.key, None) is not None and not tenant.short:
             del self._hurried[line.tenant_id]
 
-    def next(self) -> tuple[Tenant, Line] | None:
-        """Whose turn it is, and which of its runs is next; None when no operation is ready."""
+    def next(self, awaited: Collection[str] = (), pass_may_end: bool = False) -> tuple[Tenant, Line] | None:
+        """Whose turn it is, and which of its runs is next; None when no operation is ready.
+
+        awaited: tenants who will have one for the next pass. They keep their places; if the pass may end, it does at
+        their turn, or others would have what is theirs.
+        """
         while self._num_lines:
             tenant = self._first()
             if tenant.credit <= 0:
                 self.end_turn()
             elif tenant.lines:
                 return tenant, next(iter(tenant.lines.values()))
-            else:
+            elif tenant.tenant_id not in awaited:
                 del self._tenants[tenant.tenant_id]
+            elif pass_may_end:
+                return None
+            else:
+                self._tenants.move_to_end(tenant.tenant_id)
         return None
 
     def end_turn(self) -> None:

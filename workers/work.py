@@ -96,6 +96,11 @@ class Line:
         return self.works[0]
 
     @property
+    def comes_back(self) -> bool:
+        """Whether a step, which goes before the next pass, is all that its next operation waits for."""
+        return len(self.works) > 1 and isinstance(self.head.item, Step) and isinstance(self.works[1], PassWork)
+
+    @property
     def operation(self) -> PassWork:
         assert isinstance(self.head, PassWork)
         return self.head

@@ -268,6 +268,36 @@ def test_a_weight_is_a_share(weight: float) -> None:
     assert max(most_ahead(served, "a", "b", weight), most_ahead(served, "b", "a", 1 / weight)) <= 4 * TOKENS
 
 
+def train(queue: Queue, num_passes: int, **lengths: Sequence[int]) -> list[Counter[str]]:
+    """Tokens of each tenant, by pass. By run: operations of these lengths, a step behind each, three pairs ahead."""
+    served: list[Counter[str]] = []
+    while len(served) < num_passes:
+        waiting = Counter(work.key for work in queue.works())
+        for run_id in lengths:
+            for _ in range(6 - waiting[run_id], 0, -2):
+                queue.add(operation(run_id, *lengths[run_id]))
+                queue.add(step(run_id))
+        if queue.steps_are_next():
+            queue.take_steps()
+            continue
+        served.append(Counter())
+        for piece in queue.take_pass():
+            served[-1][piece.work.tenant_id] += tokens_of(piece)
+    return served
+
+
+@pytest.mark.parametrize("weight", [1.0, 3.0])
+@pytest.mark.parametrize("num_data", [1, 5, 20, 50])
+def test_a_share_is_kept_though_a_run_waits_for_its_own_steps(weight: float, num_data: int) -> None:
+    """Also by one whose operations are small beside those of the other, and end early in a pass."""
+    served = train(queue_of(a=weight), 300, a0=[80] * 20, b0=[80] * num_data)
+    total = sum(served, Counter())
+    assert total["a"] / total["b"] >= 0.9 * weight
+    if num_data >= 5:
+        assert total["a"] / total["b"] == pytest.approx(weight, rel=0.1)
+    assert all(sum(tokens.values()) >= TOKENS / 4 for tokens in served)
+
+
 def test_idleness_earns_nothing() -> None:
     queue = queue_of()
     both = (Backlog(["a0"], *[90] * 50, ahead=2), ONE_RUN)

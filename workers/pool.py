@@ -12,6 +12,7 @@ import importlib
 import logging
 import math
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
 import socket
@@ -278,6 +279,8 @@ class _Child:
         self._incoming = Incoming()
         self._answers: deque[asyncio.Future[_Answer]] = deque()
         self.ended = asyncio.Event()
+        # At the end of a program that did not close its pool, before multiprocessing waits for its children.
+        multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
         with pipe, lifeline:
             self.process = _start_process(spec, rank, pipe, lifeline)
 
@@ -315,7 +318,6 @@ class _Child:
         asyncio.get_running_loop().remove_writer(self._pipe)
         self._pipe.close()
         self._lifeline.close()
-        self.process.terminate()
 
     async def wait_or_kill(self) -> None:
         try:
@@ -357,8 +359,9 @@ def _empty_main() -> Iterator[None]:
 
 
 def _serve(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> None:
-    """The child's main function. Ctrl-C belongs to the server."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The child's main function. Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
     shell, incoming = _Shell(spec, rank), Incoming()
     with contextlib.suppress(EOFError, OSError):

@@ -235,6 +235,37 @@ asyncio.run(main())
 """
 
 
+def test_sigterm_is_left_to_the_server() -> None:
+    """systemd sends it to all processes of a service."""
+
+    async def check() -> None:
+        async with started(LocalPool) as pool:
+            os.kill(pool.pids[0], signal.SIGTERM)
+            await asyncio.sleep(0.2)
+            assert await pool.call("echo", "alive") == ["alive"]
+
+    run(check())
+
+
+def test_a_program_that_does_not_close_its_pool_ends_all_the_same() -> None:
+    program = """
+import asyncio
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.workers.pool import LocalPool, PoolSpec
+
+async def main():
+    pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))
+    await pool.start()
+    print(pool.pids[0], flush=True)
+    return pool
+
+kept = asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=30)
+    assert ended.returncode == 0
+    assert not psutil.pid_exists(int(ended.stdout))
+
+
 def test_a_rank_ends_when_its_server_is_killed(tmp_path) -> None:
     script = tmp_path / "opens_a_pool.py"
     script.write_text(OPENS_A_POOL)

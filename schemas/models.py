@@ -87,10 +87,12 @@ class Limit(Wire):
 class Limits(Wire):
     """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
 
-    queued_operations, queued_bytes: accepted and not answered yet, uploads included. tokens_per_minute: of training and
-    sampling; `used` falls with time. server_queued_bytes: of all tenants together.
+    tenant: its name, as --tenant-weights takes it. queued_operations, queued_bytes: accepted and not answered yet,
+    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. server_queued_bytes: of all
+    tenants together.
     """
 
+    tenant: str
     runs: Limit
     queued_operations: Limit
     queued_bytes: Limit

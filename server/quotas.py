@@ -17,6 +17,7 @@ from typing import Self
 from ..schemas.errors import RequestError
 from ..schemas.futures import Pending, QueueState
 from ..schemas.models import Limit, Limits
+from .auth import Tenant
 from .config import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -169,11 +170,12 @@ class Quotas:
             )
             self._refuse(tenant_id, PutOff("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock()))
 
-    def limits(self, tenant_id: str, num_runs: int) -> Limits:
+    def limits(self, tenant: Tenant, num_runs: int) -> Limits:
         """The tenant's, and their use."""
-        config, usage = self._config, self._usage(tenant_id)
+        config, usage = self._config, self._usage(tenant.id)
         tokens = config.tenant_tokens_per_minute
         return Limits(
+            tenant=tenant.name,
             runs=Limit(limit=config.tenant_runs, used=num_runs),
             queued_operations=Limit(limit=config.tenant_queued_operations, used=usage.num_operations),
             queued_bytes=Limit(limit=config.tenant_queued_bytes, used=usage.num_bytes),

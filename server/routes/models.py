@@ -51,11 +51,11 @@ async def get_server_capabilities(services: ServicesDependency, tenant: TenantDe
 
 @router.get("/limits")
 async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> Limits:
-    """What you may have queued and send per minute, and what of it is in use.
+    """Your tenant's name, what you may have queued and send per minute, and what of it is in use.
 
     A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
     """
-    return services.quotas.limits(tenant.id, services.runs.num_live(tenant.id))
+    return services.quotas.limits(tenant, services.runs.num_live(tenant.id))
 
 
 @router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))

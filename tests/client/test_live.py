@@ -59,6 +59,7 @@ def test_training_halves_the_loss(client: TrainingClient) -> None:
 
 def test_limits_and_their_use(service: ServiceClient, client: TrainingClient) -> None:
     limits = service.get_limits()
+    assert limits.tenant.startswith("local-"), "a made-up key's"
     assert 1 <= limits.runs.used <= limits.runs.limit == 2000
     assert limits.queued_operations.used == 0
     assert limits.tokens_per_minute.limit is None

@@ -14,7 +14,7 @@ import pytest
 import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.auth import create_key
+from trainhouse.server.auth import Tenant, create_key
 from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig, TenantWeight
 from trainhouse.server.quotas import UNORDERED, Admission, Quotas, Standing
@@ -49,7 +49,7 @@ def accepted(quotas: Quotas, num_bytes: int, standing: Standing = UNORDERED, ten
 
 
 def used(quotas: Quotas, tenant: str = "alice") -> tuple[int, int, int]:
-    limits = quotas.limits(tenant, 0)
+    limits = quotas.limits(Tenant(tenant, tenant), 0)
     return limits.queued_operations.used, limits.queued_bytes.used, limits.server_queued_bytes.used
 
 
@@ -100,12 +100,12 @@ def test_tokens_per_minute_are_a_debt_that_passes_with_time() -> None:
     with pytest.raises(RequestError, match=r"used 100 tokens.*limit is 60 .*40 s") as refusal:
         accepted(of_all, 1)
     assert refusal.value.retry_after_seconds == pytest.approx(40)
-    assert of_all.limits("alice", 0).tokens_per_minute.used == 100
+    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 100
     assert accepted(of_all, 1, NEEDED) and accepted(of_all, 1, tenant="bob")
     clock.now += 51
     accepted(of_all, 1)
     clock.now += 3600
-    assert of_all.limits("alice", 0).tokens_per_minute.used == 0, "unused minutes are not saved up"
+    assert of_all.limits(Tenant("alice", "Alice"), 0).tokens_per_minute.used == 0, "unused minutes are not saved up"
 
 
 def test_the_time_to_come_again_follows_how_fast_work_is_done() -> None:
@@ -362,7 +362,7 @@ async def limited(dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_pa
         yield running
 
 
-async def limits_of(server: Server, key: str = ALICE) -> dict[str, dict[str, Any]]:
+async def limits_of(server: Server, key: str = ALICE) -> dict[str, Any]:
     return (await server.clients[key].get("limits")).raise_for_status().json()
 
 
@@ -458,7 +458,7 @@ async def test_memory_is_claimed_before_a_body_is_decompressed(limited: Server) 
     """Sizes that are declared and sizes that are not; what does not fit spends no seq_id."""
     run = await limited.create_run()
     services = limited.services
-    tenant = (await services.auth.authenticate(ALICE)).id
+    tenant = await services.auth.authenticate(ALICE)
     with services.quotas.admission("bob") as held:
         held.claim(150_000, UNORDERED)
         text = json.dumps({"model_id": run.model_id, "seq_id": 1, "adam_params": ADAM, "x": "y" * 90_000}).encode()
@@ -504,6 +504,7 @@ async def test_weights_are_given_by_the_names_of_keys(
         run = await server.create_run()
         assert server.services.dispatch._homes[run.model_id].tenant_id == "carol"
         assert config.dispatch_config().tenant_weights["carol"] == 2.0
+        assert (await limits_of(server))["tenant"] == "carol", "what to write into --tenant-weights"
 
 
 async def test_a_base_url_that_ends_in_the_api_is_named(server: Server) -> None:

@@ -17,7 +17,7 @@ from ..schemas.errors import RequestError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .auth import Auth
-from .bodies import BodyLimit, describe_errors
+from .bodies import BodyLimit, describe_errors, describe_not_json
 from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .direct import Direct, endpoints
@@ -160,6 +160,8 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
+    if isinstance(error.body, bytes):  # FastAPI has not read it as JSON
+        return JSONResponse({"detail": describe_not_json(request.headers.get("content-type"))}, 400)
     return JSONResponse({"detail": describe_errors(list(error.errors()))}, 400)
 
 

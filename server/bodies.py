@@ -169,6 +169,12 @@ def describe_errors(errors: list) -> str:
     return f"bad request: {shown}{more}"
 
 
+def describe_not_json(content_type: str | None) -> str:
+    """Of a body that was not sent as JSON, such as by `curl -d`, which says that it sends a form."""
+    sent = f"as {_shorten(content_type)}" if content_type else "without a Content-Type"
+    return f"bad request: the body was sent {sent}: send the header Content-Type: application/json"
+
+
 def _describe(error: dict) -> str:
     place = ".".join(str(part) for part in error["loc"] if part != "body")
     if error["type"] in ("json_invalid", "json_type"):

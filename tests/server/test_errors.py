@@ -172,6 +172,21 @@ async def test_a_body_that_is_no_json_counts_as_done(server: Server) -> None:
     await check_that_the_run_goes_on(run, tainted=False)
 
 
+@pytest.mark.parametrize(
+    ("headers", "came"),
+    [({"Content-Type": "application/x-www-form-urlencoded"}, "as application/x-www-form-urlencoded"), ({}, "without")],
+)
+async def test_json_that_is_not_sent_as_json_is_refused_with_the_header_to_send(
+    server: Server, headers: dict[str, str], came: str
+) -> None:
+    """As by `curl -d`, which says that it sends a form."""
+    for verb in ("create_session", "get_info"):
+        answer = await server.post_bytes(verb, b'{"sdk_version": "x"}', **headers)
+        assert answer.status_code == 400
+        assert f"sent {came}" in answer.json()["detail"]
+        assert answer.json()["detail"].endswith("send the header Content-Type: application/json")
+
+
 async def test_loading_what_is_not_there_fails_alone(server: Server) -> None:
     run = await server.create_run()
     for path, reason in {

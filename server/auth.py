@@ -137,7 +137,10 @@ def _refusal(key: str) -> str:
             f"the API key does not start with {KEY_PREFIX}, and is no token in force: use a key made by "
             "`trainhouse keys create NAME`"
         )
-    return "the API key is unknown or revoked: use a key made by `trainhouse keys create NAME`"
+    return (
+        f"the API key is unknown or revoked (once a key has been made, made-up {KEY_PREFIX} keys no longer work): use "
+        "a key made by `trainhouse keys create NAME`"
+    )
 
 
 _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_error=False))]
@@ -177,7 +180,15 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
 
 
 async def create_key(store: Store, name: str) -> str:
-    """A new key of the tenant of that name, who is made if there is none. The key can be shown only now."""
+    """A new key of the tenant of that name, who is made if there is none. The key can be shown only now.
+
+    Raises ValueError when it is no name that --tenant-weights can say.
+    """
+    if not name or name != name.strip() or "," in name or "=" in name:
+        raise ValueError(
+            f"{name!r} cannot be the name of a key: take one without ',' and '=', and without blanks around it, so "
+            "that --tenant-weights can name it"
+        )
     tenant = await store.find_tenant(name)
     if tenant is None:
         tenant = TenantRecord(f"tenant-{secrets.token_hex(8)}", name, time.time())

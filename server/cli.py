@@ -166,7 +166,7 @@ def _add_keys(commands: _Commands) -> None:
     create = verbs.add_parser("create", help="make a key and print it, this once")
     create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
-    revoke.add_argument("key_id", type=int, help="its number in `trainhouse keys list`")
+    revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
     for verb, command in (
         (create, _create_key),
         (verbs.add_parser("list", help="all keys"), _list_keys),
@@ -193,8 +193,11 @@ def _with_store(
 
 
 async def _create_key(store: Store, options: argparse.Namespace) -> None:
+    is_first = (await store.count_keys()).made == 0
     print(await create_key(store, options.name))
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
+    if is_first:
+        print("it is the first: on this state directory made-up tml- keys no longer work", file=sys.stderr)
 
 
 async def _list_keys(store: Store, _: argparse.Namespace) -> None:
@@ -209,8 +212,15 @@ def _day(timestamp: float | None) -> str:
 
 
 async def _revoke_key(store: Store, options: argparse.Namespace) -> None:
-    await revoke_key(store, options.key_id)
-    print(f"key {options.key_id} is revoked")
+    key_id = _key_id(options.key_id)
+    await revoke_key(store, key_id)
+    print(f"key {key_id} is revoked")
+
+
+def _key_id(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{text!r} is not the number of a key, as `trainhouse keys list` shows it")
+    return int(text)
 
 
 # trainhouse demo

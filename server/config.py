@@ -307,15 +307,25 @@ def parse_served_model(text: str) -> ServedModel:
 
 def parse_weights(text: str) -> tuple[TenantWeight, ...]:
     """alice=2,bob=0.5. Raises ConfigError."""
-    return tuple(_parse_weight(entry.strip()) for entry in text.split(",") if entry.strip())
+    weights = tuple(_parse_weight(entry.strip()) for entry in text.split(",") if entry.strip())
+    named: dict[str, float] = {}
+    for tenant in weights:
+        if tenant.name in named:
+            both = f"{named[tenant.name]:g} and {tenant.weight:g}"
+            raise ConfigError(f"tenant weights name {tenant.name} twice, with {both}: name it once")
+        named[tenant.name] = tenant.weight
+    return weights
 
 
 def _parse_weight(text: str) -> TenantWeight:
     name, _, number = (part.strip() for part in text.rpartition("="))
-    found = re.fullmatch(r"[0-9]+(\.[0-9]+)?", number)
-    if not name or not found or float(number) == 0:
-        raise ConfigError(f"tenant weight {text!r} is not NAME=WEIGHT with a weight above 0, such as alice=2")
-    return TenantWeight(name, float(number))
+    try:
+        weight = float(number)
+    except ValueError:
+        weight = math.nan
+    if not name or not 0 < weight < math.inf:
+        raise ConfigError(f"tenant weight {text!r} is not NAME=WEIGHT with a finite weight above 0, such as alice=2")
+    return TenantWeight(name, weight)
 
 
 _UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

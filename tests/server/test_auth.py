@@ -1,5 +1,6 @@
 """Keys: made, shown, revoked; and who is let in without."""
 
+import re
 from pathlib import Path
 
 import httpx
@@ -9,7 +10,7 @@ from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, list_keys, require_keys, revoke_key
-from trainhouse.server.config import ServerConfig
+from trainhouse.server.config import ServerConfig, TenantWeight, parse_weights
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.server.tokens import LIFETIME_SECONDS, Tokens
 from trainhouse.workers.config import ServedModel
@@ -51,8 +52,19 @@ async def test_once_a_key_was_made_loopback_is_closed_to_others(api: Api) -> Non
     key = await create_key(api.services.store, "team")
     (info,) = await list_keys(api.services.store)
     await revoke_key(api.services.store, info.key_id)
-    assert (await ask(api, {"X-API-Key": ALICE})).status_code == 401
+    refused = await ask(api, {"X-API-Key": ALICE})
+    assert refused.status_code == 401
+    assert "once a key has been made, made-up tml- keys no longer work" in refused.json()["detail"]
     assert (await ask(api, {"X-API-Key": key})).status_code == 401
+
+
+@pytest.mark.parametrize("name", ["", " ", "a,b", "a=b", " alice", "alice ", "alice\n"])
+async def test_a_name_that_tenant_weights_cannot_say_is_refused(api: Api, name: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(repr(name)) + ".*without ',' and '='.*--tenant-weights"):
+        await create_key(api.services.store, name)
+    assert await list_keys(api.services.store) == ()
+    assert parse_weights("alice b/c@d.e=2") == (TenantWeight("alice b/c@d.e", 2.0),)
+    await create_key(api.services.store, "alice b/c@d.e")
 
 
 async def test_keys_are_stored_as_hashes_and_listed_by_name(api: Api) -> None:

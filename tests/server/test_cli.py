@@ -101,6 +101,11 @@ def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_
     assert "no API key is in force: make one with `trainhouse keys create NAME`" in message
 
 
+def test_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--tenant-weights=alice=1e9")
+    assert "tenant weights go from 1 to 1e+09: the heaviest may have 1000 times the lightest" in message
+
+
 def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     assert "cannot be used: File exists" in start_refusal(capsys, tmp_path / "file")
@@ -137,6 +142,23 @@ def test_keys_are_created_listed_and_revoked(capsys: pytest.CaptureFixture[str],
     assert "is revoked" in capsys.readouterr().out
     assert "there is no key" in refusal(capsys, "keys", "revoke", number, place)
     assert key.encode() not in b"".join(file.read_bytes() for file in tmp_path.iterdir())
+
+
+def test_the_first_key_warns_that_made_up_ones_work_no_longer(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, is_first in (("alice", True), ("bob", False)):
+        assert main(["keys", "create", name, f"--state-dir={tmp_path}"]) == 0
+        captured = capsys.readouterr()
+        assert len(captured.out.splitlines()) == 1, "the key alone: scripts read it"
+        assert ("on this state directory made-up tml- keys no longer work" in captured.err) is is_first
+
+
+def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    place = f"--state-dir={tmp_path}"
+    assert "'a=b' cannot be the name of a key" in refusal(capsys, "keys", "create", "a=b", place)
+    message = refusal(capsys, "keys", "revoke", "erin", place)
+    assert "'erin' is not the number of a key, as `trainhouse keys list` shows it" in message
 
 
 # Real processes

@@ -69,8 +69,11 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"max_body_bytes": "2GiB"}, "max_decompressed_bytes 1073741824 is below max_body_bytes 2147483648"),
         ({"max_body_bytes": "1GiB", "queued_bytes": "1GiB"}, "queued_bytes 1073741824 is below twice max_body_bytes"),
         ({"tenant_weights": "alice"}, "tenant weight 'alice' is not NAME=WEIGHT"),
-        ({"tenant_weights": "alice=2,bob=0"}, "tenant weight 'bob=0' is not NAME=WEIGHT with a weight above 0"),
+        ({"tenant_weights": "alice=2,bob=0"}, "tenant weight 'bob=0' is not NAME=WEIGHT with a finite weight above 0"),
         ({"tenant_weights": "alice=nan"}, "tenant weight 'alice=nan' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=inf"}, "tenant weight 'alice=inf' is not NAME=WEIGHT with a finite weight above 0"),
+        ({"tenant_weights": "=2"}, "tenant weight '=2' is not NAME=WEIGHT"),
+        ({"tenant_weights": "alice=2,bob=1,alice=3"}, "tenant weights name alice twice, with 2 and 3: name it once"),
         ({"tenant_runs": "0"}, "tenant_runs is 0: expected at least 1"),
         ({"tenant_tokens_per_minute": "-1"}, "tenant_tokens_per_minute is -1: expected at least 0"),
         ({"ray_address": "auto"}, "ray_address has no effect with pool local: leave it out or set pool to ray"),
@@ -179,6 +182,11 @@ def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_pa
     assert dispatch.models[0].adapter_slots == 3
     assert dispatch.models[0].page_directory == str(tmp_path / "pages")
     assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
+
+
+def test_a_weight_is_any_number_that_python_reads() -> None:
+    config = config_of(tenant_weights="a=1e2, b=.5, c=+3, d=2.")
+    assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
 
 
 def test_the_state_directory_is_known_without_a_base_model() -> None:

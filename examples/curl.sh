@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
-# The main loop with nothing but curl: ./examples/curl.sh http://127.0.0.1:8000 MODEL
+# The main loop with nothing but curl: KEY=tml-... ./examples/curl.sh http://127.0.0.1:8000 MODEL
 # `Prefer: wait=SECONDS` makes a submit answer with its result; without it, poll POST /api/v1/retrieve_future.
 set -euo pipefail
 URL=$1/api/v1
 MODEL=$2
+KEY=${KEY:-tml-local}
 
 post() { # path body
-  curl --silent --show-error --fail-with-body -H 'X-API-Key: tml-local' -H 'Content-Type: application/json' \
+  curl --silent --show-error --fail-with-body -H "X-API-Key: $KEY" -H 'Content-Type: application/json' \
     -H 'Prefer: wait=60' "$URL/$1" -d "$2"
 }
 field() { sed -n "s/.*\"$1\": *\"\([^\"]*\)\".*/\1/p"; }
@@ -36,5 +37,5 @@ post sample "{\"sampling_session_id\": \"$SAMPLER\", \"seq_id\": 0, \"num_sample
   \"prompt\": {\"chunks\": [{\"type\": \"encoded_text\", \"tokens\": [10, 11]}]},
   \"sampling_params\": {\"max_tokens\": 4, \"temperature\": 0, \"stop\": []}}"
 echo
-curl --silent --show-error --fail-with-body -X POST -H 'X-API-Key: tml-local' -H 'Content-Type: application/json' \
+curl --silent --show-error --fail-with-body -X POST -H "X-API-Key: $KEY" -H 'Content-Type: application/json' \
   "$URL/sessions/$SESSION/finish" -d '{"reason": {"type": "success"}}'

@@ -1,8 +1,10 @@
 """The official Tinker SDK, unmodified, against this server: pip install tinker==0.38.0
 
 python examples/official_sdk.py http://127.0.0.1:8000 MODEL
+TINKER_API_KEY is the key, where made-up ones do not work.
 """
 
+import os
 import sys
 
 import tinker
@@ -10,7 +12,8 @@ from tinker import types
 
 
 def main(base_url: str, model: str) -> None:
-    with tinker.ServiceClient(base_url=base_url, api_key="tml-local") as service:
+    api_key = os.environ.get("TINKER_API_KEY", "tml-local")
+    with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
         client = service.create_lora_training_client(model, rank=8).result()
         tokens = list(range(10, 30))
         datum = types.Datum(

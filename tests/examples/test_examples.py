@@ -6,9 +6,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+import httpx
 import pytest
 
-from ..live import LiveServer
+from ..live import LiveServer, live_server
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = "tiny/chat"
@@ -25,6 +26,12 @@ def run(*command: object) -> str:
 
 def values(pattern: str, output: str) -> list[float]:
     return [float(value) for value in re.findall(pattern, output)]
+
+
+def num_runs(server: LiveServer, key: str) -> int:
+    """That a key has made."""
+    listed = httpx.get(f"{server.url}/api/v1/training_runs", headers={"X-API-Key": key}).raise_for_status()
+    return listed.json()["cursor"]["total_count"]
 
 
 def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer) -> None:
@@ -52,7 +59,8 @@ def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -
 
 
 def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
-    output = run("bash", "examples/curl.sh", shared_server.url, MODEL)
+    output = run("env", "KEY=tml-curl", "bash", "examples/curl.sh", shared_server.url, MODEL)
+    assert num_runs(shared_server, "tml-curl") == 1
     losses = values(r'"loss:sum": *([\d.]+)', output)
     assert len(losses) == 3 and losses[2] < losses[0]
     assert re.search(r'"path": *"tinker://[^"]+/weights/from-curl"', output)
@@ -60,7 +68,9 @@ def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
 
 
 def test_the_official_sdk_trains_saves_and_samples(shared_server: LiveServer) -> None:
-    output = run(sys.executable, "examples/official_sdk.py", shared_server.url, MODEL)
+    command = [sys.executable, "examples/official_sdk.py", shared_server.url, MODEL]
+    output = run("env", "TINKER_API_KEY=tml-official", *command)
+    assert num_runs(shared_server, "tml-official") == 1
     losses = values(r"loss ([\d.]+)", output)
     assert losses[-1] < losses[0]
     assert "saved tinker://" in output and "sampled [" in output
@@ -76,12 +86,23 @@ def test_the_demo_program_learns_and_shows_it(shared_server: LiveServer) -> None
     assert "checkpoint tinker://" in output
 
 
-def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_path: Path) -> None:
+def run_rest_guide(server: LiveServer, model: str, script: Path) -> str:
     blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "docs" / "rest.md").read_text(), re.DOTALL)
-    script = tmp_path / "rest.sh"
     # `-o pipefail`: a refused request inside $(...) ends the script, too.
     script.write_text("set -euxo pipefail\n" + "\n".join(blocks))
-    output = run("env", f"URL={shared_server.url}", "KEY=tml-rest-guide", f"MODEL={MODEL}", "bash", script)
+    output = run("env", f"URL={server.url}", "KEY=tml-rest-guide", f"MODEL={model}", "bash", script)
     assert len(blocks) > 10
     assert '"error"' not in output
     assert output.count('"loss:sum"') == 5 and output.count('"stop_reason"') == 5
+    return output
+
+
+def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_path: Path) -> None:
+    assert '{"files":' in run_rest_guide(shared_server, MODEL, tmp_path / "rest.sh")
+
+
+def test_the_rest_guide_runs_to_its_end_with_a_model_that_has_no_tokenizer(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with live_server({"tiny/qwen3": tiny_models["qwen3"]}, tmp_path / "state") as server:
+        assert "holds no tokenizer" in run_rest_guide(server, "tiny/qwen3", tmp_path / "rest.sh")

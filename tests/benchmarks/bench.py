@@ -19,6 +19,7 @@ from .many_tenants import many_tenants
 from .memory import memory
 from .one_tenant import one_tenant
 from .report import Section
+from .sampling import sampling
 from .workload import SHAPE
 
 SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
@@ -27,6 +28,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "interactive": interactive,
     "empty": latency,
     "memory": memory,
+    "sampling": sampling,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 import torch
 
 # Python runs in one thread at a time: more lanes would wait for it.
-MOST_LANES = 4
+_MOST_LANES = 4
 
 _own = threading.local()
 
@@ -26,7 +26,7 @@ class Lanes:
 
     def __init__(self, device: torch.device) -> None:
         self._num_threads = torch.get_num_threads()
-        self.num_lanes = min(self._num_threads, MOST_LANES) if device.type == "cpu" else 1
+        self.num_lanes = min(self._num_threads, _MOST_LANES) if device.type == "cpu" else 1
         self._others = _started(self.num_lanes - 1)
 
     def run(self, works: Sequence[Callable[[], None]]) -> None:

@@ -16,7 +16,7 @@ from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import check_fit, runs_on_cpu
-from .group import Group
+from .group import Group, OnProgress
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
@@ -135,9 +135,9 @@ class WorkerDispatch:
         """Unknown and lost adapters: no-op."""
         await self._drop("drop_adapter", adapter_id)
 
-    async def sample(self, base_model: str, job: SampleJob) -> SampleResponse:
-        """A caller that is cancelled cancels the job."""
-        return await self._group(base_model).sample(job)
+    async def sample(self, base_model: str, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        """A caller that is cancelled cancels the job. on_progress: of a job that streams, as it grows."""
+        return await self._group(base_model).sample(job, on_progress)
 
     def cancel(self, job_id: str) -> None:
         """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""

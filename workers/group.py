@@ -21,12 +21,14 @@ from .pool import Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .shares import PassLimits
 from .turns import Turns
-from .verbs import Failure, ModelInfo, Pass, SampleJob, Slice, SliceResult, Step
+from .verbs import Failure, ModelInfo, Pass, SampledPart, SampleJob, Slice, SliceResult, Step
 from .work import Item, PassWork, Verb, Work
 
 logger = logging.getLogger(__name__)
 
 _KINDS = ("training", "verbs", "sampling")
+
+OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
 # Verbs after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
@@ -131,11 +133,12 @@ class Group:
             return PassWork(key, tenant_id, item, answer, next(self._operation_ids))
         return Work(key, tenant_id, item, answer)
 
-    async def sample(self, job: SampleJob) -> SampleResponse:
+    async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        """on_progress: called with what each slice added to the samples of a job that streams, until it ends."""
         if job.job_id in self._joining or job.job_id in self._sampling:
             raise OperationError(f"sampling request {job.job_id} is under way already", "server")
         self._check_usable(job.adapter_id)
-        waiting = self._joining[job.job_id] = _Sampling(job, asyncio.get_running_loop().create_future())
+        waiting = self._joining[job.job_id] = _Sampling(job, asyncio.get_running_loop().create_future(), on_progress)
         self._wake.set()
         try:
             return await waiting.answer
@@ -281,6 +284,9 @@ class Group:
             # Nobody knows how far the slice came, so none of its requests can go on.
             self._cancelled = list(self._sampling)
             result = SliceResult(dict.fromkeys(self._sampling, result), 0)
+        for job_id, parts in result.progress.items():
+            if (streaming := self._sampling.get(job_id)) and streaming.on_progress is not None:
+                streaming.on_progress(parts)
         for job_id, answer in result.finished.items():
             if waiting := self._sampling.pop(job_id, None):
                 _settle(waiting.answer, answer)
@@ -352,6 +358,7 @@ class Group:
 class _Sampling:
     job: SampleJob
     answer: "asyncio.Future[SampleResponse]"
+    on_progress: OnProgress | None
 
 
 @dataclass

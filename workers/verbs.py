@@ -1,13 +1,13 @@
 """What crosses between the dispatch and the ranks: the arguments and results of a worker's verbs. Imports no torch."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from ..schemas.errors import Category
 from ..schemas.models import LoraConfig
-from ..schemas.sampling import SamplingParams
+from ..schemas.sampling import SamplingParams, TopkLogprobs
 from ..schemas.training import AdamParams, ForwardBackwardRequest
 
 
@@ -93,6 +93,7 @@ class SampleJob:
     adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter), None = the bare base model.
     prompt: int32 [T]. params.seed is already drawn. target_prompt_tokens: int64 [T - 1, K], -1 = nothing.
     stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
+    streams: whether what each slice adds is told as it comes.
     """
 
     job_id: str
@@ -108,6 +109,17 @@ class SampleJob:
     topk_sample_logprobs: int = 0
     target_prompt_tokens: np.ndarray | None = None
     prompt_alt_tokens_k: int = 0
+    streams: bool = False
+
+
+@dataclass(frozen=True, eq=False)
+class SampledPart:
+    """What a slice added to sample number `sample` of a job: tokens int32 [n], logprobs float32 [n], n at least 1."""
+
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    topk_logprobs: TopkLogprobs | None = None
 
 
 @dataclass(frozen=True)
@@ -124,7 +136,11 @@ class Slice:
 
 @dataclass(frozen=True)
 class SliceResult:
-    """finished: job_id -> SampleResponse or Failure. num_active: jobs still waiting or decoding."""
+    """finished: job_id -> SampleResponse or Failure. num_active: jobs still waiting or decoding.
+
+    progress: job_id -> what was added to the samples of those that stream and go on; the answer has all of it again.
+    """
 
     finished: dict
     num_active: int
+    progress: dict[str, tuple[SampledPart, ...]] = field(default_factory=dict)

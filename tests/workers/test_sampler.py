@@ -590,3 +590,17 @@ def test_a_prompt_of_one_token_has_nothing_to_score(adapted: Adapted) -> None:
     assert np.isnan(response.prompt_logprobs).tolist() == [True]
     assert response.topk_prompt_logprobs.logprobs.tolist() == [[-99999.0] * 2]
     assert response.target_prompt_logprobs.shape == (0, 2) and response.prompt_alt_tokens.shape == (0, 3)
+
+
+def test_a_job_that_streams_tells_what_each_slice_adds(adapted: Adapted) -> None:
+    sampler = new_sampler(adapted)
+    streamed = job("streamed", prompt(5), num_samples=2, topk_sample_logprobs=2, streams=True)
+    results = [sampler.slice(Slice((streamed,), (), 0))]
+    while results[-1].num_active:
+        results.append(sampler.slice(Slice((), (), 0)))
+    for number, sequence in enumerate(results[-1].finished["streamed"].sequences):
+        told = [part for each in results for part in each.progress.get("streamed", ()) if part.sample == number]
+        tokens = [token for part in told for token in part.tokens]
+        assert len(told) > 1 and tokens == sequence.tokens[: len(tokens)].tolist()
+        top = np.concatenate([part.topk_logprobs.token_ids for part in told if part.topk_logprobs is not None])
+        assert np.array_equal(top, sequence.topk_logprobs.token_ids[: len(tokens)])

@@ -7,7 +7,7 @@ import numpy as np
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
-from ..verbs import SampleJob
+from ..verbs import SampledPart, SampleJob
 from .noise import SAMPLE_STREAM, noise_key
 from .prompt_scores import PromptScores
 from .stopping import Detokenizer, StopStrings
@@ -28,6 +28,7 @@ class Row:
         self.logprobs: list[float] = []
         self.top: list[TopkLogprobs] = []
         self.stop_reason: Literal["stop", "length"] | None = None
+        self._num_told = 0
         self._stops = stops
 
     @property
@@ -67,19 +68,26 @@ class Row:
         if k:
             self.top.append(TopkLogprobs(token_ids[:k], logprobs[:k]))
 
+    def untold(self) -> SampledPart | None:
+        """What came since it was last asked."""
+        start, self._num_told = self._num_told, len(self.tokens)
+        if start == self._num_told:
+            return None
+        return SampledPart(
+            sample=self.sample,
+            tokens=np.array(self.tokens[start:], dtype=np.int32),
+            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
+            topk_logprobs=_joined(self.top[start:]),
+        )
+
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None
         return SampledSequence(
             stop_reason=self.stop_reason,
             tokens=np.array(self.tokens, dtype=np.int32),
             logprobs=np.array(self.logprobs, dtype=np.float32),
-            topk_logprobs=self._top(),
+            topk_logprobs=_joined(self.top),
         )
-
-    def _top(self) -> TopkLogprobs | None:
-        if not self.top:
-            return None
-        return TopkLogprobs(np.stack([top.token_ids for top in self.top]), np.stack([top.logprobs for top in self.top]))
 
 
 class Job:
@@ -110,6 +118,9 @@ class Job:
         """What it samples, for messages."""
         return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
 
+    def untold(self) -> tuple[SampledPart, ...]:
+        return tuple(part for row in self.rows if (part := row.untold()) is not None)
+
     def result(self) -> SampleResponse:
         scores = self.scores or PromptScores()
         return SampleResponse(
@@ -125,6 +136,12 @@ class Job:
         if tokenizer is None or not self.request.stop_strings:
             return None
         return StopStrings(tokenizer, self.request.stop_strings, self.prompt.tolist())
+
+
+def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
+    if not rows:
+        return None
+    return TopkLogprobs(np.stack([top.token_ids for top in rows]), np.stack([top.logprobs for top in rows]))
 
 
 def check_request(request: SampleJob, limits: ModelLimits) -> None:

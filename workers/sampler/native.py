@@ -27,7 +27,7 @@ from ..head import Head
 from ..lora import Adapters, Plan, Segment
 from ..model import BaseModel
 from ..operation import ModelLimits
-from ..verbs import Failure, SampleJob, Slice, SliceResult
+from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
 from .choice import Choice, choose
 from .jobs import Job, Row, check_request
 from .noise import uniforms
@@ -104,7 +104,11 @@ class NativeSampler:
         finally:
             # Adapters are overwritten and moved between slices, and this holds copies of them.
             self._decoding = None
-        return SliceResult(self._finished, len(self._jobs))
+        return SliceResult(self._finished, len(self._jobs), self._progress())
+
+    def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
+        untold = {job_id: job.untold() for job_id, job in self._jobs.items() if job.request.streams}
+        return {job_id: parts for job_id, parts in untold.items() if parts}
 
     @torch.no_grad()
     def _run_until(self, deadline: float) -> None:

@@ -8,7 +8,7 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +29,7 @@ from ..schemas.models import CreateSessionRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest, SampleResponse
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
-from ..workers.verbs import ModelInfo, SampleJob
+from ..workers.verbs import ModelInfo, SampledPart, SampleJob
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
@@ -46,13 +46,15 @@ logger = logging.getLogger(__name__)
 MOST_SAMPLES = 4096
 _SEED_LIMIT = 1 << 31
 
+OnProgress = Callable[[tuple[SampledPart, ...]], None]
+
 
 @dataclass(eq=False)
 class Sampler:
     """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
 
     first_seq_id: of the requests that leave theirs out. accepted: seq_id -> its submit being journaled, None once it
-    was. completions: by clone.
+    was. under_way: ids of the jobs that are loading or sampling. completions: by clone.
     """
 
     record: SamplerRecord
@@ -60,6 +62,8 @@ class Sampler:
     first_seq_id: int = 0
     loading: asyncio.Task[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
+    under_way: set[str] = field(default_factory=set)
+    num_drawn: int = 0
     num_joined: int = 0
     completions: dict[int, CompletionLog] = field(default_factory=dict)
 
@@ -69,6 +73,11 @@ class Sampler:
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
+
+    def next_drawing_id(self) -> str:
+        """Of a request that is answered with its samples; never a seq_id's."""
+        self.num_drawn += 1
+        return f"{self.record.sampler_id}:draw-{self.num_drawn}"
 
     def join(self) -> int:
         """A number for one more client, from 1."""
@@ -153,6 +162,19 @@ class Samplers:
         await self._add(record)
         return sampler_id
 
+    async def named(self, tenant: Tenant, name: str) -> Sampler:
+        """Of a base model's name, a checkpoint's path, or a sampling session's id.
+
+        Raises RequestError: 400 not a path, 404 nothing of this name, or not for this tenant, 410 it is over.
+        """
+        if name.startswith("tinker://"):
+            sampler_id = await self._one_shot(tenant, None, name)
+        elif name in self._dispatch.models:
+            sampler_id = await self._one_shot(tenant, name, None)
+        else:
+            sampler_id = name
+        return self._in_use(await self.get(tenant, sampler_id))
+
     async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
         """Raises RequestError 404, also for another tenant's, and 410 when its session has ended."""
         sampler = self._samplers.get(sampler_id)
@@ -167,8 +189,8 @@ class Samplers:
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
-            for seq_id in sampler.accepted:
-                self._dispatch.cancel(f"{sampler.record.sampler_id}:{seq_id}")
+            for request_id in sampler.under_way:
+                self._dispatch.cancel(request_id)
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
         loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}
         for adapter_id, task in loading.items():
@@ -193,7 +215,7 @@ class Samplers:
             sampler_id=sampler_id,
             session_id=request.session_id,
             tenant_id=tenant.id,
-            base_model=await self._base_model(tenant, request),
+            base_model=await self._base_model(tenant, request.base_model, request.model_path),
             created_at=time.time(),
             kind="checkpoint" if request.model_path else "base",
             model_path=request.model_path,
@@ -207,10 +229,9 @@ class Samplers:
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
 
-    async def _base_model(self, tenant: Tenant, request: CreateSamplingSessionRequest | SampleRequest) -> str:
-        base_model = request.base_model
-        if request.model_path:
-            base_model = base_model_of(await self._checkpoints.resolve(tenant, request.model_path), base_model)
+    async def _base_model(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
+        if model_path:
+            base_model = base_model_of(await self._checkpoints.resolve(tenant, model_path), base_model)
         if base_model is None:
             raise RequestError("a sampling session needs base_model or model_path")
         require_served(self._dispatch, base_model)
@@ -239,7 +260,7 @@ class Samplers:
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
         if seq_id not in sampler.accepted:
-            job = _Job(request, request_id, sampler, self._dispatch.models[sampler.record.base_model])
+            job = self._job(sampler, request, request_id)
             admission.keep(max(len(received.body), 4 * len(job.prompt)), len(job.prompt))
             accepting = self._accept(sampler, seq_id, job, received, admission)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
@@ -250,6 +271,20 @@ class Samplers:
             sample_sequence_ids=[f"{request_id}:{number}" for number in range(request.num_samples)],
             seq_id=seq_id,
         )
+
+    def drawing(self, sampler: Sampler, request: SampleRequest, stops: "Stops") -> "SamplingJob":
+        """A request to be answered with its samples by `draw`, under `stops` in place of its own. RequestError."""
+        return self._job(sampler, request, sampler.next_drawing_id(), stops)
+
+    async def draw(
+        self, job: "SamplingJob", admission: Admission, on_progress: OnProgress | None = None
+    ) -> SampleResponse:
+        """Raises OperationError, RequestError. A caller that is cancelled cancels the job. Nothing of it is kept.
+
+        on_progress: called with what comes, as it comes; the response has all of it again.
+        """
+        with self._sessions.held(job.sampler.record.session_id):
+            return await self._sample(job, admission, on_progress)
 
     async def completed(
         self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
@@ -267,7 +302,14 @@ class Samplers:
         self._dispatch.cancel(request_id)
 
     async def _require(self, tenant: Tenant, request: SampleRequest) -> Sampler:
-        sampler = await self.get(tenant, request.sampling_session_id or await self._one_shot(tenant, request))
+        sampler_id = request.sampling_session_id
+        if not sampler_id:
+            _check_one_shot(request)
+            sampler_id = await self._one_shot(tenant, request.base_model, request.model_path)
+        return self._in_use(await self.get(tenant, sampler_id))
+
+    def _in_use(self, sampler: Sampler) -> Sampler:
+        """Raises RequestError 410 when its weights are lost."""
         self._sessions.heard_of(sampler.record.session_id)
         if sampler.record.kind in ("snapshot", "inflight") and sampler.adapter_id is None:
             raise RequestError(
@@ -277,13 +319,9 @@ class Samplers:
             )
         return sampler
 
-    async def _one_shot(self, tenant: Tenant, request: SampleRequest) -> str:
+    async def _one_shot(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
         """For requests that name weights and no sampler: one for all of a tenant's, in a session that silence ends."""
-        if request.base_model is None and request.model_path is None:
-            raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
-        if request.seq_id is not None:
-            raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave it out, or send both")
-        weights = _Weights(tenant.id, await self._base_model(tenant, request), request.model_path)
+        weights = _Weights(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
         if weights not in self._one_shots:
             session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
             own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
@@ -292,7 +330,7 @@ class Samplers:
         return self._one_shots[weights]
 
     async def _accept(
-        self, sampler: Sampler, seq_id: int, job: "_Job", received: Received, admission: Admission
+        self, sampler: Sampler, seq_id: int, job: "SamplingJob", received: Received, admission: Admission
     ) -> None:
         """Journals the request and starts it. Nothing is accepted when the journal cannot be written."""
         header = Header(
@@ -301,7 +339,7 @@ class Samplers:
             run_id=sampler.record.sampler_id,
             seq_id=seq_id,
             request_id=job.request_id,
-            drawn={} if job.request.sampling_params.seed is not None else {"seed": job.seed},
+            drawn={} if job.drawn_seed is None else {"seed": job.drawn_seed},
             content_type=received.content_type,
             content_encoding=received.content_encoding,
         )
@@ -318,15 +356,20 @@ class Samplers:
             partial(self._pending, sampler.record.base_model),
             partial(self._journal.release, place),
         )
-        performing = self._in_background(self._perform(sampler, job, future, admission))
+        performing = self._in_background(self._perform(job, future, admission))
         # A task that is cancelled before its first step releases nothing by itself.
         performing.add_done_callback(lambda _: admission.release())
+
+    def _job(
+        self, sampler: Sampler, request: SampleRequest, request_id: str, stops: "Stops | None" = None
+    ) -> "SamplingJob":
+        return SamplingJob(request, request_id, sampler, self._dispatch.models[sampler.record.base_model], stops)
 
     def _pending(self, base_model: str) -> Pending:
         return Pending(queue_state_reason=self._dispatch.status(base_model))
 
-    async def _perform(self, sampler: Sampler, job: "_Job", future: Future, admission: Admission) -> None:
-        await self._resolve(sampler, job, future, admission)
+    async def _perform(self, job: "SamplingJob", future: Future, admission: Admission) -> None:
+        await self._resolve(job, future, admission)
         result = future.result
         assert result is not None
         failed = result.encoding == "json"  # samples are protobuf
@@ -336,15 +379,15 @@ class Samplers:
             response_payload_uncompressed_size=None if failed else len(result.body),
         )
         clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
-        sampler.completions_of(clone).add(completion)
+        job.sampler.completions_of(clone).add(completion)
 
-    async def _resolve(self, sampler: Sampler, job: "_Job", future: Future, admission: Admission) -> None:
+    async def _resolve(self, job: "SamplingJob", future: Future, admission: Admission) -> None:
         try:
-            response = await self._sample(sampler, job)
-            admission.charge(sum(len(sequence.tokens) for sequence in response.sequences))
+            response = await self._sample(job, admission)
+            if job.request.record_stability_info:
+                await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
             self._futures.resolve(future, Result(encode_sample_response(response, job.target_layout), "sample"))
         except OperationError as error:
-            self._reload_next_time(sampler, error)
             self._futures.fail(future, error.message, error.category)
         except RequestError as error:
             self._futures.fail(future, error.message, "user")
@@ -354,11 +397,21 @@ class Samplers:
         finally:
             admission.release()
 
-    async def _sample(self, sampler: Sampler, job: "_Job") -> SampleResponse:
-        await self._load(sampler)
-        response = await self._dispatch.sample(sampler.record.base_model, job.for_worker())
-        if job.request.record_stability_info:
-            await self._recordings.keep(job.request_id, sampler.record.tenant_id, job.prompt, response)
+    async def _sample(
+        self, job: "SamplingJob", admission: Admission, on_progress: OnProgress | None = None
+    ) -> SampleResponse:
+        sampler = job.sampler
+        sampler.under_way.add(job.request_id)
+        try:
+            await self._load(sampler)
+            work = job.for_worker(streams=on_progress is not None)
+            response = await self._dispatch.sample(sampler.record.base_model, work, on_progress)
+        except OperationError as error:
+            self._reload_next_time(sampler, error)
+            raise
+        finally:
+            sampler.under_way.discard(job.request_id)
+        admission.charge(sum(len(sequence.tokens) for sequence in response.sequences))
         return response
 
     async def _load(self, sampler: Sampler) -> None:
@@ -392,6 +445,13 @@ def require_served(dispatch: WorkerDispatch, base_model: str) -> ModelInfo:
     return dispatch.models[base_model]
 
 
+def _check_one_shot(request: SampleRequest) -> None:
+    if request.base_model is None and request.model_path is None:
+        raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
+    if request.seq_id is not None:
+        raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave it out, or send both")
+
+
 def base_model_of(checkpoint: CheckpointRecord, asked: str | None) -> str:
     """Raises RequestError when another one is asked for."""
     if asked not in (None, checkpoint.base_model):
@@ -416,34 +476,47 @@ def _adapter_id(record: SamplerRecord) -> str | None:
             return record.sampler_id
 
 
-class _Job:
-    """A sampling request, checked against its model, its seed drawn."""
+@dataclass(frozen=True)
+class Stops:
+    """What ends a sample before max_tokens: tokens, and texts (matched over the borders of tokens)."""
 
-    def __init__(self, request: SampleRequest, request_id: str, sampler: Sampler, model: ModelInfo) -> None:
+    token_ids: tuple[int, ...]
+    strings: tuple[str, ...] = ()
+
+
+class SamplingJob:
+    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
+
+    def __init__(
+        self, request: SampleRequest, request_id: str, sampler: Sampler, model: ModelInfo, stops: Stops | None = None
+    ) -> None:
         """Raises RequestError."""
         self.request = request
         self.request_id = request_id
+        self.sampler = sampler
         self.prompt = _prompt(request, model)
-        self.seed = draw_seed() if request.sampling_params.seed is None else request.sampling_params.seed
-        self._sampler = sampler
-        self._model = model
+        self.stops = stops or _stops(request, model)
+        self._seed = draw_seed() if request.sampling_params.seed is None else request.sampling_params.seed
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
 
-    def for_worker(self) -> SampleJob:
-        request, stop = self.request, self.request.sampling_params.stop
-        strings = [stop] if isinstance(stop, str) else [one for one in stop or () if isinstance(one, str)]
-        token_ids = [one for one in stop or () if isinstance(one, int)]
+    @property
+    def drawn_seed(self) -> int | None:
+        """None when the request has one."""
+        return self._seed if self.request.sampling_params.seed is None else None
+
+    def for_worker(self, streams: bool = False) -> SampleJob:
+        request = self.request
         return SampleJob(
             job_id=self.request_id,
-            adapter_id=self._sampler.adapter_id,
+            adapter_id=self.sampler.adapter_id,
             prompt=self.prompt,
-            params=request.sampling_params.model_copy(update={"seed": self.seed}),
-            stop_token_ids=self._model.eos_token_ids if stop is None else tuple(token_ids),
-            stop_strings=tuple(strings),
+            params=request.sampling_params.model_copy(update={"seed": self._seed}),
+            stop_token_ids=self.stops.token_ids,
+            stop_strings=self.stops.strings,
             num_samples=request.num_samples,
             prompt_logprobs=request.prompt_logprobs,
             prompt_logprobs_last_n=request.prompt_logprobs_last_n,
@@ -451,7 +524,19 @@ class _Job:
             topk_sample_logprobs=request.topk_sample_logprobs,
             target_prompt_tokens=self._targets,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+            streams=streams,
         )
+
+
+def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
+    match request.sampling_params.stop:
+        case None:
+            return Stops(model.eos_token_ids)
+        case str() as string:
+            return Stops((), (string,))
+        case several:
+            strings = tuple(one for one in several if isinstance(one, str))
+            return Stops(tuple(one for one in several if isinstance(one, int)), strings)
 
 
 def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:

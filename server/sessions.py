@@ -4,7 +4,8 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import SQLAlchemyError
@@ -19,10 +20,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Open:
-    """heard_at: monotonic, so that a machine that slept does not end everybody's session."""
+    """heard_at: monotonic, so that a machine that slept does not end everybody's session.
+
+    num_held: requests under way whose client cannot send heartbeats.
+    """
 
     record: SessionRecord
     heard_at: float
+    num_held: int = 0
 
 
 class Sessions:
@@ -96,6 +101,20 @@ class Sessions:
         if known := self._open.get(session_id):
             known.heard_at = self._clock()
 
+    @contextmanager
+    def held(self, session_id: str) -> Iterator[None]:
+        """Silence does not end the session within the block. Unknown or ended ones: no-op."""
+        known = self._open.get(session_id)
+        if known is None:
+            yield
+            return
+        known.num_held += 1
+        try:
+            yield
+        finally:
+            known.num_held -= 1
+            known.heard_at = self._clock()
+
     async def finish(self, tenant: Tenant, session_id: str, request: FinishSessionRequest) -> None:
         """The first end wins. Raises RequestError 404."""
         await self.get(tenant, session_id)
@@ -112,7 +131,7 @@ class Sessions:
         """Ends the sessions that were silent for too long."""
         silent_since = self._clock() - self._expiry_seconds
         for session_id, known in list(self._open.items()):
-            if known.heard_at < silent_since:
+            if known.heard_at < silent_since and not known.num_held:
                 await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
     async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:

@@ -37,3 +37,16 @@ class WorkerConfig:
     adapter_slots: int = 64
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Where sampling happens: in the training workers, unless `workers` of each base model do nothing else.
+
+    devices: of those workers, each as WorkerConfig.device: one for all, or one for each; () = that of training.
+    directory: for copies of adapters; None = a temporary one.
+    """
+
+    workers: int = 0
+    devices: tuple[str, ...] = ()
+    directory: str | None = None

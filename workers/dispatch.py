@@ -1,20 +1,22 @@
-"""What each verb means over the groups, one group per base model. Knows no HTTP, no seq_id, no futures of users.
+"""What each verb means over the groups that train, one per base model, and the engines that sample.
 
-Imports neither torch nor ray.
+Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
 """
 
 import asyncio
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
+from urllib.parse import quote
 
 from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from .config import WorkerConfig
+from .config import SamplingConfig, WorkerConfig
+from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers
 from .footprint import check_fit, runs_on_cpu
 from .group import Group, OnProgress
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
@@ -27,7 +29,7 @@ _MOST_WEIGHT_RATIO = 1000
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """One group per model, each of one rank.
+    """One group per model, each of one rank, and those that only sample.
 
     pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
     ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
@@ -45,6 +47,7 @@ class DispatchConfig:
     slice_milliseconds: float = 50.0
     pass_tokens: int = 8192
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = f"{__package__}.worker:Worker"
 
 
@@ -61,20 +64,22 @@ class WorkerDispatch:
         self.models = {}
         self._config = config
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
-        self._groups = {
-            model.model.name: Group(model, self._new_pool, _limits(config, model), config.slice_milliseconds)
-            for model in _with_threads(config.models)
-        }
-        self._homes: dict[str, _Home] = {}  # by id of run and sampler adapter
+        models = _with_threads(config.models, 1 + config.sampling.workers)
+        self._groups = {model.model.name: self._new_group(model) for model in models}
+        self._engines = {model.model.name: self._new_engine(model) for model in models}
+        self._homes: dict[str, _Home] = {}  # by id of the run
+        self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
-        check_fit(self._config.models)
+        copies = list(_copies(self._config))
+        check_fit(copies)
         try:
             if self._cluster is not None:
-                await self._cluster.connect(self._config.ray_cpus_per_rank * len(self._groups))
-            for group in self._groups.values():
+                await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
+            for name, group in self._groups.items():
                 await group.start(on_progress)
+                await self._engines[name].start(on_progress)
         except BaseException:
             await self.close()
             raise
@@ -82,17 +87,18 @@ class WorkerDispatch:
 
     async def close(self) -> None:
         """Ends the workers; what still waits for them fails."""
+        await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await asyncio.gather(*(group.close() for group in self._groups.values()))
         if self._cluster is not None:
             await self._cluster.disconnect()
 
     def status(self, base_model: str) -> str | None:
         """What work on this base model waits for, in words; None when nothing waits."""
-        return self._group(base_model).status()
+        return self._group(base_model).status() or self._engines[base_model].status()
 
     def pids(self, base_model: str) -> list[int]:
-        """Process ids of the base model's ranks."""
-        return self._group(base_model).pids()
+        """Process ids of the base model's training ranks, and then of what only samples it."""
+        return self._group(base_model).pids() + self._engines[base_model].pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
@@ -103,7 +109,9 @@ class WorkerDispatch:
 
     async def drop_run(self, run_id: str) -> None:
         """Unknown and lost runs: no-op."""
-        await self._drop("drop_run", run_id)
+        home = self._homes.pop(run_id, None)
+        if home is not None and not home.group.forget_lost(run_id):
+            await home.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         return await self._home_of_run(request.model_id).submit(request.model_id, request)
@@ -121,47 +129,55 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "load_run", str(directory), optimizer)
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
-        """The run's weights as they are now, for sampling. Held until `drop_adapter`, or until the worker dies."""
+        """The run's weights as they are now, for sampling; the same id again moves its samplers forward.
+
+        Held until `drop_adapter`; by the training workers, where they sample, until the worker dies.
+        """
         home = self._home_of_run(run_id)
-        await home.submit(run_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
-        self._homes[adapter_id] = home
+        engine = self._engines[home.group.name]
+        await engine.copy_adapter(run_id, home.tenant_id, adapter_id)
+        self._adapters[adapter_id] = engine
 
     async def load_adapter(self, base_model: str, adapter_id: str, directory: Path) -> None:
-        home = _Home(self._group(base_model))
-        await home.submit(adapter_id, Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id))
-        self._homes[adapter_id] = home
+        engine = self._engine(base_model)
+        await engine.load_adapter(adapter_id, directory)
+        self._adapters[adapter_id] = engine
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Unknown and lost adapters: no-op."""
-        await self._drop("drop_adapter", adapter_id)
+        engine = self._adapters.pop(adapter_id, None)
+        if engine is not None:
+            await engine.drop_adapter(adapter_id)
 
     async def sample(self, base_model: str, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """A caller that is cancelled cancels the job. on_progress: of a job that streams, as it grows."""
-        return await self._group(base_model).sample(job, on_progress)
+        return await self._engine(base_model).sample(job, on_progress)
 
     def cancel(self, job_id: str) -> None:
         """The job's caller gets an OperationError that says so. Unknown or finished jobs: no-op."""
-        for group in self._groups.values():
-            group.cancel(job_id)
+        for engine in self._engines.values():
+            engine.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """Served name -> bytes by purpose, of the groups that are up."""
+        """Served name -> bytes by purpose, of the groups that are up, and the same of workers that only sample."""
         groups = {name: group for name, group in self._groups.items() if not group.restarting}
         answers = await asyncio.gather(*(_Home(group).submit("memory", Verb("memory")) for group in groups.values()))
-        return dict(zip(groups, answers, strict=True))
+        of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
+        memory = dict(zip(groups, answers, strict=True))
+        for each in of_engines:
+            memory |= each
+        return memory
 
     async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
         await self._home_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
-
-    async def _drop(self, method: str, key: str) -> None:
-        home = self._homes.pop(key, None)
-        if home is not None and not home.group.forget_lost(key):
-            await home.submit(key, Verb(method, (key,), drops=key))
 
     def _group(self, base_model: str) -> Group:
         if base_model not in self._groups:
             raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._groups)}")
         return self._groups[base_model]
+
+    def _engine(self, base_model: str) -> Engine:
+        return self._engines[self._group(base_model).name]
 
     def _home_of_run(self, run_id: str) -> "_Home":
         if run_id not in self._homes:
@@ -171,6 +187,21 @@ class WorkerDispatch:
                 "server",
             )
         return self._homes[run_id]
+
+    def _new_group(self, model: WorkerConfig, name: str | None = None) -> Group:
+        limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
+        return Group(model, self._new_pool, limits, self._config.slice_milliseconds, name)
+
+    def _new_engine(self, model: WorkerConfig) -> Engine:
+        training, sampling = self._groups[model.model.name], self._config.sampling
+        if not sampling.workers:
+            return TrainingWorkers(training)
+        groups = [
+            self._new_group(sampler, f"{model.model.name} (sampler {number})")
+            for number, sampler in enumerate(_samplers(model, sampling), start=1)
+        ]
+        directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
+        return SamplerGroups(training, groups, AdapterCopies(directory))
 
     def _new_pool(self, model: WorkerConfig) -> Pool:
         spec = PoolSpec(
@@ -185,7 +216,7 @@ class WorkerDispatch:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a run or adapter lives, and whose it is; "": the server's."""
+    """Where a run lives, and whose it is; "": the server's."""
 
     group: Group
     tenant_id: str = ""
@@ -207,12 +238,21 @@ def _check_weights(weights: Mapping[str, float]) -> None:
         )
 
 
-def _limits(config: DispatchConfig, model: WorkerConfig) -> PassLimits:
-    return PassLimits(config.pass_tokens, model.adapter_slots, config.tenant_weights)
+def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[WorkerConfig]:
+    """What the workers that only sample the model are built of."""
+    for number in range(sampling.workers):
+        devices = sampling.devices or (model.device,)
+        yield replace(model, device=devices[number % len(devices)])
 
 
-def _with_threads(models: tuple[WorkerConfig, ...]) -> tuple[WorkerConfig, ...]:
-    """Threads per rank = cores / ranks, over all groups: they compute at the same time."""
+def _copies(config: DispatchConfig) -> Iterator[WorkerConfig]:
+    """One for each worker that holds a base model."""
+    for model in config.models:
+        yield from (model, *_samplers(model, config.sampling))
+
+
+def _with_threads(models: tuple[WorkerConfig, ...], num_workers: int) -> tuple[WorkerConfig, ...]:
+    """Threads per rank = cores / ranks, over all groups: they compute at the same time. num_workers: of each model."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // max(1, len(models)))
+    share = max(1, cores // max(1, len(models) * num_workers))
     return tuple(replace(model, threads=model.threads or share) for model in models)

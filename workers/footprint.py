@@ -2,7 +2,8 @@
 
 import json
 import struct
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -13,13 +14,16 @@ from .config import WorkerConfig
 _BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 
-def check_fit(models: tuple[WorkerConfig, ...]) -> None:
+def check_fit(copies: Iterable[WorkerConfig]) -> None:
     """Raises ValueError with the numbers when the models on the CPU need more memory than is available.
 
-    Models on CUDA are left to their worker, and so are models that are not on this machine's disk yet.
+    copies: one for each process that loads a model. Models on CUDA are left to their worker, and so are models that are
+    not on this machine's disk yet.
     """
-    needs = {model.model.name: loaded_bytes(model) or 0 for model in models if runs_on_cpu(model)}
-    needed, available = sum(needs.values()), available_bytes()
+    needs: Counter[str] = Counter()
+    for model in copies:
+        needs[model.model.name] += (loaded_bytes(model) or 0) if runs_on_cpu(model) else 0
+    needed, available = needs.total(), available_bytes()
     if available is None or needed <= available:
         return
     each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())

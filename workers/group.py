@@ -37,7 +37,8 @@ _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
 class Group:
     """Submit with `submit` and `sample`; the lane does the rest, until `close`.
 
-    info: the loaded model. restarting: the worker died and its successor is not ready yet.
+    name: what messages call it. info: the loaded model. num_deaths: of its workers so far. restarting: the last one
+    died and its successor is not ready yet.
     """
 
     info: ModelInfo
@@ -48,7 +49,11 @@ class Group:
         new_pool: Callable[[WorkerConfig], Pool],
         limits: PassLimits,
         slice_milliseconds: float,
+        name: str | None = None,
     ) -> None:
+        """name: the model's served name unless given."""
+        self.name = name or config.model.name
+        self.num_deaths = 0
         self.restarting = False
         self._config = config
         self._new_pool = new_pool
@@ -73,15 +78,15 @@ class Group:
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model. Raises ValueError with the reason when it does not load."""
-        model, size = self._config.model, loaded_bytes(self._config)
-        on_progress(f"loading {model.name} from {model.source}{f' ({gigabytes(size)})' if size else ''} ...")
+        source, size = self._config.model.source, loaded_bytes(self._config)
+        on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
         try:
             await self._open_pool()
         except (WorkerDied, WorkerError) as error:
-            raise ValueError(f"base model {model.name} does not load from {model.source}: {error}") from error
+            raise ValueError(f"base model {self.name} does not load from {source}: {error}") from error
         seconds = time.monotonic() - started
-        on_progress(f"{model.name} ready in {seconds:.1f} s: {self.info.dtype} on {self.info.device}")
+        on_progress(f"{self.name} ready in {seconds:.1f} s: {self.info.dtype} on {self.info.device}")
         self._lane = asyncio.create_task(self._run_lane())
         self._lane.add_done_callback(self._lane_ended)
 
@@ -96,14 +101,13 @@ class Group:
 
     def status(self) -> str | None:
         """What the work on this model waits for, in words; None when there is none."""
-        name = self._config.model.name
         if self.restarting:
-            return f"the worker of {name} is restarting"
+            return f"the worker of {self.name} is restarting"
         num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
         if not num_works:
             return None
         works = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
-        return f"{works} on {name}{self._passes_ahead()}"
+        return f"{works} on {self.name}{self._passes_ahead()}"
 
     def _passes_ahead(self) -> str:
         num_passes = math.ceil(self._queue.num_tokens / self._limits.tokens)
@@ -179,9 +183,9 @@ class Group:
     def _lane_ended(self, lane: "asyncio.Task[None]") -> None:
         """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
         if not lane.cancelled():
-            logger.critical("the lane of %s crashed", self._config.model.name, exc_info=lane.exception())
+            logger.critical("the lane of %s crashed", self.name, exc_info=lane.exception())
             self._closed = True
-            self._fail_all(f"base model {self._config.model.name} is out of service after an internal error")
+            self._fail_all(f"base model {self.name} is out of service after an internal error")
 
     async def _serve(self) -> None:
         pool = self._opened()
@@ -303,16 +307,16 @@ class Group:
         self._live.discard(verb.drops or "")
 
     def _lose(self, death: WorkerDied) -> None:
-        name = self._config.model.name
-        logger.error("base model %s: %s", name, death)
+        self.num_deaths += 1
+        logger.error("base model %s: %s", self.name, death)
         for key in self._live:
             self._lost[key] = (
-                f"{key} was lost when the worker of {name} died ({death}): training state since the last checkpoint is "
-                "gone; create a new run or sampler from a checkpoint"
+                f"{key} was lost when the worker of {self.name} died ({death}): training state since the last "
+                "checkpoint is gone; create a new run or sampler from a checkpoint"
             )
         self._live.clear()
         self._incomplete.clear()
-        self._fail_all(f"base model {name}: {death}; training state since the last checkpoint is lost")
+        self._fail_all(f"base model {self.name}: {death}; training state since the last checkpoint is lost")
 
     def _fail_all(self, message: str) -> None:
         waiting = [*self._running, *self._queue.works(), *self._joining.values(), *self._sampling.values()]
@@ -335,11 +339,11 @@ class Group:
         try:
             await self._open_pool()
         except (WorkerDied, WorkerError, ValueError) as error:
-            logger.error("base model %s does not come back: %s", self._config.model.name, error)
+            logger.error("base model %s does not come back: %s", self.name, error)
             # It may have died between its start and its first answer, still holding its place.
             await self._opened().close()
             return False
-        logger.warning("base model %s is back", self._config.model.name)
+        logger.warning("base model %s is back", self.name)
         return True
 
     async def _open_pool(self) -> None:

@@ -39,6 +39,14 @@ class RunInfo:
     target_modules: tuple[str, ...]
 
 
+@dataclass(frozen=True, eq=False)
+class AdapterWeights:
+    """An adapter on its way to other workers of the same base model. weights: float32 [P], in that model's order."""
+
+    lora: LoraConfig
+    weights: np.ndarray
+
+
 @dataclass(frozen=True)
 class Failure:
     """An item of a verb failed; the others of the same call are as if it had not been there."""

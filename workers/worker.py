@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.training import ForwardBackwardOutput
-from .checkpoint import load_adapter, load_new_adapter, save_adapter
+from .checkpoint import load_adapter, load_new_adapter, read_lora_config, save_adapter
 from .config import WorkerConfig
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
@@ -20,7 +20,7 @@ from .operation import ModelLimits
 from .optim import apply_steps
 from .programs import PROGRAMS
 from .sampler import SAMPLERS
-from .verbs import Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
 
 
 class Worker:
@@ -103,6 +103,24 @@ class Worker:
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
         self._adapters.drop(adapter_id)
+
+    def export_adapter(self, run_id: str) -> AdapterWeights:
+        """The run's weights of now, for other workers of this base model."""
+        with self._resident(run_id) as adapter:
+            return AdapterWeights(adapter.lora, adapter.weights.cpu().numpy())
+
+    def read_adapter(self, directory: str) -> AdapterWeights:
+        """A saved checkpoint's weights, which this worker does not keep."""
+        adapter = self._adapters.build(read_lora_config(Path(directory)))
+        load_adapter(adapter, Path(directory), optimizer=False)
+        return AdapterWeights(adapter.lora, adapter.weights.cpu().numpy())
+
+    def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
+        """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
+        if adapter_id not in self._adapters or self._adapters.get(adapter_id).lora != exported.lora:
+            self._adapters.put(adapter_id, self._adapters.build(exported.lora))
+        with self._resident(adapter_id) as adapter:
+            adapter.weights.copy_(torch.from_numpy(exported.weights))
 
     def sample_slice(self, work: Slice) -> SliceResult:
         return self._sampler.slice(work)

@@ -31,6 +31,7 @@ class RecordingWorker:
     With loss_fn_config part they do so in that part only (0 is the first). Every answer holds `call:last`, the number
     of the worker's calls up to then; that of an operation also the number of its parts and, of the pass of the last
     one, the runs and tokens. A sample of n tokens takes n slices.
+    A sampling job named "dies" ends the worker that it joins.
     A file "dies-once" in the model's directory makes the next worker die as soon as it has started.
     """
 
@@ -124,6 +125,8 @@ class RecordingWorker:
         time.sleep(work.budget_milliseconds / 1000)
         for job_id in work.cancel:
             self._slices_left.pop(job_id, None)
+        if any(job.job_id == "dies" for job in work.join):
+            os._exit(1)
         self._slices_left |= {job.job_id: job.params.max_tokens or 1 for job in work.join}
         if any(job.adapter_id == "fails" for job in work.join):
             raise KeyError("unforeseen")

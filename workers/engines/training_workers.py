@@ -1,0 +1,48 @@
+"""The training workers as the engine: one copy of the base for both, and a trained adapter is sampled where it is."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+from ...schemas.sampling import SampleResponse
+from ..group import Group, OnProgress
+from ..verbs import SampleJob
+from ..work import Verb
+
+
+class TrainingWorkers:
+    """Sampling takes turns with training. Adapters are lost with the worker, as the runs are."""
+
+    def __init__(self, group: Group) -> None:
+        self._group = group
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    def status(self) -> str | None:
+        return None
+
+    def pids(self) -> list[int]:
+        return []
+
+    async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
+        await self._group.submit(run_id, tenant_id, Verb("copy_adapter", (run_id, adapter_id), creates=adapter_id))
+
+    async def load_adapter(self, adapter_id: str, directory: Path) -> None:
+        verb = Verb("load_adapter", (adapter_id, str(directory)), creates=adapter_id)
+        await self._group.submit(adapter_id, "", verb)
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        if not self._group.forget_lost(adapter_id):
+            await self._group.submit(adapter_id, "", Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+
+    async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        return await self._group.sample(job, on_progress)
+
+    def cancel(self, job_id: str) -> None:
+        self._group.cancel(job_id)
+
+    async def memory(self) -> dict[str, dict[str, int]]:
+        return {}

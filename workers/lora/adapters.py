@@ -102,9 +102,9 @@ class Adapters:
             )
         return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
 
-    def plan(self, segments: Sequence[Segment]) -> Plan:
-        """Segments are in order and end at the row's last token; none at all = the bare base."""
-        return Plan(segments, self._kind)
+    def plan(self, segments: Sequence[Segment], before: Plan | None = None) -> Plan:
+        """Segments are in order and end at the row's last token; none at all = the bare base. before: see Plan."""
+        return Plan(segments, self._kind, before)
 
     @contextmanager
     def applied(self, segments: Sequence[Segment] | Plan) -> Iterator[None]:

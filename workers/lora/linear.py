@@ -2,15 +2,17 @@
 
 import threading
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model import BaseModel
+from .factors import Site
 from .plan import Plan
-from .product import Product, frozen_product
-from .terms import Site, Terms
+from .product import Product, frozen_product, laid_out
+from .terms import Terms
 
 
 class LoraLinear(nn.Module):
@@ -19,6 +21,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, name: str, active: "Active") -> None:
         super().__init__()
         self.weight = base.weight
+        self.weight.data = active.laid_out(base.weight.data)
         self.bias = base.bias
         self.active = active
         self.site = Site((name,), (base.out_features,))
@@ -64,6 +67,7 @@ class Active:
         self._own = threading.local()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
         self.product = frozen_product(base)
+        self.laid_out = partial(laid_out, base=base)
 
     @property
     def plan(self) -> Plan | None:
@@ -89,8 +93,10 @@ class Active:
 
     def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, terms: Terms | None) -> Tensor:
         if not torch.is_grad_enabled():
-            addend = terms.forward(rows)[0] if terms is not None else None
-            return self.product(rows, weight, bias, addend)
+            y = self.product(rows, weight, bias)
+            if terms is not None:
+                terms.add_to(y, rows)
+            return y
         anchor = self.anchor if terms is not None else None
         y = _LoraProduct.apply(rows, anchor, weight, bias, terms, self.product)
         assert isinstance(y, Tensor)
@@ -131,17 +137,18 @@ class _LoraProduct(torch.autograd.Function):
 
 def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
     """The weights of all in one tensor, and the biases; absent ones are zeros where others have one."""
-    weight = _merge_parameters([linear.weight for linear in linears])
+    weight = _merge_parameters([linear.weight for linear in linears], linears[0].active)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [
         linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears
     ]
-    return weight, _merge_parameters(biases)
+    return weight, _merge_parameters(biases, linears[0].active)
 
 
-def _merge_parameters(parameters: list[Tensor]) -> Tensor:
+def _merge_parameters(parameters: list[Tensor], active: Active) -> Tensor:
     merged = torch.cat([parameter.detach() for parameter in parameters])
+    merged = active.laid_out(merged) if merged.dim() == 2 else merged
     for parameter, part in zip(parameters, merged.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return merged

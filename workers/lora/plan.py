@@ -5,9 +5,11 @@ from dataclasses import dataclass
 
 import torch
 
-from .rows import arrange
+from .adapter import Adapter
+from .factors import Factors, Site
+from .rows import Rows, arrange
 from .segment import Segment, grouped
-from .terms import Site, Terms
+from .terms import Terms
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,8 @@ class Kind:
 class Plan:
     """The segments of one packed row. It holds copies of the matrices, so it is of no use once weights change."""
 
-    def __init__(self, segments: Sequence[Segment], kind: Kind) -> None:
+    def __init__(self, segments: Sequence[Segment], kind: Kind, before: "Plan | None" = None) -> None:
+        """before: a plan of other segments, whose copies serve on where they are of the same adapters."""
         self._num_rows = segments[-1].stop if segments else 0
         groups = grouped(segments)
         if kind.device.type == "cpu":
@@ -30,6 +33,10 @@ class Plan:
         adapters = [adapter for group in groups for adapter in group.adapters]
         self._made_of = [(adapter, adapter.weights, adapter.weights._version) for adapter in adapters]
         self._terms: dict[Site, Terms | None] = {}
+        self._factors: dict[tuple[Site, tuple[Adapter, ...]], Factors] = {}
+        if before is not None and before.is_current:
+            wanted = {tuple(group.adapters) for group in groups}
+            self._factors = {key: factors for key, factors in before._factors.items() if key[1] in wanted}
 
     @property
     def is_current(self) -> bool:
@@ -41,6 +48,13 @@ class Plan:
     def terms(self, site: Site) -> Terms | None:
         """None where no adapter adapts it. Made for the first layer call that asks, and kept."""
         if site not in self._terms:
-            groups = [(group, rows) for group, rows in self._groups if site.names[0] in group.adapters[0].pairs]
+            adapted = [(group, rows) for group, rows in self._groups if site.names[0] in group.adapters[0].pairs]
+            groups = [(group, rows, self._factors_of(site, tuple(group.adapters), rows)) for group, rows in adapted]
             self._terms[site] = Terms(site, groups, self._num_rows) if groups else None
         return self._terms[site]
+
+    def _factors_of(self, site: Site, adapters: tuple[Adapter, ...], rows: Rows) -> Factors:
+        key = site, adapters
+        if key not in self._factors:
+            self._factors[key] = Factors(site, adapters, rows)
+        return self._factors[key]

@@ -20,11 +20,15 @@ class Rows(Protocol):
     """The rows of n adapters, one's after the other's."""
 
     def stack(self, matrices: Sequence[Tensor]) -> Tensor:
-        """A [rank, q] of each adapter -> what `times` takes. The rows that lower ranks lack are zeros."""
+        """[rank, q] of each adapter -> what `times` takes. The rows that lower ranks lack are zeros."""
         ...
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
         """Each row of x [rows, p] by its adapter's [p, q] -> [rows, q], written to `out` where that is given."""
+        ...
+
+    def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        """Adds to y [rows, q] each row of x [rows, p] by its adapter's a [p, R] and b [R, q]."""
         ...
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
@@ -62,6 +66,9 @@ class One:
 
     def times(self, x: Tensor, matrices: Tensor, out: Tensor | None = None) -> Tensor:
         return torch.mm(x, matrices) if out is None else torch.mm(x, matrices, out=out)
+
+    def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        y.addmm_(torch.mm(x, a), b)
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         (total,) = totals
@@ -116,6 +123,13 @@ class Even(_Several):
         product = torch.bmm(batch, matrices).view(count * length, -1)
         return product if out is None else out.copy_(product)
 
+    def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        reduced = torch.bmm(x.view(*self._shape, -1), a)
+        if y.is_contiguous():
+            y.view(*self._shape, -1).baddbmm_(reduced, b)
+        else:
+            y.add_(torch.bmm(reduced, b).view(y.shape))
+
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         left, right = _summable(left, right)
         _add(totals, _batched_outer(left.view(*self._shape, -1), right.view(*self._shape, -1)))
@@ -138,6 +152,10 @@ class Padded(_Several):
         product = torch.bmm(self._batch(x), matrices).flatten(0, 1).index_select(0, self._back)
         return product if out is None else out.copy_(product)
 
+    def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        product = torch.bmm(torch.bmm(self._batch(x), a), b)
+        y.add_(product.flatten(0, 1).index_select(0, self._back))
+
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         left, right = _summable(left, right)
         once = self._batch(left).masked_fill_(self._padding[:, :, None], 0)
@@ -159,6 +177,9 @@ class Ragged(_Several):
         with _one_thread(x.device):
             product = torch.ops.aten._grouped_mm(x, matrices, self._stops)
         return product if out is None else out.copy_(product)
+
+    def add_product(self, y: Tensor, x: Tensor, a: Tensor, b: Tensor) -> None:
+        y.add_(self.times(self.times(x, a), b))
 
     def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
         """On CUDA each product is rounded to its factors' dtype in the end."""

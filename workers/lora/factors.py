@@ -1,0 +1,78 @@
+"""Factors: the matrices of some adapters at a site, as products take them."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+import torch
+from torch import Tensor
+
+from .adapter import Adapter
+from .rows import Rows
+
+
+@dataclass(frozen=True, eq=False)
+class Site:
+    """Linear layers of one input, by name, whose outputs lie side by side."""
+
+    names: tuple[str, ...]
+    out_features: tuple[int, ...]
+
+    @cached_property
+    def columns(self) -> tuple[slice, ...]:
+        """Where the output of each lies."""
+        return stretches(self.out_features)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """Both factors of all layers of a site, for products without a gradient: x a b are the terms, scale included.
+
+    a [in, R] and b [R, out], or [n, in, R] and [n, R, out] of n adapters; R: the ranks of the layers, one after the
+    other, so b is zero but for a block of each layer.
+    """
+
+    a: Tensor
+    b: Tensor
+
+
+class Factors:
+    """A and B of these adapters, stacked as their rows take them: of no use once weights change."""
+
+    def __init__(self, site: Site, adapters: Sequence[Adapter], rows: Rows) -> None:
+        self._site, self._adapters, self._stack = site, adapters, rows.stack
+        self._matrices = [adapter.all_factors() for adapter in adapters]
+
+    @cached_property
+    def a(self) -> Tensor:
+        """[R, in] or [n, R, in]"""
+        stacks = [self._stack([matrices[name][0] for matrices in self._matrices]) for name in self._site.names]
+        return stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
+
+    @cached_property
+    def bs(self) -> list[Tensor]:
+        """Of each layer: [rank, out] or [n, rank, out]."""
+        return [self._stack([matrices[name][1] for matrices in self._matrices]) for name in self._site.names]
+
+    @cached_property
+    def ranks(self) -> tuple[slice, ...]:
+        """Where those of each layer lie among the R."""
+        return stretches([b.shape[-2] for b in self.bs])
+
+    @cached_property
+    def folded(self) -> Folded:
+        a = self.a.mT.contiguous()
+        b = a.new_zeros(*a.shape[:-2], a.shape[-1], sum(self._site.out_features))
+        for ranks, columns, of_layer in zip(self.ranks, self._site.columns, self.bs, strict=True):
+            b[..., ranks, columns] = of_layer
+        return Folded(a, b.mul_(self._scales(b)))
+
+    def _scales(self, like: Tensor) -> Tensor:
+        scales = like.new_tensor([adapter.scale for adapter in self._adapters])
+        return scales.view(-1, 1, 1) if like.dim() == 3 else scales
+
+
+def stretches(sizes: Sequence[int]) -> tuple[slice, ...]:
+    """Consecutive slices of these sizes."""
+    return tuple(slice(stop - size, stop) for stop, size in zip(accumulate(sizes), sizes, strict=True))

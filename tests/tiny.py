@@ -36,18 +36,19 @@ LLAMA3_ROPE = {
 
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
+    of_qwen3 = {"head_dim": 16} | shape
     match kind:
         case "llama":
             return LlamaConfig(**shape)
         case "qwen2":
             return Qwen2Config(**shape)
         case "qwen3":
-            return Qwen3Config(head_dim=16, **shape)
+            return Qwen3Config(**of_qwen3)
         case "qwen3_tied":
-            return Qwen3Config(head_dim=16, **(shape | {"tie_word_embeddings": True}))
+            return Qwen3Config(**(of_qwen3 | {"tie_word_embeddings": True}))
         case "qwen3_moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-            return Qwen3MoeConfig(head_dim=16, **experts, **shape)
+            return Qwen3MoeConfig(**experts, **of_qwen3)
         case _:
             raise ValueError(f"unknown kind {kind!r}: one of {KINDS}")
 

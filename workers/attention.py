@@ -6,7 +6,7 @@ attention row, so what is wrong in one (a NaN) cannot reach another.
 
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -26,99 +26,22 @@ class Group:
     length: int
 
 
-class KeyValueCache:
-    """Keys and values of `num_slots` sequences: per layer two tensors [num_slots, kv_heads, capacity, head_dim].
-
-    A slot in use is zero beyond its sequence's length: prefill clears what an earlier sequence left, which may be
-    non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
-    """
-
-    def __init__(self, num_layers: int, num_slots: int, capacity: int) -> None:
-        self.num_slots = num_slots
-        self.capacity = capacity
-        self.keys: list[Tensor | None] = [None] * num_layers
-        self.values: list[Tensor | None] = [None] * num_layers
-
-    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
-        """The two tensors of a layer, made at its first use for keys like `like` [tokens, kv_heads, head_dim]."""
-        keys, values = self.keys[layer], self.values[layer]
-        if keys is None or values is None:
-            shape = (self.num_slots, like.shape[1], self.capacity, like.shape[2])
-            keys = self.keys[layer] = like.new_zeros(shape)
-            values = self.values[layer] = like.new_zeros(shape)
-        return keys, values
-
-    def copy_slot(self, source: int, targets: list[int]) -> None:
-        for tensor in self._tensors():
-            for target in targets:
-                tensor[target].copy_(tensor[source])
-
-    def resize(self, num_slots: int, capacity: int) -> None:
-        """Keeps what fits of the old content, so the slots in use must be the first and short enough. Moves one
-        tensor at a time, which bounds the memory held twice to that of half a layer."""
-        slots, length = min(num_slots, self.num_slots), min(capacity, self.capacity)
-        for tensors in (self.keys, self.values):
-            for layer, old in enumerate(tensors):
-                if old is None:
-                    continue
-                new = old.new_zeros((num_slots, old.shape[1], capacity, old.shape[3]))
-                new[:slots, :, :length] = old[:slots, :, :length]
-                tensors[layer] = new
-        self.num_slots, self.capacity = num_slots, capacity
-
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self._tensors())
-
-    def _tensors(self) -> list[Tensor]:
-        return [tensor for tensor in (*self.keys, *self.values) if tensor is not None]
-
-
-@dataclass(frozen=True)
-class DecodeStep:
-    """One new token for each of n sequences, against slots 0 .. n - 1 of the cache.
-
-    slots: int64 [n], the slot of each row, a permutation. row_of_slot: its inverse, None when slot i is row i.
-    lengths: int64 [n], the cached tokens of each row; the new one is stored behind them and attends to itself too.
-    span: the longest sequence, the new token included.
-    """
-
-    slots: Tensor
-    row_of_slot: Tensor | None
-    lengths: Tensor
-    span: int
-    masks: dict[int | None, Tensor] = field(default_factory=dict)
-
-    def out_of_sight(self, window: int | None) -> Tensor:
-        """bool [n, 1, 1, span] by slot: which keys are out of sight. Made once a step for each kind of layer."""
-        if window not in self.masks:
-            lengths = self.lengths if self.row_of_slot is None else self.lengths[self.row_of_slot]
-            position = torch.arange(self.span, device=lengths.device)
-            mask = position > lengths[:, None]
-            if window:
-                mask |= position <= lengths[:, None] - window
-            self.masks[window] = mask[:, None, None, :]
-        return self.masks[window]
-
-
 @dataclass(frozen=True)
 class Packing:
-    """How the tokens of one packed row attend.
-
-    groups: the row's sequences in order, consecutive equal lengths as one group (the prefill and training form).
-    cache, slots: where prefill stores the keys and values of the sequences; slots is int64, one per sequence.
-    step: the decode form: every token of the row is the next one of another cached sequence.
-    """
+    """The sequences of a packed row in order, none with a past; consecutive equal lengths are one group."""
 
     groups: tuple[Group, ...]
-    cache: KeyValueCache | None = None
-    slots: Tensor | None = None
-    step: DecodeStep | None = None
     cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
 
     @property
+    def num_tokens(self) -> int:
+        last = self.groups[-1]
+        return last.start + last.count * last.length
+
+    @property
     def longest(self) -> int:
-        """Tokens of the longest sequence, those in the cache included."""
-        return self.step.span if self.step is not None else max(group.length for group in self.groups)
+        """Tokens of the longest sequence."""
+        return max(group.length for group in self.groups)
 
     def bounds(self, device: torch.device) -> Tensor:
         """int32 [sequences + 1]: where each sequence starts, and the end. Made once for all layers."""
@@ -126,6 +49,19 @@ class Packing:
             lengths = [group.length for group in self.groups for _ in range(group.count)]
             self.cumulative[device] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
         return self.cumulative[device]
+
+
+class CachedPacking(Protocol):
+    """The sequences of a packed row of which some have a past in a key/value cache."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, those in the cache included."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: "AttentionKind") -> Tensor:
+        """As the function `attend`; stores keys and values too."""
+        ...
 
 
 def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
@@ -170,7 +106,7 @@ def packed_attention(
     value: Tensor,
     _attention_mask: Tensor | None,
     *,
-    packing: Packing,
+    packing: Packing | CachedPacking,
     scaling: float,
     sliding_window: int | None = None,
     **_: object,
@@ -185,12 +121,10 @@ def packed_attention(
     return attend(q, k, v, packing, AttentionKind(layer, scaling, sliding_window)).unsqueeze(0), None
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedPacking, kind: AttentionKind) -> Tensor:
     """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; returns the shape of the query."""
-    if packing.step is not None:
-        return _decode(query, key, value, packing, packing.step, kind)
-    if packing.cache is not None:
-        _store_prefill(key, value, packing, kind.layer)
+    if not isinstance(packing, Packing):
+        return packing.attend(query, key, value, kind)
     if query.device.type == "cpu":
         if torch.is_grad_enabled():
             return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
@@ -289,48 +223,6 @@ class _FlashOnCpu(torch.autograd.Function):
             parts.append(backward(g, q, k, v, o, log_sum, 0.0, mask is None, attn_mask=mask, scale=ctx.kind.scaling))
         gradients = [_joined(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
-
-
-def _store_prefill(key: Tensor, value: Tensor, packing: Packing, layer: int) -> None:
-    assert packing.cache is not None and packing.slots is not None
-    keys, values = packing.cache.of_layer(layer, key)
-    sequence = 0
-    for group in packing.groups:
-        slots = packing.slots[sequence : sequence + group.count]
-        for cached, new in ((keys, key), (values, value)):
-            cached[slots, :, : group.length] = _rows(new, group)
-            cached[slots, :, group.length :] = 0
-        sequence += group.count
-
-
-def _decode(
-    query: Tensor, key: Tensor, value: Tensor, packing: Packing, step: DecodeStep, kind: AttentionKind
-) -> Tensor:
-    """One new token per sequence against its slot of the cache; returns [sequences, heads, head_dim].
-
-    Computed in the order of the slots: permuting the few queries is cheap, gathering the cache is not.
-    """
-    assert packing.cache is not None
-    keys, values = packing.cache.of_layer(kind.layer, key)
-    keys[step.slots, :, step.lengths] = key
-    values[step.slots, :, step.lengths] = value
-    q = query if step.row_of_slot is None else query[step.row_of_slot]
-    count, num_heads, kv_heads = q.shape[0], q.shape[1], keys.shape[1]
-    k, v = keys[:count, :, : step.span], values[:count, :, : step.span]
-    hidden = step.out_of_sight(kind.window)
-    out = _attend_once(q.unflatten(1, (kv_heads, num_heads // kv_heads)), k, v, hidden, kind.scaling).flatten(1, 2)
-    return out if step.row_of_slot is None else out[step.slots]
-
-
-def _attend_once(q: Tensor, k: Tensor, v: Tensor, hidden: Tensor, scaling: float) -> Tensor:
-    """q [n, kv_heads, queries, head_dim] against k and v [n, kv_heads, span, head_dim].
-
-    Plain products take half the time of the fused kernel on the CPU, but would round scores to a low precision.
-    """
-    if q.dtype != torch.float32:
-        return scaled_dot_product_attention(q, k, v, attn_mask=~hidden, scale=scaling)
-    scores = torch.matmul(q * scaling, k.transpose(2, 3)).masked_fill_(hidden, float("-inf"))
-    return torch.matmul(torch.softmax(scores, dim=-1), v)
 
 
 # Registered without a mask function: transformers then builds no mask, and `Packing` says all there is to say.

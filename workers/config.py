@@ -19,6 +19,7 @@ class WorkerConfig:
     dtype: "auto" = bfloat16 on CUDA, float32 on CPU. device: "auto" = CUDA where there is one.
     threads: intra-operation CPU threads, 0 = cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
+    prefill_chunk_tokens: most tokens of prompts that are run between two steps of decoding.
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the sampler's key/value cache.
     adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
@@ -32,6 +33,7 @@ class WorkerConfig:
     max_lora_rank: int = 256
     max_context_length: int | None = None
     micro_batch_tokens: int = 4096
+    prefill_chunk_tokens: int = 512
     head_chunk_tokens: int = 512
     kv_cache_bytes: int = 1 << 30
     adapter_slots: int = 64
@@ -40,13 +42,30 @@ class WorkerConfig:
 
 
 @dataclass(frozen=True)
-class SamplingConfig:
-    """Where sampling happens: in the training workers, unless `workers` of each base model do nothing else.
+class VllmConfig:
+    """vLLM as the sampler: servers at `urls`, one for each base model in their order, or else ours.
 
-    devices: of those workers, each as WorkerConfig.device: one for all, or one for each; () = that of training.
-    directory: for copies of adapters; None = a temporary one.
+    python: of an environment that has vLLM, in which one is started for each base model. api_key: of those at `urls`.
+    dtype: "auto" = that of training. memory_share: of a GPU. tensor_parallel: GPUs of each.
+    """
+
+    urls: tuple[str, ...] = ()
+    api_key: str | None = None
+    python: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    memory_share: float = 0.9
+    tensor_parallel: int = 1
+
+
+@dataclass(frozen=True)
+class SamplingConfig:
+    """Where sampling happens: in the training workers, in `workers` of each base model that only sample, or in vLLM.
+
+    devices: of those workers, each as WorkerConfig.device: one for all, or one for each; () = that of training. Of
+    vLLM: all that it may use. directory: for copies of adapters, and vLLM's log; None = a temporary one.
     """
 
     workers: int = 0
+    vllm: VllmConfig | None = None
     devices: tuple[str, ...] = ()
     directory: str | None = None

@@ -14,7 +14,7 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from .attention import ATTENTION, Packing
+from .attention import ATTENTION, CachedPacking, Packing
 from .config import WorkerConfig
 from .trunk import Merge, fused_trunk
 
@@ -79,7 +79,7 @@ class BaseModel:
         if self._fused is not None:
             self._fused.merge(merge)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
         if self._fused is not None:
             return self._fused.hidden_states(tokens, positions, packing)

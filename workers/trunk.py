@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .attention import AttentionKind, Packing, attend
+from .attention import AttentionKind, CachedPacking, Packing, attend
 from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
 
 # The name that a family's classes begin with -> the module of transformers that holds them.
@@ -42,7 +42,7 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
         hidden, update = self._embedding(tokens), None
         rotation = self._rotary.at(positions, packing.longest)
@@ -77,14 +77,14 @@ class _Layer:
             self._merged_gate_up = merge([mlp.gate_proj, mlp.up_proj])
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, packing: Packing
+        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, packing: Packing | CachedPacking
     ) -> tuple[Tensor, Tensor]:
         """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
         hidden, x = _add_norm(hidden, update, self._input_norm)
         hidden, x = add_rms_norm(hidden, self._attend(x, rotation, packing), self._mlp_norm)
         return hidden, self._feed_forward(x)
 
-    def _attend(self, x: Tensor, rotation: Rotation, packing: Packing) -> Tensor:
+    def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
         query, key, value = rotated(x, rotation)
         return self._attention.o_proj(attend(query, key, value, packing, self._kind).flatten(-2))

@@ -42,18 +42,16 @@ class Factors:
 
     def __init__(self, site: Site, adapters: Sequence[Adapter], rows: Rows) -> None:
         self._site, self._adapters, self._stack = site, adapters, rows.stack
-        self._matrices = [adapter.all_factors() for adapter in adapters]
 
     @cached_property
     def a(self) -> Tensor:
         """[R, in] or [n, R, in]"""
-        stacks = [self._stack([matrices[name][0] for matrices in self._matrices]) for name in self._site.names]
-        return stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
+        return self._new_a()
 
     @cached_property
     def bs(self) -> list[Tensor]:
         """Of each layer: [rank, out] or [n, rank, out]."""
-        return [self._stack([matrices[name][1] for matrices in self._matrices]) for name in self._site.names]
+        return self._stacks(1)
 
     @cached_property
     def ranks(self) -> tuple[slice, ...]:
@@ -62,11 +60,21 @@ class Factors:
 
     @cached_property
     def folded(self) -> Folded:
-        a = self.a.mT.contiguous()
+        """Copies, which hold nothing of the adapters: it may be kept while they are paged out."""
+        a, bs = self._new_a().mT.contiguous(), self._stacks(1)
         b = a.new_zeros(*a.shape[:-2], a.shape[-1], sum(self._site.out_features))
-        for ranks, columns, of_layer in zip(self.ranks, self._site.columns, self.bs, strict=True):
+        for ranks, columns, of_layer in zip(stretches([b.shape[-2] for b in bs]), self._site.columns, bs, strict=True):
             b[..., ranks, columns] = of_layer
         return Folded(a, b.mul_(self._scales(b)))
+
+    def _new_a(self) -> Tensor:
+        stacks = self._stacks(0)
+        return stacks[0] if len(stacks) == 1 else torch.cat(stacks, dim=-2)
+
+    def _stacks(self, which: int) -> list[Tensor]:
+        """Of each layer A (0) or B^T (1), of all adapters."""
+        matrices = [adapter.all_factors() for adapter in self._adapters]
+        return [self._stack([each[name][which] for each in matrices]) for name in self._site.names]
 
     def _scales(self, like: Tensor) -> Tensor:
         scales = like.new_tensor([adapter.scale for adapter in self._adapters])

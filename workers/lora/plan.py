@@ -25,13 +25,14 @@ class Plan:
 
     def __init__(self, segments: Sequence[Segment], kind: Kind, before: "Plan | None" = None) -> None:
         """before: a plan of other segments, whose copies serve on where they are of the same adapters."""
+        self._segments = tuple(segments)
         self._num_rows = segments[-1].stop if segments else 0
         groups = grouped(segments)
         if kind.device.type == "cpu":
             groups = [part for group in groups for part in group.split()]
         self._groups = [(group, arrange(group.lengths, group.scales, kind.device, kind.aligned)) for group in groups]
         adapters = [adapter for group in groups for adapter in group.adapters]
-        self._made_of = [(adapter, adapter.weights, adapter.weights._version) for adapter in adapters]
+        self._made_of = [(adapter, adapter.num_changes) for adapter in adapters]
         self._terms: dict[Site, Terms | None] = {}
         self._factors: dict[tuple[Site, tuple[Adapter, ...]], Factors] = {}
         if before is not None and before.is_current:
@@ -40,10 +41,12 @@ class Plan:
 
     @property
     def is_current(self) -> bool:
-        """Whether all weights are as they were, and where they were."""
-        return all(
-            adapter.weights is weights and weights._version == version for adapter, weights, version in self._made_of
-        )
+        """Whether all weights are as they were."""
+        return all(adapter.num_changes == num_changes for adapter, num_changes in self._made_of)
+
+    def serves(self, segments: tuple[Segment, ...]) -> bool:
+        """Whether it is of these segments and still current."""
+        return self._segments == segments and self.is_current
 
     def terms(self, site: Site) -> Terms | None:
         """None where no adapter adapts it. Made for the first layer call that asks, and kept."""

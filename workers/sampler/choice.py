@@ -11,6 +11,9 @@ from ...schemas.sampling import SamplingParams
 # Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
 _NUCLEUS_HEAD = 256
 
+# The logarithm of a smaller probability is that of a number with fewer digits.
+_LOWEST_EXACT = -80.0
+
 # Dividing by less overflows before it could make a difference.
 _LOWEST_TEMPERATURE = 1e-5
 
@@ -52,20 +55,37 @@ class Choice:
         )
 
 
-def choose(log_softmax: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
-    """log_softmax float32 [n, vocab], uniform float32 [n] in [0, 1); returns token ids int64 [n]."""
+@dataclass(frozen=True)
+class Chosen:
+    """tokens: int64 [n]. logprobs: float32 [n], those of the model at temperature 1, whatever the choice was among."""
+
+    tokens: Tensor
+    logprobs: Tensor
+
+
+def choose(logits: Tensor, choice: Choice, uniform: Tensor) -> Chosen:
+    """logits float32 [n, vocab], uniform float32 [n] in [0, 1)."""
+    probabilities = torch.softmax(logits, dim=-1)
+    tokens = _drawn(logits, probabilities, choice, uniform)
+    logprobs = probabilities.gather(1, tokens[:, None]).log_()
+    if not bool((logprobs > _LOWEST_EXACT).all()):
+        logprobs = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])
+    return Chosen(tokens, logprobs.squeeze(1))
+
+
+def _drawn(logits: Tensor, probabilities: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
     if choice.all_greedy:
-        return log_softmax.argmax(-1)
-    if choice.temperature is None:
-        probabilities = log_softmax.exp()
-    else:
-        probabilities = torch.softmax(log_softmax / choice.temperature, dim=-1)
+        return logits.argmax(-1)
+    if choice.temperature is not None:
+        probabilities = torch.softmax(logits / choice.temperature, dim=-1)
+    elif len(choice.top_k_rows) or len(choice.top_p_rows):
+        probabilities = probabilities.clone()
     if len(choice.top_k_rows):
         probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
     if len(choice.top_p_rows):
         probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
     tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
-    return tokens if choice.greedy is None else torch.where(choice.greedy, log_softmax.argmax(-1), tokens)
+    return tokens if choice.greedy is None else torch.where(choice.greedy, logits.argmax(-1), tokens)
 
 
 def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:

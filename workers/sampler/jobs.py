@@ -9,8 +9,10 @@ from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
 from ..verbs import SampledPart, SampleJob
 from .noise import SAMPLE_STREAM, noise_key
-from .prompt_scores import PromptScores
+from .prompt_scores import PromptScores, PromptScoring, wants_scores
 from .stopping import Detokenizer, StopStrings
+
+NOWHERE = -1
 
 # Of one request.
 MOST_SAMPLES = 1 << 16
@@ -18,18 +20,24 @@ MOST_CELLS = 1 << 24
 
 
 class Row:
-    """One sample of a job. tokens, logprobs and top (one row each) are what has been sampled so far."""
+    """One sample of a job.
+
+    tokens int32 and logprobs float32: sampled before it last left the table, in which `line` is its place, NOWHERE when
+    it waits or has ended. top: of every token so far, where they are asked for. namespace: of its keys and values.
+    """
 
     def __init__(self, job: "Job", sample: int, stops: StopStrings | None) -> None:
         self.job = job
         self.sample = sample
         self.noise_key = noise_key(job.seed, SAMPLE_STREAM, sample)
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
+        self.line = NOWHERE
+        self.namespace = 0
+        self.tokens = np.zeros(0, np.int32)
+        self.logprobs = np.zeros(0, np.float32)
         self.top: list[TopkLogprobs] = []
         self.stop_reason: Literal["stop", "length"] | None = None
-        self._num_told = 0
         self._stops = stops
+        self._num_told = 0
 
     @property
     def order(self) -> tuple[int, int]:
@@ -38,6 +46,7 @@ class Row:
 
     @property
     def length(self) -> int:
+        """Of the prompt and `tokens`."""
         return len(self.job.prompt) + len(self.tokens)
 
     @property
@@ -50,17 +59,18 @@ class Row:
         """Whether a token follows the next one."""
         return self.job.max_new_tokens - len(self.tokens) > 1
 
-    def sequence(self) -> np.ndarray:
-        """Prompt and samples so far, int64."""
-        return np.concatenate([self.job.prompt, np.array(self.tokens, dtype=np.int64)])
+    @property
+    def is_watched(self) -> bool:
+        """Whether each of its tokens is looked at by itself."""
+        return self._stops is not None or self.job.request.topk_sample_logprobs > 0
 
-    def append(self, token: int, logprob: float) -> None:
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        if token in self.job.stop_token_ids or (self._stops is not None and self._stops.found_after(token)):
-            self.stop_reason = "stop"
-        elif len(self.tokens) == self.job.max_new_tokens:
-            self.stop_reason = "length"
+    def sequence(self) -> np.ndarray:
+        """Prompt and tokens, int64."""
+        return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
+
+    def stops_after(self, token: int) -> bool:
+        """Whether its next token completes a stop string."""
+        return self._stops is not None and self._stops.found_after(token)
 
     def append_top(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Of the next token; a batch takes as many of the likeliest as any of its rows wants, so maybe too many."""
@@ -73,27 +83,19 @@ class Row:
         start, self._num_told = self._num_told, len(self.tokens)
         if start == self._num_told:
             return None
-        return SampledPart(
-            sample=self.sample,
-            tokens=np.array(self.tokens[start:], dtype=np.int32),
-            logprobs=np.array(self.logprobs[start:], dtype=np.float32),
-            topk_logprobs=_joined(self.top[start:]),
-        )
+        tokens, logprobs = self.tokens[start:], self.logprobs[start:]
+        return SampledPart(self.sample, tokens, logprobs, _joined(self.top[start:]))
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None
-        return SampledSequence(
-            stop_reason=self.stop_reason,
-            tokens=np.array(self.tokens, dtype=np.int32),
-            logprobs=np.array(self.logprobs, dtype=np.float32),
-            topk_logprobs=_joined(self.top),
-        )
+        return SampledSequence(self.stop_reason, self.tokens, self.logprobs, _joined(self.top))
 
 
 class Job:
     """number: the order of arrival. num_open: samples that have not ended.
 
     max_new_tokens ends every sample at the end of the context; a prompt that fills it gets the one token that follows.
+    num_cache_hits: tokens of the prompt that were in the cache when it was first run, None before.
     """
 
     def __init__(self, request: SampleJob, number: int, limits: ModelLimits, tokenizer: Detokenizer | None) -> None:
@@ -104,8 +106,8 @@ class Job:
         self.prompt = request.prompt.astype(np.int64)
         room = max(1, limits.max_context_length - len(self.prompt))
         self.max_new_tokens = min(request.params.max_tokens or room, room)
-        self.stop_token_ids = frozenset(request.stop_token_ids)
-        self.scores: PromptScores | None = None
+        self.scores = PromptScoring(request) if wants_scores(request) else None
+        self.num_cache_hits: int | None = None
         self.rows = [Row(self, sample, self._stops(tokenizer)) for sample in range(request.num_samples)]
         self.num_open = len(self.rows)
 
@@ -118,11 +120,16 @@ class Job:
         """What it samples, for messages."""
         return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"
 
+    @property
+    def num_reusable(self) -> int:
+        """Tokens of the prompt that need not be run if the cache has them: the last one, and what is scored, must."""
+        return (len(self.prompt) - 1) if self.scores is None else self.scores.first_row
+
     def untold(self) -> tuple[SampledPart, ...]:
         return tuple(part for row in self.rows if (part := row.untold()) is not None)
 
     def result(self) -> SampleResponse:
-        scores = self.scores or PromptScores()
+        scores = self.scores.scores if self.scores is not None else PromptScores()
         return SampleResponse(
             sequences=tuple(row.result() for row in self.rows),
             prompt_logprobs=scores.logprobs,
@@ -130,6 +137,7 @@ class Job:
             target_prompt_logprobs=scores.targets,
             prompt_alt_tokens=scores.alternative_tokens,
             prompt_alt_logprobs=scores.alternative_logprobs,
+            prompt_cache_hit_tokens=self.num_cache_hits or 0,
         )
 
     def _stops(self, tokenizer: Detokenizer | None) -> StopStrings | None:

@@ -1,18 +1,18 @@
 """The native engine: continuous batching of sampling requests on the base model that also trains.
 
-Every iteration admits what fits (prefill, packed; the samples of a prompt share one) and then decodes one token of
-every sample in one packed row. Samples leave as they end, and waiting ones take their slots. When the cache outgrows
-its budget the youngest go back to wait and are prefilled again later: noise is counter-based, so that changes no token.
+Every iteration admits what fits and then runs one packed row: the next token of every sample under way, and a bounded
+number of tokens of prompts, so that nobody's decoding waits long for somebody's prompt. The samples of a prompt share
+its prefill, and a sequence that begins like an earlier one starts where they part. When the cache is full the youngest
+go back to wait and are prefilled again later: noise is counter-based, so that changes no token.
 """
 
-import math
 import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
-from itertools import groupby, islice
+from itertools import islice
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,55 +21,27 @@ from transformers import AutoTokenizer
 
 from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
-from ..attention import DecodeStep, Packing, pack_lengths
 from ..config import WorkerConfig
 from ..head import Head
-from ..lora import Adapters, Plan, Segment
+from ..lora import Adapter, Adapters, Plan, Segment
 from ..model import BaseModel
 from ..operation import ModelLimits
 from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
-from .choice import Choice, choose
-from .jobs import Job, Row, check_request
+from .batch import AdapterRun, Batch, Decoding, Part, Prefill
+from .cache import SHORTEST, Cache
+from .choice import choose
+from .drawing import Drawing
+from .jobs import NOWHERE, Job, Row, check_request
 from .noise import uniforms
-from .prompt_scores import score_prompt, top_logprobs, wants_scores
-from .slots import Slots
+from .prefixes import length_of
+from .prompt_scores import top_logprobs
 from .stopping import Detokenizer
-
-
-@dataclass(frozen=True)
-class Batch:
-    """Rows that take their next tokens together, one adapter's after the other's.
-
-    noise_keys: uint64 [n]. top: the most topk_sample_logprobs of any row.
-    """
-
-    rows: list[Row]
-    segments: tuple[Segment, ...]
-    choice: Choice
-    noise_keys: np.ndarray
-    top: int
-
-
-@dataclass(frozen=True)
-class Decoding:
-    """The batch of all rows that hold a slot; slots and row_of_slot as in DecodeStep."""
-
-    batch: Batch
-    plan: Plan
-    slots: Tensor
-    row_of_slot: Tensor | None
-
-
-@dataclass(frozen=True)
-class Prefill:
-    """A sequence to run through the model, and the rows that go on from it; slots are theirs, empty without cache."""
-
-    rows: list[Row]
-    slots: list[int]
+from .table import End, Table
+from .threads import Threads
 
 
 class NativeSampler:
-    """One rank's sampler. Its state is the jobs under way; it changes in `slice` alone."""
+    """One rank's sampler. Its state is the jobs under way, and the prefixes kept; it changes in `slice` alone."""
 
     def __init__(self, base: BaseModel, adapters: Adapters, limits: ModelLimits, config: WorkerConfig) -> None:
         self._base = base
@@ -77,12 +49,20 @@ class NativeSampler:
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
+        self._threads = Threads(base)
+        self._cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._served: list[str] = []
         self._waiting: deque[Row] = deque()
-        self._slots = self._new_slots()
+        self._prefills: list[Prefill] = []
+        self._table = Table()
+        self._decoding_rows: dict[Row, None] = {}
         self._decoding: Decoding | None = None
+        self._drawing: Drawing | None = None
+        self._plan: Plan | None = None
+        self._namespaces: WeakKeyDictionary[Adapter, tuple[int, int]] = WeakKeyDictionary()
+        self._num_namespaces = 0
         self._finished: dict[str, SampleResponse | Failure] = {}
         self._tokenizer: Detokenizer | None = None
 
@@ -101,30 +81,50 @@ class NativeSampler:
             # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
             self._forget_all()
             raise
-        finally:
-            # Adapters are overwritten and moved between slices, and this holds copies of them.
-            self._decoding = None
         return SliceResult(self._finished, len(self._jobs), self._progress())
 
+    def cache_bytes(self) -> int:
+        """Of the budget: slots in use, slots that wait for use, and prefixes."""
+        return self._cache.num_bytes()
+
+    def held_bytes(self) -> int:
+        """Of the slots in use."""
+        return self._cache.held_bytes()
+
     def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
-        untold = {job_id: job.untold() for job_id, job in self._jobs.items() if job.request.streams}
+        streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
+        for job in streaming.values():
+            for row in job.rows:
+                if row.line != NOWHERE:
+                    self._table.note(row)
+        untold = {job_id: job.untold() for job_id, job in streaming.items()}
         return {job_id: parts for job_id, parts in untold.items() if parts}
 
     @torch.no_grad()
     def _run_until(self, deadline: float) -> None:
         with ExitStack() as held:
             self._served = self._bring(self._choose_adapters(), held)
-            while self._slots.rows or (self._waiting and self._is_served(self._waiting[0])):
-                self._admit()
-                self._decode()
+            held.enter_context(self._threads.restored())
+            while self._table.num_lines or (self._waiting and self._is_served(self._waiting[0])):
+                self._iterate()
                 if time.monotonic() >= deadline:
                     break
 
+    def _iterate(self) -> None:
+        self._make_room()
+        self._admit()
+        batch = self._next_batch()
+        if batch.num_tokens:
+            hidden = self._run(batch)
+            self._extend(batch, hidden)
+
+    # Who comes and goes
+
     def _choose_adapters(self) -> list[str]:
-        """Of this slice: those of the rows in slots, then those of jobs as they came, as many as the device holds."""
-        jobs = (*(row.job for row in self._slots.rows), *self._jobs.values())
-        wanted = dict.fromkeys(job.adapter_id for job in jobs if job.adapter_id is not None)
-        return list(islice(wanted, self._config.adapter_slots))
+        """Of this slice: those of the rows under way, then those of jobs as they came, as many as the device holds."""
+        under_way = (row.job for job in self._jobs.values() for row in job.rows if row.line != NOWHERE)
+        wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs.values()))
+        return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
 
     def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
         """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
@@ -143,15 +143,11 @@ class NativeSampler:
     def _forget_all(self) -> None:
         self._jobs.clear()
         self._waiting.clear()
-        self._slots = self._new_slots()
-
-    def cache_bytes(self) -> int:
-        return self._slots.cache.num_bytes()
-
-    def _new_slots(self) -> Slots:
-        """A step makes one row of logits a slot."""
-        config = self._config
-        return Slots(self._base.config, self._base.dtype.itemsize, config.kv_cache_bytes, config.head_chunk_tokens)
+        self._prefills.clear()
+        self._decoding_rows.clear()
+        self._decoding = self._drawing = self._plan = None
+        self._table = Table()
+        self._cache.clear()
 
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
@@ -170,14 +166,14 @@ class NativeSampler:
         """What asks for too much is refused now. Without max_tokens a sample may end long before the context does."""
         row = job.rows[0]
         length = row.longest_cached if job.request.params.max_tokens else row.length + 1
-        if row.needs_cache and not self._slots.fits(1, length):
+        if row.needs_cache and not self._cache.fits_alone(length):
             raise OperationError(self._cache_message(length))
 
     def _cache_message(self, length: int) -> str:
-        needed = length * self._slots.bytes_per_token
+        needed = length * self._cache.bytes_per_token
         return (
             f"a sequence of {length} tokens needs {needed} bytes of key/value cache, more than kv_cache_bytes"
-            f" {self._slots.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a larger"
+            f" {self._cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a larger"
             " --kv-cache-bytes"
         )
 
@@ -208,163 +204,256 @@ class NativeSampler:
         self._waiting = deque(row for row in self._waiting if row.job is not job)
 
     def _release(self, row: Row) -> None:
-        if row in self._slots.rows:
-            self._slots.remove(row)
-            self._decoding = None
+        """Rows that are not under way are ignored."""
+        if row.line == NOWHERE:
+            return
+        self._table.leave(row)
+        self._cache.remove(row)
+        self._decoding_rows.pop(row, None)
+        self._decoding = None
+        for prefill in self._prefills:
+            if row in prefill.rows:
+                prefill.rows.remove(row)
+        self._prefills = [prefill for prefill in self._prefills if prefill.rows]
+
+    # Room in the cache
+
+    def _make_room(self) -> None:
+        """For one more token of every row that decodes; where there is none, the youngest give way."""
+        decoding = self._current_decoding()
+        for row in decoding.outgrown(self._table) if decoding is not None else ():
+            while row in self._decoding_rows and not self._grow(row):
+                self._preempt_youngest()
+
+    def _grow(self, row: Row) -> bool:
+        length = int(self._table.length[row.line])
+        if not self._cache.grow(row, self._with_headroom(row, length)) and not self._cache.grow(row, length):
+            return False
+        self._decoding = None
+        return True
+
+    def _with_headroom(self, row: Row, length: int) -> int:
+        """So that it need not move again at once."""
+        return max(length, min(length + SHORTEST, row.longest_cached))
+
+    def _preempt_youngest(self) -> None:
+        """It waits again; one that is alone fails."""
+        under_way = [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
+        youngest = max(under_way, key=lambda row: row.order)
+        if len(under_way) == 1:
+            self._fail(youngest.job, self._cache_message(int(self._table.length[youngest.line])))
+            return
+        self._release(youngest)
+        self._waiting.appendleft(youngest)
+
+    # Admission
 
     def _admit(self) -> None:
-        """Prefills waiting rows in their order, until one does not fit or a micro-batch is full.
+        """Waiting rows in their order, until one does not fit or prompts enough are under way.
 
         One whose adapter has no slot in this slice lets none pass, lest it wait for ever.
         """
-        prefills = self._take_waiting()
-        cached, uncached = [p for p in prefills if p.slots], [p for p in prefills if not p.slots]
-        for part in (cached, uncached):
-            if part:
-                self._prefill(part)
-
-    def _take_waiting(self) -> list[Prefill]:
-        prefills: list[Prefill] = []
-        num_rows = num_tokens = 0
-        while self._waiting and num_rows < self._slots.most_rows and self._is_served(self._waiting[0]):
+        budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
+        while self._waiting and self._table.num_lines < self._config.head_chunk_tokens:
             row = self._waiting[0]
-            if row.needs_cache and not self._slots.admits(row):
-                if self._slots.rows:
-                    break
-                self._fail(row.job, self._cache_message(row.length + 1))
-                continue
-            shares = bool(prefills) and _same_sequence(prefills[-1].rows[0], row)
-            if not shares and prefills and num_tokens + row.length > self._config.micro_batch_tokens:
-                break
-            if not shares:
-                prefills.append(Prefill([], []))
-                num_tokens += row.length
-            num_rows += 1
-            prefills[-1].rows.append(self._waiting.popleft())
-            if row.needs_cache:
-                prefills[-1].slots.append(self._slots.add(row))
-        self._slots.reserve(self._slots.longest() + 1)
-        return prefills
-
-    def _prefill(self, prefills: list[Prefill]) -> None:
-        """All of them with slots, or all without (one more token is all that is wanted)."""
-        prefills = sorted(prefills, key=lambda p: (p.rows[0].job.adapter_id or "", p.rows[0].length))
-        self._decoding = None
-        lengths = [p.rows[0].length for p in prefills]
-        hidden = self._run_prefill(prefills, lengths)
-        for p in prefills:
-            if len(p.slots) > 1:
-                self._slots.cache.copy_slot(p.slots[0], p.slots[1:])
-        ends = np.cumsum(lengths)
-        for p, length, end in zip(prefills, lengths, ends, strict=True):
-            self._score_prompt(p.rows[0].job, hidden[end - length : end])
-        last = np.repeat(ends - 1, [len(p.rows) for p in prefills])
-        self._extend(self._batch([row for p in prefills for row in p.rows]), hidden[self._tensor(last)])
-
-    def _run_prefill(self, prefills: list[Prefill], lengths: list[int]) -> Tensor:
-        """The hidden states [tokens, hidden] of the packed sequences."""
-        groups = pack_lengths(lengths)
-        slots = [p.slots[0] for p in prefills if p.slots]
-        packing = Packing(groups, self._slots.cache, self._tensor(slots)) if slots else Packing(groups)
-        tokens = np.concatenate([p.rows[0].sequence() for p in prefills])
-        positions = np.concatenate([np.arange(length) for length in lengths])
-        segments = self._segments([p.rows[0].job.adapter_id for p in prefills], lengths)
-        with self._adapters.applied(segments):
-            return self._base.hidden_states(self._tensor(tokens), self._tensor(positions), packing)
-
-    def _score_prompt(self, job: Job, hidden: Tensor) -> None:
-        """Once a job: later samples of it may be prefilled apart, or again."""
-        if job.scores is None and wants_scores(job.request):
-            pair = None if job.adapter_id is None else self._adapters.get(job.adapter_id).unembed
-            logits_of = partial(self._head.logits, pair=pair)
-            job.scores = score_prompt(job.request, hidden, logits_of, self._config.head_chunk_tokens)
-
-    def _decode(self) -> None:
-        """One token of every row that holds a slot."""
-        self._make_room()
-        if not self._slots.rows:
-            return
-        decoding = self._decoding = self._decoding or self._decode_batch()
-        batch = decoding.batch
-        tokens = self._tensor([row.tokens[-1] for row in batch.rows])
-        # The newest token of a row is the one that runs now: all before it are cached.
-        lengths = self._tensor([row.length - 1 for row in batch.rows])
-        step = DecodeStep(decoding.slots, decoding.row_of_slot, lengths, self._slots.longest())
-        with self._adapters.applied(decoding.plan):
-            hidden = self._base.hidden_states(tokens, lengths, Packing((), self._slots.cache, step=step))
-        self._extend(batch, hidden)
-
-    def _decode_batch(self) -> Decoding:
-        by_slot = self._slots.rows
-        slots = sorted(range(len(by_slot)), key=lambda slot: by_slot[slot].job.adapter_id or "")
-        row_of_slot = None if slots == sorted(slots) else self._tensor(np.argsort(slots))
-        batch = self._batch([by_slot[slot] for slot in slots])
-        return Decoding(batch, self._adapters.plan(batch.segments), self._tensor(slots), row_of_slot)
-
-    def _make_room(self) -> None:
-        """For one more token of every row: the youngest give way, and one that is alone fails."""
-        slots = self._slots
-        while slots.rows and not slots.fits(len(slots.rows), slots.longest()):
-            youngest = max(slots.rows, key=lambda row: row.order)
-            if len(slots.rows) == 1:
-                self._fail(youngest.job, self._cache_message(youngest.length))
+            if not self._is_served(row):
+                return
+            if self._prefills and self._prefills[-1].takes(row):
+                admitted = self._follow(self._prefills[-1], row)
+            elif budget <= 0:
+                return
             else:
-                self._release(youngest)
-                self._waiting.appendleft(youngest)
-        slots.reserve(slots.longest())
+                admitted = self._begin(row)
+                budget -= self._prefills[-1].remaining if admitted else 0
+            if not admitted and self._table.num_lines:
+                return
+            if not admitted:
+                self._fail(row.job, self._cache_message(row.length + 1))
+
+    def _prefill_budget(self) -> int:
+        """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""
+        return self._config.prefill_chunk_tokens if self._decoding_rows else self._config.micro_batch_tokens
+
+    def _follow(self, prefill: Prefill, row: Row) -> bool:
+        if row.needs_cache and not self._place(row):
+            return False
+        prefill.rows.append(row)
+        self._enter(row)
+        return True
+
+    def _begin(self, row: Row) -> bool:
+        sequence, namespace = row.sequence(), self._namespace(row.job.adapter_id)
+        known = self._cache.prefixes.find(namespace, sequence, self._num_reusable(row))
+        needs_slot = row.needs_cache or self._is_long(len(sequence) - length_of(known), len(sequence))
+        cached = (needs_slot or bool(known)) and self._place(row)
+        if needs_slot and not cached:
+            return False
+        if cached and known:
+            self._cache.restore(row, known)
+        prefill = Prefill([row], sequence, cached, namespace, computed=length_of(known) if cached else 0)
+        if row.job.num_cache_hits is None:
+            row.job.num_cache_hits = prefill.computed
+        self._prefills.append(prefill)
+        self._enter(row)
+        return True
+
+    def _is_long(self, num_tokens: int, length: int) -> bool:
+        """Whether it is to run in chunks, as all do that are not longer than the whole cache."""
+        return num_tokens > self._prefill_budget() and self._cache.fits_alone(length)
+
+    def _num_reusable(self, row: Row) -> int:
+        """Tokens of its sequence that need not be run again. A prompt that was scored need not be scored again."""
+        job = row.job
+        return row.length - 1 if job.scores is None or job.scores.is_done else job.num_reusable
+
+    def _place(self, row: Row) -> bool:
+        if self._cache.place(row, self._with_headroom(row, row.length)):
+            return True
+        # Beside others it would have to give way again soon.
+        return not self._table.num_lines and self._cache.place(row, row.length + 1)
+
+    def _enter(self, row: Row) -> None:
+        self._waiting.popleft()
+        self._table.enter(row)
+
+    def _namespace(self, adapter_id: str | None) -> int:
+        """A number for these weights, that no others have had."""
+        if adapter_id is None:
+            return 0
+        adapter = self._adapters.get(adapter_id)
+        num_changes, number = self._namespaces.get(adapter, (-1, 0))
+        if num_changes != adapter.num_changes:
+            self._num_namespaces += 1
+            number = self._num_namespaces
+            self._namespaces[adapter] = adapter.num_changes, number
+        return number
+
+    # An iteration
+
+    def _next_batch(self) -> Batch:
+        budget, parts = self._prefill_budget(), []
+        for prefill in self._prefills:
+            length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
+            if length > 0:
+                parts.append(Part(prefill, prefill.computed, prefill.computed + length))
+                budget -= length
+        return Batch.of(self._current_decoding(), parts, self._cache)
+
+    def _current_decoding(self) -> Decoding | None:
+        if self._decoding_rows and self._decoding is None:
+            self._decoding = Decoding(list(self._decoding_rows), self._cache, self._base.device)
+            self._drawing = None
+        return self._decoding
+
+    def _run(self, batch: Batch) -> Tensor:
+        """The hidden states [tokens, hidden] of the packed row."""
+        self._threads.set_for(batch.num_tokens)
+        tokens, positions = self._tensor(batch.tokens(self._table)), self._tensor(batch.positions(self._table))
+        packing = batch.packing(self._table, self._cache, self._base.device)
+        with self._adapters.applied(self._plan_of(batch.runs())):
+            return self._base.hidden_states(tokens, positions, packing)
+
+    def _plan_of(self, runs: Sequence[AdapterRun]) -> Plan:
+        segments = self._segments(runs)
+        if self._plan is None or not self._plan.serves(segments):
+            self._plan = self._adapters.plan(segments, self._plan)
+        return self._plan
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
-        """The next token of every row of the batch, from its hidden state [rows, hidden]."""
-        log_softmax = torch.log_softmax(self._head.logits_of_segments(hidden, batch.segments), dim=-1)
-        noise = uniforms(batch.noise_keys, np.array([row.length for row in batch.rows]))
-        tokens = choose(log_softmax, batch.choice, torch.from_numpy(noise).to(log_softmax))
-        logprobs = log_softmax.gather(1, tokens[:, None]).squeeze(1)
-        if batch.top:
-            top = top_logprobs(log_softmax, batch.top)
-            for row, ids, values in zip(batch.rows, top.token_ids, top.logprobs, strict=True):
-                row.append_top(ids, values)
-        for row, token, logprob in zip(batch.rows, tokens.tolist(), logprobs.tolist(), strict=True):
-            self._append(row, token, logprob)
+        """The next token of every row that has run to its end."""
+        decoding, parts = batch.decoding, batch.parts
+        if decoding is not None and not parts:
+            self._drawing = self._drawing or self._new_drawing(decoding.rows)
+            self._draw(self._drawing, hidden)
+            return
+        rows = list(decoding.rows) if decoding is not None else []
+        last = list(range(len(rows)))
+        for start, part in zip(batch.starts(), parts, strict=True):
+            self._note_computed(part, hidden[start : start + part.length])
+            if part.is_last:
+                rows += part.prefill.rows
+                last += [start + part.length - 1] * len(part.prefill.rows)
+        if rows:
+            self._draw(self._new_drawing(rows), hidden[self._tensor(last)])
 
-    def _append(self, row: Row, token: int, logprob: float) -> None:
+    def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
+        return Drawing(rows, self._limits.vocab_size, self._base.device)
+
+    def _note_computed(self, part: Part, hidden: Tensor) -> None:
+        """The prompt is scored once a job: later samples of it may be prefilled apart, or again."""
+        prefill, job = part.prefill, part.prefill.job
+        if job.scores is not None:
+            pair = None if job.adapter_id is None else self._adapters.get(job.adapter_id).unembed
+            logits_of = partial(self._head.logits, pair=pair)
+            job.scores.score(part.start, hidden, logits_of, self._config.head_chunk_tokens)
+        prefill.computed = part.stop
+        if part.is_last:
+            self._end_prefill(prefill)
+
+    def _end_prefill(self, prefill: Prefill) -> None:
+        self._prefills.remove(prefill)
+        leader, *others = prefill.rows
+        if prefill.cached:
+            self._cache.keep(leader, prefill.namespace, prefill.sequence)
+            self._cache.fork(leader, [row for row in others if row.needs_cache])
+        for row in prefill.rows:
+            row.namespace = prefill.namespace
+            self._decoding_rows[row] = None
+        self._decoding = None
+
+    def _draw(self, drawing: Drawing, hidden: Tensor) -> None:
+        """The next token of each row from its hidden state [rows, hidden]."""
+        lines = drawing.lines
+        logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
+        noise = uniforms(self._table.noise_key[lines], self._table.length[lines])
+        chosen = choose(logits, drawing.choice, torch.from_numpy(noise).to(logits))
+        tokens = chosen.tokens.cpu().numpy()
+        ends = self._table.append(lines, tokens, chosen.logprobs.cpu().numpy())
+        if drawing.watched:
+            self._watch(drawing, logits, tokens, ends)
+        for number in np.flatnonzero(ends).tolist():
+            self._end(drawing.rows[number], End(ends[number]))
+
+    def _watch(self, drawing: Drawing, logits: Tensor, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """What must be looked at one by one: changes `ends` where a stop string is complete."""
+        if drawing.most_top:
+            top = top_logprobs(torch.log_softmax(logits, dim=-1), drawing.most_top)
+            for row, ids, values in zip(drawing.rows, top.token_ids, top.logprobs, strict=True):
+                row.append_top(ids, values)
+        for number in drawing.watched:
+            if ends[number] != End.NOT_FINITE and drawing.rows[number].stops_after(int(tokens[number])):
+                ends[number] = End.STOP
+
+    def _end(self, row: Row, end: End) -> None:
         job = row.job
         if job.request.job_id not in self._jobs:
             return
-        if not math.isfinite(logprob):
+        if end is End.NOT_FINITE:
             self._fail(job, f"the model's output is not finite: see whether the weights of {job.weights} are")
             return
-        row.append(token, logprob)
-        if row.stop_reason is not None:
-            self._release(row)
-            job.num_open -= 1
-            if job.num_open == 0:
-                self._finished[job.request.job_id] = self._jobs.pop(job.request.job_id).result()
+        row.stop_reason = "stop" if end is End.STOP else "length"
+        self._keep_prefix(row)
+        self._release(row)
+        job.num_open -= 1
+        if job.num_open == 0:
+            self._finished[job.request.job_id] = self._jobs.pop(job.request.job_id).result()
 
-    def _batch(self, rows: list[Row]) -> Batch:
-        """rows: one adapter's after the other's."""
-        return Batch(
-            rows=rows,
-            segments=self._segments([row.job.adapter_id for row in rows], [1] * len(rows)),
-            choice=Choice.of([row.job.request.params for row in rows], self._limits.vocab_size, self._base.device),
-            noise_keys=np.array([row.noise_key for row in rows], dtype=np.uint64),
-            top=max(row.job.request.topk_sample_logprobs for row in rows),
-        )
+    def _keep_prefix(self, row: Row) -> None:
+        """For the next turn of a conversation. The newest token has not run yet."""
+        if self._cache.seat(row) is not None and row.namespace == self._namespace(row.job.adapter_id):
+            self._table.note(row)
+            self._cache.keep(row, row.namespace, row.sequence()[:-1])
 
-    def _segments(self, adapter_ids: Sequence[str | None], lengths: Sequence[int]) -> tuple[Segment, ...]:
-        """Consecutive sequences of one adapter are one segment."""
+    def _segments(self, runs: Sequence[AdapterRun]) -> tuple[Segment, ...]:
         segments, start = [], 0
-        for adapter_id, part in groupby(zip(adapter_ids, lengths, strict=True), key=lambda pair: pair[0]):
-            stop = start + sum(length for _, length in part)
-            segments.append(Segment(start, stop, None if adapter_id is None else self._adapters.get(adapter_id)))
-            start = stop
+        for run in runs:
+            adapter = None if run.adapter_id is None else self._adapters.get(run.adapter_id)
+            segments.append(Segment(start, start + run.length, adapter))
+            start += run.length
         return tuple(segments)
 
     def _tensor(self, integers: list[int] | np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
-
-
-def _same_sequence(one: Row, other: Row) -> bool:
-    return one.job is other.job and not one.tokens and not other.tokens
 
 
 def _load_tokenizer(source: str) -> Detokenizer:

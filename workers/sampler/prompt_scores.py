@@ -31,21 +31,39 @@ def wants_scores(job: SampleJob) -> bool:
     return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or targets or job.prompt_alt_tokens_k > 0
 
 
-def score_prompt(job: SampleJob, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> PromptScores:
-    """hidden [len(prompt), hidden_size]; logits_of maps at most `chunk` rows of it to float32 logits."""
-    length = len(job.prompt)
-    scores = _empty_scores(job)
-    first = length - 1 - (job.prompt_logprobs_last_n or length - 1)
-    scores_every_row = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
-    for start in range(0 if scores_every_row else first, length - 1, chunk):
-        # Row i of the hidden states predicts the token at position i + 1.
-        rows = np.arange(start, min(start + chunk, length - 1))
-        log_softmax = torch.log_softmax(logits_of(hidden[rows[0] : rows[-1] + 1]), dim=-1)
-        skipped = max(0, first - start)
-        _score_tokens(job, scores, rows[skipped:], log_softmax[skipped:])
-        _score_targets(job, scores, rows, log_softmax)
-        _draw_alternatives(job, scores, rows, log_softmax)
-    return scores
+class PromptScoring:
+    """Scores a prompt as its hidden states come, in order and perhaps more than once.
+
+    first_row: the first position whose hidden state is wanted; it predicts the token behind it.
+    """
+
+    def __init__(self, job: SampleJob) -> None:
+        self.scores = _empty_scores(job)
+        self._job = job
+        self._last_row = len(job.prompt) - 1
+        self._first_scored = self._last_row - (job.prompt_logprobs_last_n or self._last_row)
+        scores_every_row = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+        self.first_row = self._next_row = 0 if scores_every_row else self._first_scored
+
+    @property
+    def is_done(self) -> bool:
+        return self._next_row >= self._last_row
+
+    def score(self, start: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> None:
+        """hidden [n, hidden_size] of the positions from `start`; logits_of maps at most `chunk` of them to logits.
+
+        Positions that have been scored before, and those behind the prompt, are left out.
+        """
+        stop = min(start + len(hidden), self._last_row)
+        for first in range(self._next_row, stop, chunk):
+            # Row i of the hidden states predicts the token at position i + 1.
+            rows = np.arange(first, min(first + chunk, stop))
+            log_softmax = torch.log_softmax(logits_of(hidden[rows[0] - start : rows[-1] + 1 - start]), dim=-1)
+            skipped = max(0, self._first_scored - first)
+            _score_tokens(self._job, self.scores, rows[skipped:], log_softmax[skipped:])
+            _score_targets(self._job, self.scores, rows, log_softmax)
+            _draw_alternatives(self._job, self.scores, rows, log_softmax)
+        self._next_row = max(self._next_row, stop)
 
 
 def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:

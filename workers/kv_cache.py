@@ -1,0 +1,225 @@
+"""Keys and values of sequences under way, in shelves of slots of one length, and attention against them.
+
+Slots are contiguous, so that a step of decoding reads them where they lie.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+
+from .attention import AttentionKind, Packing, attend
+
+
+class Shelf:
+    """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
+
+    A slot in use is zero beyond its sequence: whoever fills it clears what an earlier sequence left there, which may be
+    non-finite (0 * NaN is NaN, so a mask alone would not keep it out).
+    """
+
+    def __init__(self, num_layers: int, capacity: int) -> None:
+        self.capacity = capacity
+        self.num_slots = 0
+        self._keys: list[Tensor | None] = [None] * num_layers
+        self._values: list[Tensor | None] = [None] * num_layers
+
+    def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer, made at its first use for keys like `like` [tokens, kv_heads, head_dim]."""
+        keys, values = self._keys[layer], self._values[layer]
+        if keys is None or values is None:
+            kv_heads, head_dim = like.shape[-2:]
+            keys = self._keys[layer] = _new_keys(like, self.num_slots, kv_heads, self.capacity, head_dim)
+            values = self._values[layer] = like.new_zeros(self.num_slots, kv_heads, self.capacity, head_dim)
+        return keys, values
+
+    def layers(self) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of every layer; none at all before the first forward pass."""
+        return [(k, v) for k, v in zip(self._keys, self._values, strict=True) if k is not None and v is not None]
+
+    def resize(self, num_slots: int) -> None:
+        """Keeps the first slots. Moves one tensor at a time, which bounds what is held twice to half a layer."""
+        kept = min(num_slots, self.num_slots)
+        for tensors, new in ((self._keys, _new_keys), (self._values, _new_values)):
+            for layer, old in enumerate(tensors):
+                if old is not None:
+                    larger = tensors[layer] = new(old, num_slots, *old.shape[1:])
+                    larger[:kept] = old[:kept]
+        self.num_slots = num_slots
+
+    def copy_slot(self, slot: int, target: "Shelf", target_slot: int) -> None:
+        """Of as many tokens as both have room for; the rest of the target is cleared."""
+        length = min(self.capacity, target.capacity)
+        for layer, (keys, values) in enumerate(self.layers()):
+            for mine, other in zip((keys, values), target.of_layer(layer, keys[0].transpose(0, 1)), strict=True):
+                other[target_slot, :, :length] = mine[slot, :, :length]
+                other[target_slot, :, length:] = 0
+
+    def num_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
+
+
+def _new_keys(like: Tensor, num_slots: int, kv_heads: int, capacity: int, head_dim: int) -> Tensor:
+    """On the CPU the tokens of a head's dimension lie side by side: scores take two thirds of the time that way."""
+    if like.device.type != "cpu":
+        return like.new_zeros(num_slots, kv_heads, capacity, head_dim)
+    return like.new_zeros(num_slots, kv_heads, head_dim, capacity).transpose(2, 3)
+
+
+def _new_values(like: Tensor, *shape: int) -> Tensor:
+    return like.new_zeros(shape)
+
+
+@dataclass(frozen=True, eq=False)
+class DecodeStep:
+    """One new token for each of n sequences of a shelf.
+
+    rows: which tokens of the packed row they are. slots: int64 [n], the slot of each. in_order: they are 0 to n - 1.
+    lengths: int64 [n], the cached tokens of each; the new one is stored behind them and attends to itself too.
+    num_slots: the slots that are read, those of all n among them. span: tokens of the longest, the new one included.
+    """
+
+    shelf: Shelf
+    rows: slice | Tensor
+    slots: Tensor
+    in_order: bool
+    lengths: Tensor
+    num_slots: int
+    span: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """query, key and value of the packed row; returns [n, heads, head_dim]."""
+        query, key, value = query[self.rows], key[self.rows], value[self.rows]
+        keys, values = self.shelf.of_layer(kind.layer, key)
+        keys[self.slots, :, self.lengths] = key
+        values[self.slots, :, self.lengths] = value
+        if not self.in_order:
+            # By slot: moving the few queries is cheap, gathering the cache is not.
+            query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
+        hidden = self._out_of_sight(kind.window, keys.shape[1], query.dtype)
+        k, v = keys[: self.num_slots, :, : self.span], values[: self.num_slots, :, : self.span]
+        out = _attend_once(query, k, v, hidden, kind.scaling)
+        return out if self.in_order else out[self.slots]
+
+    def _out_of_sight(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
+        """[num_slots * kv_heads, 1, span] by slot, added to the scores: minus infinity for the keys out of sight.
+
+        Made once a step for each kind of layer. A slot that takes no part sees its first key.
+        """
+        if window not in self._masks:
+            lengths = self.lengths
+            if not self.in_order:
+                lengths = lengths.new_zeros(self.num_slots).index_copy_(0, self.slots, lengths)
+            position = torch.arange(self.span, device=lengths.device)
+            hidden = position > lengths[:, None]
+            if window:
+                hidden |= position <= lengths[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+            self._masks[window] = mask.repeat_interleave(kv_heads, dim=0)[:, None, :]
+        return self._masks[window]
+
+
+@dataclass(frozen=True, eq=False)
+class Chunk:
+    """Tokens start:stop of the packed row, which go on a sequence that has `cached` tokens in its slot."""
+
+    start: int
+    stop: int
+    shelf: Shelf
+    slot: int
+    cached: int
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """query, key and value of the packed row; returns [stop - start, heads, head_dim]."""
+        keys, values = self.shelf.of_layer(kind.layer, key)
+        length = self.cached + self.stop - self.start
+        keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
+        values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
+        q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
+        k, v = keys[self.slot, None, :, :length], values[self.slot, None, :, :length]
+        mask = self._mask(length, kind.window, q)
+        gqa = q.shape[1] != k.shape[1]
+        out = scaled_dot_product_attention(q, k.contiguous(), v, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
+        return out[0].transpose(0, 1)
+
+    def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
+        """[stop - start, length], added to the scores."""
+        mine = torch.arange(self.cached, length, device=like.device)[:, None]
+        position = torch.arange(length, device=like.device)
+        hidden = position > mine
+        if window:
+            hidden |= position <= mine - window
+        return torch.zeros(hidden.shape, dtype=like.dtype, device=like.device).masked_fill_(hidden, float("-inf"))
+
+
+@dataclass(frozen=True, eq=False)
+class Storing:
+    """`count` sequences of one `length`, the first at token `start` of the packed row, go into slots int64 [count]."""
+
+    start: int
+    count: int
+    length: int
+    shelf: Shelf
+    slots: Tensor
+
+    def store(self, key: Tensor, value: Tensor, layer: int) -> None:
+        for cached, new in zip(self.shelf.of_layer(layer, key), (key, value), strict=True):
+            part = new[self.start : self.start + self.count * self.length].unflatten(0, (self.count, self.length))
+            cached[self.slots, :, : self.length] = part.transpose(1, 2)
+            cached[self.slots, :, self.length :] = 0
+
+
+@dataclass(frozen=True, eq=False)
+class CachedRow:
+    """A packed row of sequences in the cache: those that take one token, those that take several, and new ones.
+
+    fresh: the new ones, the last of the row, which start at token `fresh_start`. storing: where they go, if anywhere.
+    """
+
+    steps: Sequence[DecodeStep]
+    chunks: Sequence[Chunk]
+    fresh: Packing | None
+    fresh_start: int
+    storing: Sequence[Storing]
+
+    @property
+    def longest(self) -> int:
+        of_fresh = [self.fresh.longest] if self.fresh is not None else []
+        chunks = (chunk.cached + chunk.stop - chunk.start for chunk in self.chunks)
+        return max((*(step.span for step in self.steps), *chunks, *of_fresh))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """As `attention.attend`; without gradients."""
+        if len(self.steps) == 1 and not self.chunks and self.fresh is None:
+            return self.steps[0].attend(query, key, value, kind)
+        out = torch.empty_like(query)
+        for step in self.steps:
+            out[step.rows] = step.attend(query, key, value, kind)
+        for chunk in self.chunks:
+            out[chunk.start : chunk.stop] = chunk.attend(query, key, value, kind)
+        for storing in self.storing:
+            storing.store(key, value, kind.layer)
+        if self.fresh is not None:
+            new = slice(self.fresh_start, None)
+            out[new] = attend(query[new], key[new], value[new], self.fresh, kind)
+        return out
+
+
+def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
+    """q [n, heads, head_dim] against k and v [n, kv_heads, span, head_dim], mask [n * kv_heads, 1, span].
+
+    Plain products take half the time of the fused kernel on the CPU, but would round scores to a low precision.
+    """
+    n, kv_heads, span, head_dim = k.shape
+    if q.dtype != torch.float32:
+        mask = mask.view(n, kv_heads, 1, span)[:, :1]
+        gqa = q.shape[1] != kv_heads
+        return scaled_dot_product_attention(
+            q.unsqueeze(2), k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa
+        ).squeeze(2)
+    grouped = q.reshape(n * kv_heads, -1, head_dim)
+    scores = torch.baddbmm(mask, grouped, k.flatten(0, 1).transpose(1, 2), alpha=scaling)
+    return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(q.shape)

@@ -1,0 +1,195 @@
+"""Cache: where the keys and values of every sample under way are, within a budget of bytes.
+
+Slots come in few lengths, one shelf each; a sample that outgrows its slot moves to a longer one. What is left of the
+budget keeps prefixes for later requests.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from transformers import PreTrainedConfig
+
+from ..kv_cache import Shelf
+from .jobs import Row
+from .prefixes import BLOCK, Prefixes, Stretch, restore
+
+# Slots have this many tokens and the powers of two above, from _FINE on those half way between them too.
+SHORTEST = 64
+_FINE = 512
+
+
+@dataclass(eq=False)
+class Seats:
+    """A shelf and who sits in its first slots."""
+
+    shelf: Shelf
+    taken: list[Row] = field(default_factory=list)
+
+    @property
+    def num_free(self) -> int:
+        return self.shelf.num_slots - len(self.taken)
+
+
+@dataclass(frozen=True)
+class Seat:
+    """A slot in use. Its number may change when another row leaves."""
+
+    seats: Seats
+    slot: int
+
+    @property
+    def shelf(self) -> Shelf:
+        return self.seats.shelf
+
+    @property
+    def capacity(self) -> int:
+        return self.seats.shelf.capacity
+
+
+class Cache:
+    """budget_bytes: of the slots, used or not, and the prefixes together."""
+
+    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int) -> None:
+        heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        self.bytes_per_token = 2 * self._num_layers * kv_heads * head_dim * bytes_per_value
+        self.budget_bytes = budget_bytes
+        self.prefixes = Prefixes()
+        self._seats: dict[int, Seats] = {}
+        self._seat_of: dict[Row, Seat] = {}
+
+    def num_bytes(self) -> int:
+        return self._slot_bytes() + self.prefixes.num_bytes
+
+    def held_bytes(self) -> int:
+        """Of the slots in use."""
+        return sum(len(seats.taken) * self._bytes(seats) for seats in self._seats.values())
+
+    def clear(self) -> None:
+        self.prefixes = Prefixes()
+        self._seats = {}
+        self._seat_of = {}
+
+    def fits_alone(self, length: int) -> bool:
+        """Whether a sequence of `length` tokens would fit if there were no other."""
+        return length <= self.budget_bytes // self.bytes_per_token
+
+    def seat(self, row: Row) -> Seat | None:
+        return self._seat_of.get(row)
+
+    def place(self, row: Row, length: int) -> bool:
+        """Gives it a slot for `length` tokens, whose content means nothing yet, where one fits the budget."""
+        if not self.fits_alone(length):
+            return False
+        seats = self._seats_for(length)
+        if not seats.num_free and not self._add_slots(seats):
+            return False
+        self._seat_of[row] = Seat(seats, len(seats.taken))
+        seats.taken.append(row)
+        return True
+
+    def grow(self, row: Row, length: int) -> bool:
+        """Moves it to a slot for `length` tokens, with all it has, where one fits the budget beside its own."""
+        before = self._seat_of[row]
+        if not self.place(row, length):
+            return False
+        after = self._seat_of[row]
+        before.shelf.copy_slot(before.slot, after.shelf, after.slot)
+        self._leave(before)
+        return True
+
+    def fork(self, source: Row, others: Sequence[Row]) -> None:
+        """The others' slots get what the source's holds."""
+        seat = self._seat_of[source]
+        for other in others:
+            target = self._seat_of[other]
+            seat.shelf.copy_slot(seat.slot, target.shelf, target.slot)
+
+    def remove(self, row: Row) -> None:
+        """Rows without a slot are ignored."""
+        if seat := self._seat_of.pop(row, None):
+            self._leave(seat)
+
+    def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
+        """Fills its slot with the beginning of a sequence."""
+        seat = self._seat_of[row]
+        restore(stretches, seat.shelf, seat.slot)
+
+    def keep(self, row: Row, namespace: int, tokens: np.ndarray) -> None:
+        """Keeps the whole blocks of `tokens` int64 [n], which its slot holds, as prefixes, where the budget has room.
+
+        Older ones go for it; slots only when most of the budget is slots that nobody uses.
+        """
+        first, digests = self.prefixes.missing(namespace, tokens)
+        num_bytes = len(digests) * BLOCK * self.bytes_per_token
+        if not digests or num_bytes > self.budget_bytes // 2:
+            return
+        if self._free_bytes() < num_bytes and 2 * (self._slot_bytes() - self.held_bytes()) > self.budget_bytes:
+            for seats in self._seats.values():
+                seats.shelf.resize(len(seats.taken))
+        self._drop_prefixes(num_bytes)
+        if self._free_bytes() >= num_bytes:
+            self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)
+
+    def _leave(self, seat: Seat) -> None:
+        """The last one moves into the hole."""
+        taken = seat.seats.taken
+        last = taken.pop()
+        if seat.slot < len(taken):
+            seat.shelf.copy_slot(len(taken), seat.shelf, seat.slot)
+            taken[seat.slot] = last
+            self._seat_of[last] = seat
+
+    def _seats_for(self, length: int) -> Seats:
+        capacity = self._capacity(length)
+        if capacity not in self._seats:
+            self._seats[capacity] = Seats(Shelf(self._num_layers, capacity))
+        return self._seats[capacity]
+
+    def _capacity(self, length: int) -> int:
+        """The longest slot is as long as the budget allows."""
+        capacity = SHORTEST
+        while capacity < length:
+            capacity *= 2
+        if capacity > _FINE and length <= capacity * 3 // 4:
+            capacity = capacity * 3 // 4
+        return min(capacity, self.budget_bytes // self.bytes_per_token)
+
+    def _add_slots(self, seats: Seats) -> bool:
+        """Twice as many where there is room; at least one, if prefixes and what others do not use make room for it."""
+        one, wanted = self._bytes(seats), max(1, seats.shelf.num_slots)
+        num_added = min(wanted, self._free_bytes() // one)
+        if not num_added:
+            self._drop_prefixes(-(-wanted // 4) * one)
+            num_added = self._free_bytes() // one
+        if not num_added:
+            self._shrink_others(seats, one)
+            num_added = min(1, self._free_bytes() // one)
+        if num_added:
+            seats.shelf.resize(seats.shelf.num_slots + min(wanted, num_added))
+        return num_added > 0
+
+    def _shrink_others(self, seats: Seats, num_bytes: int) -> None:
+        """Gives up slots that nobody uses, until there is room."""
+        for other in list(self._seats.values()):
+            if self._free_bytes() >= num_bytes:
+                return
+            if other is not seats and other.num_free:
+                other.shelf.resize(len(other.taken))
+
+    def _free_bytes(self) -> int:
+        return self.budget_bytes - self.num_bytes()
+
+    def _drop_prefixes(self, num_bytes: int) -> None:
+        """Until so much is free, or none is left."""
+        while self._free_bytes() < num_bytes and self.prefixes.drop_oldest():
+            pass
+
+    def _slot_bytes(self) -> int:
+        return sum(seats.shelf.num_slots * self._bytes(seats) for seats in self._seats.values())
+
+    def _bytes(self, seats: Seats) -> int:
+        """Of one of its slots."""
+        return seats.shelf.capacity * self.bytes_per_token

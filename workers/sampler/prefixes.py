@@ -1,0 +1,116 @@
+"""Prefixes: keys and values of sequences seen before, found again by the tokens they stand for.
+
+Tokens are counted in blocks, each known by the hash of its tokens and of all before them. What is stored at once is a
+run of blocks: it is kept, and given up, as a whole.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+
+import numpy as np
+from torch import Tensor
+
+from ..kv_cache import Shelf
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """Consecutive blocks. layers: keys and values [kv_heads, blocks * BLOCK, head_dim]."""
+
+    digests: Sequence[bytes]
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Blocks first:stop of a run."""
+
+    run: Run
+    first: int
+    stop: int
+
+
+class Prefixes:
+    """The least recently used go first. namespace: of the weights that made the keys and values."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self._runs: OrderedDict[Run, None] = OrderedDict()
+        self._places: dict[bytes, tuple[Run, int]] = {}
+
+    def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
+        """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
+        places = []
+        for digest in _digests(namespace, tokens[:most]):
+            place = self._places.get(digest)
+            if place is None:
+                break
+            places.append(place)
+        stretches = [
+            Stretch(run, members[0][1], members[-1][1] + 1)
+            for run, members in ((run, list(members)) for run, members in groupby(places, key=lambda place: place[0]))
+        ]
+        # The beginning is of use without what follows it, so it is to stay longer.
+        for stretch in reversed(stretches):
+            self._runs.move_to_end(stretch.run)
+        return stretches
+
+    def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
+        """Of tokens int64 [n]: the first block that is not known, and the digests of the whole blocks from there."""
+        digests = list(_digests(namespace, tokens))
+        first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
+        return first, digests[first:]
+
+    def add(self, digests: Sequence[bytes], shelf: Shelf, slot: int, first_block: int) -> None:
+        """Copies the blocks from where the slot has them."""
+        part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
+        layers = [(keys[slot, :, part].clone(), values[slot, :, part].clone()) for keys, values in shelf.layers()]
+        run = Run(tuple(digests), layers)
+        self._runs[run] = None
+        self.num_bytes += run.num_bytes
+        self._places |= {digest: (run, number) for number, digest in enumerate(digests)}
+
+    def drop_oldest(self) -> bool:
+        """Whether there was one."""
+        if not self._runs:
+            return False
+        run, _ = self._runs.popitem(last=False)
+        self.num_bytes -= run.num_bytes
+        for digest in run.digests:
+            if self._places[digest][0] is run:
+                del self._places[digest]
+        return True
+
+
+def length_of(stretches: Sequence[Stretch]) -> int:
+    """In tokens."""
+    return BLOCK * sum(stretch.stop - stretch.first for stretch in stretches)
+
+
+def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
+    """Fills the slot from its beginning and clears the rest of it."""
+    for layer, (first_keys, _) in enumerate(stretches[0].run.layers):
+        for kind, cached in enumerate(shelf.of_layer(layer, first_keys.transpose(0, 1))):
+            stop = 0
+            for stretch in stretches:
+                part = stretch.run.layers[layer][kind][:, stretch.first * BLOCK : stretch.stop * BLOCK]
+                cached[slot, :, stop : stop + part.shape[1]] = part
+                stop += part.shape[1]
+            cached[slot, :, stop:] = 0
+
+
+def _digests(namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
+    """Of each whole block."""
+    digest = namespace.to_bytes(8, "little")
+    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
+        digest = blake2b(digest + tokens[start : start + BLOCK].tobytes(), digest_size=16).digest()
+        yield digest

@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ PROMPT = (5, 7, 3, 3, 6)
 NUM_SEQUENCES, NUM_JOBS = 12_000, 8
 LEAST_P_VALUE = 1e-4
 
-Params = Mapping[str, float]
+Params = Mapping[str, Any]
 """Fields of SamplingParams."""
 
 

@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from ...schemas.models import LoraConfig
-from ...workers.attention import DecodeStep, KeyValueCache, Packing, pack_lengths
+from ...workers.attention import Packing, pack_lengths
 from ...workers.config import ServedModel, WorkerConfig
+from ...workers.kv_cache import CachedRow, DecodeStep, Shelf
 from ...workers.lora import Adapters, Segment
 from ...workers.memory import tune_allocator
 from ...workers.model import BaseModel
@@ -71,12 +72,14 @@ class Bench:
         """One token of sequences that have CACHED: rows of each adapter."""
         num_rows = sum(rows)
         plan = self._adapters.plan(self._segments(rows, ranks) if ranks else [])
-        cache = KeyValueCache(SHAPE["num_hidden_layers"], num_rows, CACHED + 1)
+        shelf = Shelf(SHAPE["num_hidden_layers"], CACHED + 1)
+        shelf.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
 
         @torch.no_grad()
         def step() -> None:
-            packing = Packing((), cache, step=DecodeStep(slots, None, lengths, CACHED + 1))
+            one_each = DecodeStep(shelf, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1)
+            packing = CachedRow([one_each], (), None, num_rows, ())
             with self._adapters.applied(plan):
                 self._base.hidden_states(tokens, lengths, packing)
 

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI, Request
@@ -14,6 +14,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from ..schemas.errors import RequestError
+from ..schemas.openai import ErrorBody, OpenAiError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .auth import Auth
@@ -26,12 +27,13 @@ from .journal import Journal
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
-from .routes import auth, checkpoints, futures, listing, models, sampling, sessions, training
+from .routes import auth, checkpoints, futures, listing, models, openai, sampling, sessions, training
 from .runs import Runs, RunServices
 from .samplers import Samplers
 from .services import Services
 from .sessions import Sessions
 from .store import DATABASE_NAME, SqliteStore
+from .tokenizer import Tokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -65,7 +67,7 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
         # It would not see what goes past FastAPI, but costs every request a look for somebody who listens to it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth):
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai):
         app.include_router(routes.router)
     error_handlers = {
         RequestError: _refused,
@@ -96,7 +98,19 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
     of_run = RunServices(futures, journal, operations, sessions, quotas, dispatch.status, config.seq_gap_seconds)
     runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
     return Services(
-        config, dispatch, store, auth, sessions, checkpoints, runs, samplers, futures, journal, recordings, quotas
+        config=config,
+        dispatch=dispatch,
+        store=store,
+        auth=auth,
+        sessions=sessions,
+        checkpoints=checkpoints,
+        runs=runs,
+        samplers=samplers,
+        futures=futures,
+        journal=journal,
+        recordings=recordings,
+        quotas=quotas,
+        tokenizers=Tokenizers(config.base_models),
     )
 
 
@@ -147,6 +161,13 @@ async def _keep_house(services: Services) -> None:
             logger.exception("housekeeping failed")
 
 
+def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """In the words of whoever asks: OpenAI's clients, or all others."""
+    if request.url.path.startswith("/v1/"):
+        return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
+    return JSONResponse({"detail": message}, status, headers)
+
+
 async def _refused(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestError)
     headers = {}
@@ -155,14 +176,17 @@ async def _refused(request: Request, error: Exception) -> JSONResponse:
         headers["Retry-After-Ms"] = str(round(1000 * error.retry_after_seconds))  # the SDK reads this one first
     if error.status == 401:
         headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
-    return JSONResponse({"detail": error.message}, error.status, headers)
+    if isinstance(error, OpenAiError):
+        body = ErrorBody.of(error.message, error.status, error.param, error.code)
+        return JSONResponse(body.model_dump(), error.status, headers)
+    return _error(request, error.message, error.status, headers)
 
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
     if isinstance(error.body, bytes):  # FastAPI has not read it as JSON
-        return JSONResponse({"detail": describe_not_json(request.headers.get("content-type"))}, 400)
-    return JSONResponse({"detail": describe_errors(list(error.errors()))}, 400)
+        return _error(request, describe_not_json(request.headers.get("content-type")), 400)
+    return _error(request, describe_errors(list(error.errors())), 400)
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
@@ -172,14 +196,14 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
         detail = f"the base URL is {request.base_url}, without /api/v1: clients add that themselves"
     elif error.status_code == 404 and detail == "Not Found":
         detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
-    return JSONResponse({"detail": detail}, error.status_code, error.headers)
+    return _error(request, detail, error.status_code, error.headers)
 
 
 async def _broke_off(request: Request, error: Exception) -> JSONResponse:
     """Nobody reads the answer. What was to be submitted was not, and will be sent again."""
     logger.info("a client broke off in the midst of %s %s", request.method, request.url.path)
-    return JSONResponse({"detail": "the body ended before its end"}, 400)
+    return _error(request, "the body ended before its end", 400)
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:
-    return JSONResponse({"detail": f"internal error in {request.method} {request.url.path}: the log has it"}, 500)
+    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it", 500)

@@ -17,6 +17,7 @@ from .runs import Runs
 from .samplers import Samplers
 from .sessions import Sessions
 from .store.base import Store
+from .tokenizer import Tokenizers
 
 
 @dataclass(frozen=True)
@@ -33,6 +34,7 @@ class Services:
     journal: Journal
     recordings: Recordings
     quotas: Quotas
+    tokenizers: Tokenizers
 
 
 async def current_services(request: Request) -> Services:

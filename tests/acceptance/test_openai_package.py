@@ -1,0 +1,517 @@
+"""The unmodified `openai` package against a live server: whatever it can ask for here, and how it is refused."""
+
+import asyncio
+import math
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ..letters import save_letter_tokenizer
+from ..live import LiveServer, live_server
+from ..tiny import tiny_model
+
+pytestmark = pytest.mark.anyio
+
+MODEL = "tiny/letters"
+KEY = "tml-openai"
+HELLO: list[Any] = [{"role": "user", "content": "Hello, what is the weather?"}]
+TOOL: Any = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tiny_model("llama", tmp_path_factory.mktemp("letters"))
+    save_letter_tokenizer(directory)
+    return directory
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model: Path) -> PreTrainedTokenizerFast:
+    return AutoTokenizer.from_pretrained(model)
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    with live_server({MODEL: model}, tmp_path_factory.mktemp("state")) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def client(server: LiveServer) -> Iterator[openai.OpenAI]:
+    with connect(server) as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def service(server: LiveServer) -> Iterator[ServiceClient]:
+    with ServiceClient(server.url, KEY) as service:
+        yield service
+
+
+def connect(server: LiveServer, key: str = KEY) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{server.url}/v1", api_key=key, max_retries=0, timeout=60)
+
+
+def connect_async(server: LiveServer) -> openai.AsyncOpenAI:
+    return openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0, timeout=60)
+
+
+def native_sample(server: LiveServer, prompt: Sequence[int], **fields: Any) -> Any:
+    """The first sequence, by our own API."""
+    params = {"max_tokens": 12, "seed": 5, "stop": []} | fields.pop("sampling_params", {})
+    body = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": list(prompt)}]}, "sampling_params": params}
+    headers = {"X-API-Key": KEY, "Prefer": "wait=40"}
+    answer = httpx.post(
+        f"{server.url}/api/v1/sample", json={"base_model": MODEL} | body | fields, headers=headers, timeout=60
+    )
+    return answer.raise_for_status().json()
+
+
+def text_of(tokenizer: PreTrainedTokenizerFast, tokens: Sequence[int]) -> str:
+    return tokenizer.decode(tokens, skip_special_tokens=True)
+
+
+# Completions
+
+
+def test_a_text_is_continued_as_our_own_api_does(
+    server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompt = tokenizer.encode("the model is")
+    native = native_sample(server, prompt)["sequences"][0]
+    answer = client.completions.create(
+        model=MODEL,
+        prompt="the model is",
+        max_tokens=12,
+        seed=5,
+        logprobs=3,
+        extra_body={"ignore_eos": True, "return_token_ids": True},
+    )
+    (choice,) = answer.choices
+    assert choice.token_ids == native["tokens"] and choice.prompt_token_ids == prompt  # pyright: ignore[reportAttributeAccessIssue]
+    assert choice.text == text_of(tokenizer, native["tokens"])
+    assert choice.finish_reason == "length" and answer.object == "text_completion" and answer.model == MODEL
+    assert choice.logprobs is not None and choice.logprobs.token_logprobs == pytest.approx(native["logprobs"], abs=1e-4)
+    assert answer.usage is not None and answer.usage.prompt_tokens_details is not None
+    usage = (answer.usage.prompt_tokens, answer.usage.completion_tokens, answer.usage.total_tokens)
+    assert usage == (len(prompt), 12, len(prompt) + 12)
+    assert (answer.usage.prompt_tokens_details.cached_tokens or 0) <= len(prompt)
+
+
+def test_logprobs_name_the_likeliest_the_sampled_and_their_places(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="the model is", max_tokens=30, seed=5, logprobs=3)
+    (choice,) = answer.choices
+    assert choice.logprobs is not None
+    top, offsets = choice.logprobs.top_logprobs or [], choice.logprobs.text_offset or []
+    tokens, logprobs = choice.logprobs.tokens or [], choice.logprobs.token_logprobs or []
+    assert len(top) == len(offsets) == len(tokens) == len(logprobs)
+    for token, logprob, likeliest in zip(tokens, logprobs, top, strict=True):
+        assert 3 <= len(likeliest) <= 4 and likeliest[token] == logprob
+        assert logprob <= max(likeliest.values())
+    for token, offset in zip(tokens, offsets, strict=True):
+        if not token.startswith(("bytes:", "<")):
+            assert choice.text[offset:].startswith(token)
+    only_sampled = client.completions.create(model=MODEL, prompt="the", max_tokens=2, seed=5, logprobs=0).choices[0]
+    assert only_sampled.logprobs is not None and [len(one) for one in only_sampled.logprobs.top_logprobs or []] == [
+        1,
+        1,
+    ]
+
+
+def test_echo_scores_the_prompt_as_our_own_api_does(
+    server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    text = "the model of 😀 is here"
+    prompt = tokenizer.encode(text)
+    native = native_sample(server, prompt, prompt_logprobs=True)
+    for max_tokens in (0, 3):
+        answer = client.completions.create(
+            model=MODEL,
+            prompt=text,
+            max_tokens=max_tokens,
+            seed=5,
+            echo=True,
+            logprobs=2,
+            extra_body={"ignore_eos": True},
+        )
+        (choice,) = answer.choices
+        assert choice.text.startswith(text) and (max_tokens or choice.text == text)
+        assert choice.logprobs is not None and choice.logprobs.token_logprobs and choice.logprobs.top_logprobs
+        scored = choice.logprobs.token_logprobs
+        assert len(scored) == len(prompt) + max_tokens and scored[0] is None and choice.logprobs.top_logprobs[0] is None
+        expected = [*native["prompt_logprobs"][1:], *native["sequences"][0]["logprobs"][:max_tokens]]
+        assert scored[1:] == pytest.approx(expected, abs=1e-4)
+        assert choice.logprobs.text_offset and choice.logprobs.text_offset[:2] == [0, len(tokenizer.decode(prompt[:1]))]
+        assert answer.usage is not None and answer.usage.completion_tokens == max_tokens
+    streamed = client.completions.create(model=MODEL, prompt=text, max_tokens=3, seed=5, echo=True, stream=True)
+    whole = client.completions.create(model=MODEL, prompt=text, max_tokens=3, seed=5, echo=True)
+    assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
+
+
+def test_several_prompts_of_every_form_have_n_choices_each(
+    client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    texts = ["the model", "a number of them"]
+    tokens = [tokenizer.encode(text) for text in texts]
+    answers = [
+        client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=6, seed=1) for prompt in (texts, tokens)
+    ]
+    for answer in answers:
+        assert [choice.index for choice in answer.choices] == [0, 1, 2, 3]
+        assert answer.usage is not None and answer.usage.prompt_tokens == sum(map(len, tokens))
+    assert [one.text for one in answers[0].choices] == [one.text for one in answers[1].choices]
+    single = [
+        client.completions.create(model=MODEL, prompt=prompt, n=2, max_tokens=6, seed=1).choices
+        for prompt in (texts[1], tokens[1])
+    ]
+    for choices in single:
+        assert [one.text for one in choices] == [one.text for one in answers[0].choices[2:]]
+
+
+def test_stop_strings_are_not_in_the_text(client: openai.OpenAI) -> None:
+    free = client.completions.create(model=MODEL, prompt="the", max_tokens=40, seed=9).choices[0].text
+    checked = 0
+    for start in range(4, len(free) - 3):
+        stop = free[start : start + 3]
+        if "\N{REPLACEMENT CHARACTER}" in stop:
+            continue
+        checked += 1
+        stops = ["never so", stop]
+        whole = client.completions.create(model=MODEL, prompt="the", max_tokens=40, seed=9, stop=stops).choices[0]
+        assert (whole.text, whole.finish_reason) == (free[: free.index(stop)], "stop")
+        chunks = list(
+            client.completions.create(model=MODEL, prompt="the", max_tokens=40, seed=9, stop=stops, stream=True)
+        )
+        assert "".join(chunk.choices[0].text for chunk in chunks) == whole.text
+        assert [chunk.choices[0].finish_reason for chunk in chunks][-1] == "stop"
+        if checked == 6:
+            return
+    pytest.fail("the sample has no text to stop at: take another seed")
+
+
+def test_the_end_token_ends_the_text_and_is_not_in_it(
+    server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    free = native_sample(server, tokenizer.encode("the"), sampling_params={"max_tokens": 40})["sequences"][0]["tokens"]
+    end = free[7]
+    cut = free.index(end)
+    for strings in ([], ["never so"]):
+        answer = client.completions.create(
+            model=MODEL, prompt="the", max_tokens=40, seed=5, stop=strings, extra_body={"stop_token_ids": [end]}
+        )
+        assert answer.choices[0].text == text_of(tokenizer, free[:cut])
+        assert answer.choices[0].finish_reason == "stop"
+        assert answer.usage is not None and answer.usage.completion_tokens == cut + 1
+
+
+def test_sampling_parameters_are_those_of_our_own_api(
+    server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.5, "top_p": 0.4}, {"top_k": 2}, {"top_k": -1}]
+    for params in asked:
+        native = native_sample(server, tokenizer.encode("the"), sampling_params=params)["sequences"][0]["tokens"]
+        body = {"ignore_eos": True, "return_token_ids": True} | params
+        answer = client.completions.create(model=MODEL, prompt="the", max_tokens=12, seed=5, extra_body=body)
+        assert answer.choices[0].token_ids == native  # pyright: ignore[reportAttributeAccessIssue]
+
+
+# Chats
+
+
+def test_a_chat_is_the_templates_prompt_and_its_answer(
+    server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    messages: list[Any] = [
+        {"role": "system", "content": [{"type": "text", "text": "Be"}, {"type": "text", "text": "brief."}]},
+        *HELLO,
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "X"}'}}
+            ],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": "sun"},
+    ]
+    rendered = [dict(message) for message in messages]
+    rendered[0]["content"] = "Be\nbrief."
+    call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": {"city": "X"}}}
+    rendered[2]["tool_calls"] = [call]
+    for tools, choice, variables in (([TOOL], "auto", {"brief": True}), ([TOOL], "none", {}), ([], "auto", {})):
+        prompt = tokenizer.apply_chat_template(
+            rendered,
+            tools=tools if tools and choice == "auto" else None,
+            add_generation_prompt=True,
+            return_dict=False,
+            **variables,
+        )
+        answer = client.chat.completions.create(
+            model=MODEL,
+            messages=messages,
+            tools=tools or openai.omit,
+            tool_choice=choice,  # pyright: ignore[reportArgumentType]
+            max_completion_tokens=12,
+            seed=5,
+            logprobs=True,
+            top_logprobs=2,
+            extra_body={"return_token_ids": True, "ignore_eos": True, "chat_template_kwargs": variables},
+        )
+        assert answer.prompt_token_ids == prompt  # pyright: ignore[reportAttributeAccessIssue]
+        native = native_sample(server, prompt)["sequences"][0]
+        check_answer(answer, native, text_of(tokenizer, native["tokens"]))
+
+
+def check_answer(answer: ChatCompletion, native: Any, text: str) -> None:
+    (choice,) = answer.choices
+    assert answer.object == "chat.completion" and choice.message.role == "assistant"
+    assert choice.message.content == text and choice.token_ids == native["tokens"]  # pyright: ignore[reportAttributeAccessIssue]
+    assert choice.logprobs is not None and choice.logprobs.content is not None
+    assert [one.logprob for one in choice.logprobs.content] == pytest.approx(native["logprobs"], abs=1e-4)
+    spelled = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content)
+    assert spelled.decode(errors="replace").replace("<tool>", "") == text
+    for one in choice.logprobs.content:
+        first, second = one.top_logprobs
+        assert first.logprob >= second.logprob and first.logprob >= one.logprob - 1e-4
+
+
+def test_without_max_tokens_a_chat_goes_on_until_the_context_ends(client: openai.OpenAI) -> None:
+    answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=2, extra_body={"ignore_eos": True})
+    assert answer.usage is not None and answer.usage.total_tokens == 1024
+    assert answer.choices[0].finish_reason == "length"
+
+
+# Streams
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_streamed_chat_is_the_whole_one_in_pieces(client: openai.OpenAI, seed: int) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "messages": HELLO, "n": 3, "seed": seed, "max_tokens": 120}
+    asked |= {"logprobs": True, "top_logprobs": 1, "extra_body": {"return_token_ids": True}}
+    whole = client.chat.completions.create(**asked)
+    chunks = list(client.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    assert chunks[-1].choices == [] and chunks[-1].usage == whole.usage
+    assert all(chunk.usage is None and chunk.object == "chat.completion.chunk" for chunk in chunks[:-1])
+    for choice in whole.choices:
+        parts = [part for chunk in chunks for part in chunk.choices if part.index == choice.index]
+        assert [part.delta.role for part in parts] == ["assistant"] + [None] * (len(parts) - 1)
+        assert "".join(part.delta.content or "" for part in parts) == choice.message.content
+        assert [part.finish_reason for part in parts] == [None] * (len(parts) - 1) + [choice.finish_reason]
+        assert choice.logprobs is not None
+        told = [one for part in parts for one in (part.logprobs.content if part.logprobs else None) or []]
+        assert [(one.token, one.logprob) for one in told] == [
+            (one.token, pytest.approx(one.logprob, abs=1e-5)) for one in choice.logprobs.content or []
+        ]
+        assert [token for part in parts for token in part.token_ids] == choice.token_ids  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_a_stream_comes_while_it_is_sampled(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "n": 16, "max_tokens": 900, "seed": 1}
+    started = time.monotonic()
+    times = [time.monotonic() - started for _ in client.completions.create(**asked, stream=True, timeout=60)]
+    assert len(times) > 50 and times[0] < times[-1] / 3
+
+
+async def test_the_async_client_streams_many_at_once_and_seeds_repeat(server: LiveServer) -> None:
+    async with connect_async(server) as client:
+
+        async def streamed(seed: int) -> str:
+            asked = client.chat.completions.create(
+                model=MODEL, messages=HELLO, seed=seed, max_tokens=60, stream=True, temperature=0.9
+            )
+            return "".join([chunk.choices[0].delta.content or "" async for chunk in await asked])
+
+        async def whole(seed: int) -> str:
+            answer = await client.chat.completions.create(
+                model=MODEL, messages=HELLO, seed=seed, max_tokens=60, temperature=0.9
+            )
+            return answer.choices[0].message.content or ""
+
+        together = await asyncio.gather(*(asked(seed) for seed in range(6) for asked in (streamed, whole)))
+        alone = [await whole(seed) for seed in range(6)]
+    assert together[::2] == together[1::2] == alone
+    assert len(set(alone)) == 6
+
+
+async def test_without_a_seed_answers_differ(server: LiveServer) -> None:
+    async with connect_async(server) as client:
+        asked = [client.completions.create(model=MODEL, prompt="the", max_tokens=20) for _ in range(4)]
+        assert len({answer.choices[0].text for answer in await asyncio.gather(*asked)}) == 4
+
+
+# Models
+
+
+def test_checkpoints_and_sampling_sessions_are_models_of_their_tenant(
+    server: LiveServer, client: openai.OpenAI, service: ServiceClient, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    training = service.create_lora_training_client(MODEL, rank=8)
+    tokens = tokenizer.encode("the house that trains models stands by the sea")
+    data = [Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)})]
+    for _ in range(20):
+        training.forward_backward(data, "cross_entropy")
+        training.optim_step(AdamParams(learning_rate=1e-2)).result()
+    path = training.save_weights_for_sampler("sea").result().path
+    assert path is not None
+    sampler = training.save_weights_and_get_sampling_client()
+    native = sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=10, temperature=0.0)).result().sequences[0]
+    asked: dict[str, Any] = {"prompt": tokens[:3], "max_tokens": 10, "temperature": 0, "logprobs": 1}
+    trained = client.completions.create(model=path, **asked).choices[0]
+    assert trained.text == text_of(tokenizer, list(native.tokens)) == tokenizer.decode(tokens[3:13])
+    assert trained.logprobs is not None
+    assert trained.logprobs.token_logprobs == pytest.approx(list(native.logprobs), abs=1e-3)
+    base = client.completions.create(model=MODEL, **asked).choices[0]
+    assert base.text != trained.text
+    live = client.completions.create(model=sampler.sampler_id, **asked).choices[0]
+    assert live.text == trained.text
+    check_models(server, client, [path, sampler.sampler_id])
+
+
+def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]) -> None:
+    assert {MODEL, names[0]} <= {one.id for one in client.models.list()}
+    for name in (MODEL, *names):
+        assert client.models.retrieve(name).id == name
+    with connect(server, "tml-somebody-else") as other:
+        assert [one.id for one in other.models.list()] == [MODEL]
+        for name in names:
+            with pytest.raises(openai.NotFoundError):
+                other.models.retrieve(name)
+            with pytest.raises(openai.NotFoundError) as refused:
+                other.completions.create(model=name, prompt="the")
+            assert refused.value.code == "model_not_found" and refused.value.param == "model"
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": -1}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "the end"}, "suffix"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"n": 0}, "n"),
+        ({"n": "two"}, "n"),
+        ({"temperature": -1}, "temperature"),
+        ({"top_p": 0}, "top_p"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"stop": ""}, "stop"),
+        ({"stop": ["a"] * 17}, "stop"),
+        ({"prompt": {}}, "prompt"),
+        ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
+        ({"max_tokens": 5000}, None),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": [[1, 2], []]}, None),
+        ({"prompt": [5, 512]}, None),
+        ({"prompt": ""}, None),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: dict, param: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.completions.create(model=MODEL, prompt="the", extra_body=fields)
+    assert refused.value.param == param and refused.value.type == "invalid_request_error"
+    assert param is None or param in str(refused.value)
+    assert client.completions.create(model=MODEL, prompt="the", max_tokens=1).choices
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "judge", "content": "x"}]}, None),
+        ({"audio": {"voice": "x"}}, "audio"),
+    ],
+)
+def test_what_a_chat_cannot_have_is_refused_by_name(client: openai.OpenAI, fields: dict, param: str | None) -> None:
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.chat.completions.create(model=MODEL, messages=HELLO, extra_body=fields)
+    assert refused.value.param == param
+
+
+def test_fields_that_ask_for_nothing_are_taken(client: openai.OpenAI) -> None:
+    nothing = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "best_of": 1, "suffix": None}
+    nothing |= {"user": "ann", "top_k": 0, "min_tokens": 0, "seed": None, "stop": None}
+    assert client.completions.create(model=MODEL, prompt="the", max_tokens=1, extra_body=nothing).choices
+    nothing = {"response_format": {"type": "text"}, "metadata": {"a": "b"}, "store": False, "tools": None}
+    assert client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=1, extra_body=nothing).choices
+
+
+def test_a_wrong_key_model_or_place_raises_the_packages_own_errors(server: LiveServer, client: openai.OpenAI) -> None:
+    with pytest.raises(openai.AuthenticationError) as refused, connect(server, "sk-wrong") as stranger:
+        stranger.completions.create(model=MODEL, prompt="the")
+    assert refused.value.code == "invalid_api_key"
+    for name in ("gpt-5", "tinker://nobody/weights/x", "tinker://x"):
+        with pytest.raises(openai.NotFoundError) as missing:
+            client.completions.create(model=name, prompt="the")
+        assert missing.value.code == "model_not_found" and name in str(missing.value)
+    with pytest.raises(openai.NotFoundError, match="there is no POST /v1/embeddings"):
+        client.embeddings.create(model=MODEL, input="x")
+    answer = httpx.post(f"{server.url}/v1/completions", content="{", headers={"Authorization": f"Bearer {KEY}"})
+    assert answer.status_code == 400 and "not valid JSON" in answer.json()["error"]["message"]
+    keyed = httpx.get(f"{server.url}/v1/models", headers={"X-API-Key": KEY})
+    assert keyed.json()["data"][0] == {"id": MODEL, "object": "model", "created": 0, "owned_by": "trainhouse"}
+
+
+def test_a_request_beyond_a_limit_is_put_off(model: Path, tmp_path: Path) -> None:
+    with live_server({MODEL: model}, tmp_path, tenant_queued_operations=1) as server, connect(server) as client:
+        asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 900}
+        stream = client.completions.create(**asked, n=64, stream=True)
+        next(iter(stream))
+        with pytest.raises(openai.RateLimitError) as refused:
+            client.completions.create(**asked)
+        assert float(refused.value.response.headers["retry-after"]) >= 1
+        assert "tenant-queued-operations" in str(refused.value) and refused.value.code == "rate_limit_exceeded"
+        stream.close()
+        deadline = time.monotonic() + 3
+        while time.monotonic() < deadline:
+            try:
+                client.completions.create(model=MODEL, prompt="the", max_tokens=1)
+                return
+            except openai.RateLimitError:
+                time.sleep(0.1)
+        pytest.fail("the stream that was closed still counts")
+
+
+def test_a_stream_whose_session_ends_breaks_off_with_an_error(client: openai.OpenAI, server: LiveServer) -> None:
+    with ServiceClient(server.url, KEY) as service:
+        sampler = service.create_sampling_client(base_model=MODEL)
+        stream = client.completions.create(model=sampler.sampler_id, prompt="the", n=64, max_tokens=900, stream=True)
+        chunks = iter(stream)
+        next(chunks)
+        session_id = sampler.sampler_id.partition(":")[0]
+        reason = {"reason": {"type": "success"}}
+        httpx.post(
+            f"{server.url}/api/v1/sessions/{session_id}/finish", json=reason, headers={"X-API-Key": KEY}
+        ).raise_for_status()
+        with pytest.raises(openai.APIError, match="cancelled"):
+            list(chunks)
+    with pytest.raises(openai.NotFoundError, match="ended"):
+        client.completions.create(model=sampler.sampler_id, prompt="the")
+
+
+def test_logprobs_are_numbers(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model=MODEL, prompt="the", max_tokens=5, logprobs=20)
+    assert answer.choices[0].logprobs is not None
+    for likeliest in answer.choices[0].logprobs.top_logprobs or []:
+        assert all(math.isfinite(value) for value in likeliest.values())

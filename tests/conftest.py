@@ -38,6 +38,15 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServ
         yield server
 
 
+@pytest.fixture(scope="session")
+def vllm_python() -> str:
+    """The path of a Python that has vLLM."""
+    python = os.environ.get("TRAINHOUSE_VLLM_PYTHON")
+    if not python:
+        pytest.skip("TRAINHOUSE_VLLM_PYTHON names no Python that has vLLM: make test-vllm")
+    return python
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Beside a failure, what the live servers of that moment have logged."""

@@ -6,7 +6,7 @@ Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
 import asyncio
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -16,7 +16,7 @@ from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import SamplingConfig, WorkerConfig
-from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers
+from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .footprint import check_fit, runs_on_cpu
 from .group import Group, OnProgress
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
@@ -64,15 +64,15 @@ class WorkerDispatch:
         self.models = {}
         self._config = config
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
-        models = _with_threads(config.models, 1 + config.sampling.workers)
+        models = _with_threads(config)
         self._groups = {model.model.name: self._new_group(model) for model in models}
-        self._engines = {model.model.name: self._new_engine(model) for model in models}
+        self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
         self._homes: dict[str, _Home] = {}  # by id of the run
         self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
-        copies = list(_copies(self._config))
+        copies = _copies(self._config)
         check_fit(copies)
         try:
             if self._cluster is not None:
@@ -192,15 +192,20 @@ class WorkerDispatch:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
         return Group(model, self._new_pool, limits, self._config.slice_milliseconds, name)
 
-    def _new_engine(self, model: WorkerConfig) -> Engine:
+    def _new_engine(self, number: int, model: WorkerConfig) -> Engine:
+        """number: the model's, in the order of the config."""
         training, sampling = self._groups[model.model.name], self._config.sampling
-        if not sampling.workers:
+        directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
+        if sampling.vllm is not None and sampling.vllm.urls:
+            return Vllm(training, VllmAt(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
+        samplers = list(_samplers(model, sampling))
+        if sampling.vllm is not None:
+            return Vllm(training, VllmProcess(samplers[0], sampling.vllm, directory), directory)
+        if not samplers:
             return TrainingWorkers(training)
         groups = [
-            self._new_group(sampler, f"{model.model.name} (sampler {number})")
-            for number, sampler in enumerate(_samplers(model, sampling), start=1)
+            self._new_group(each, f"{model.model.name} (sampler {i})") for i, each in enumerate(samplers, start=1)
         ]
-        directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         return SamplerGroups(training, groups, AdapterCopies(directory))
 
     def _new_pool(self, model: WorkerConfig) -> Pool:
@@ -238,21 +243,22 @@ def _check_weights(weights: Mapping[str, float]) -> None:
         )
 
 
-def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[WorkerConfig]:
-    """What the workers that only sample the model are built of."""
-    for number in range(sampling.workers):
-        devices = sampling.devices or (model.device,)
-        yield replace(model, device=devices[number % len(devices)])
+def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
+    """What our processes that only sample the model are built of."""
+    if sampling.vllm is not None:
+        devices = ",".join(sampling.devices) or model.device
+        return [] if sampling.vllm.urls else [replace(model, device=devices)]
+    devices = sampling.devices or (model.device,)
+    return [replace(model, device=devices[number % len(devices)]) for number in range(sampling.workers)]
 
 
-def _copies(config: DispatchConfig) -> Iterator[WorkerConfig]:
-    """One for each worker that holds a base model."""
-    for model in config.models:
-        yield from (model, *_samplers(model, config.sampling))
+def _copies(config: DispatchConfig) -> list[WorkerConfig]:
+    """One for each process that holds a base model."""
+    return [copy for model in config.models for copy in (model, *_samplers(model, config.sampling))]
 
 
-def _with_threads(models: tuple[WorkerConfig, ...], num_workers: int) -> tuple[WorkerConfig, ...]:
-    """Threads per rank = cores / ranks, over all groups: they compute at the same time. num_workers: of each model."""
+def _with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+    """Threads per rank = cores / ranks, over all of them: they compute at the same time."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // max(1, len(models) * num_workers))
-    return tuple(replace(model, threads=model.threads or share) for model in models)
+    share = max(1, cores // max(1, len(_copies(config))))
+    return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -4,5 +4,7 @@ from .copies import AdapterCopies
 from .engine import Engine
 from .sampler_groups import SamplerGroups
 from .training_workers import TrainingWorkers
+from .vllm import Vllm, VllmAt
+from .vllm_process import VllmProcess
 
-__all__ = ["AdapterCopies", "Engine", "SamplerGroups", "TrainingWorkers"]
+__all__ = ["AdapterCopies", "Engine", "SamplerGroups", "TrainingWorkers", "Vllm", "VllmAt", "VllmProcess"]

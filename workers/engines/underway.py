@@ -16,6 +16,10 @@ class Underway:
 
     def __init__(self) -> None:
         self._tasks: dict[str, asyncio.Task[SampleResponse]] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
 
     async def run(self, job_id: str, work: Coroutine[None, None, SampleResponse]) -> SampleResponse:
         """Raises OperationError when it is cancelled by its id. A caller that is cancelled cancels it, too."""
@@ -30,6 +34,8 @@ class Underway:
             raise
         finally:
             del self._tasks[job_id]
+        if task.cancelled() and self._closed:
+            raise OperationError("the server is shutting down", "server")
         if task.cancelled():
             raise OperationError(f"sampling request {job_id} was cancelled")
         return task.result()
@@ -37,6 +43,12 @@ class Underway:
     def cancel(self, job_id: str) -> None:
         """Finished or unknown: no-op."""
         if task := self._tasks.get(job_id):
+            task.cancel()
+
+    def close(self) -> None:
+        """Fails what is under way."""
+        self._closed = True
+        for task in self._tasks.values():
             task.cancel()
 
 

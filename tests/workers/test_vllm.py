@@ -1,0 +1,473 @@
+"""Sampling by a real vLLM server against our own forward: numbers, versions of adapters, refusals, and its death."""
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse, SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.tests.live import save_byte_tokenizer
+from trainhouse.tests.tiny import tiny_model
+from trainhouse.workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.engines.vllm_process import VllmProcess
+from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
+
+pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
+
+TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
+LOGPROBS_WITHIN = 1e-3
+
+
+def job(job_id: str, adapter_id: str | None = None, max_tokens: int | None = 12, **options: Any) -> SampleJob:
+    """options: of the job or of its SamplingParams."""
+    params = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in options}
+    options = {"stop_token_ids": (), "stop_strings": (), "prompt": TOKENS[:3]} | options
+    sampling = SamplingParams(**({"max_tokens": max_tokens, "seed": 7} | params))
+    return SampleJob(job_id=job_id, adapter_id=adapter_id, params=sampling, **options)
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> WorkerConfig:
+    """A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    directory = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
+    save_byte_tokenizer(directory)
+    return WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", threads=1, max_lora_rank=8, adapter_slots=4)
+
+
+@pytest.fixture(scope="module")
+def dispatch(
+    vllm_python: str, runner: asyncio.Runner, model: WorkerConfig, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerDispatch]:
+    sampling = SamplingConfig(vllm=VllmConfig(python=vllm_python), directory=str(tmp_path_factory.mktemp("vllm")))
+    dispatch = WorkerDispatch(DispatchConfig((model,), sampling=sampling))
+    runner.run(dispatch.start(print))
+    yield dispatch
+    runner.run(dispatch.close())
+
+
+@pytest.fixture(scope="module")
+def native(runner: asyncio.Runner, model: WorkerConfig) -> Iterator[WorkerDispatch]:
+    dispatch = WorkerDispatch(DispatchConfig((model,)))
+    runner.run(dispatch.start(lambda _: None))
+    yield dispatch
+    runner.run(dispatch.close())
+
+
+async def trained_run(dispatch: WorkerDispatch, run_id: str, unembed: bool = True) -> str:
+    await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0, train_unembed=unembed)), "tenant")
+    await train(dispatch, run_id, 3)
+    return run_id
+
+
+async def train(dispatch: WorkerDispatch, run_id: str, num_steps: int) -> None:
+    inputs = {"target_tokens": np.roll(TOKENS, -1).astype(np.int64), "weights": np.ones(len(TOKENS), np.float32)}
+    for _ in range(num_steps):
+        await dispatch.forward_backward(ForwardBackwardRequest(run_id, 0, (Datum(TOKENS, inputs),), "cross_entropy"))
+        await dispatch.optim_step(Step(run_id, AdamParams(learning_rate=1e-2)))
+
+
+async def scored(
+    dispatch: WorkerDispatch, adapter_id: str | None, prompt: np.ndarray, tokens: np.ndarray
+) -> np.ndarray:
+    """Our forward's log-probabilities of the tokens behind the prompt."""
+    whole = np.concatenate([prompt, tokens]).astype(np.int32)
+    response = await dispatch.sample("tiny", job("scored", adapter_id, 1, prompt=whole, prompt_logprobs=True))
+    assert response.prompt_logprobs is not None
+    return response.prompt_logprobs[len(prompt) :]
+
+
+@asynccontextmanager
+async def trained(
+    dispatch: WorkerDispatch, native: WorkerDispatch, directory: Path, name: str, unembed: bool = True
+) -> AsyncIterator[str]:
+    """An adapter that both sides have."""
+    run_id = await trained_run(dispatch, name, unembed)
+    await dispatch.copy_adapter(run_id, f"{name}-adapter")
+    await dispatch.save_run(run_id, directory, optimizer=False)
+    await native.load_adapter("tiny", f"{name}-adapter", directory)
+    yield f"{name}-adapter"
+    for each in (dispatch, native):
+        await each.drop_adapter(f"{name}-adapter")
+    await dispatch.drop_run(run_id)
+
+
+@pytest.mark.parametrize("unembed", [True, False])
+def test_logprobs_are_those_of_our_forward(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path, unembed: bool
+) -> None:
+    """At temperature 1, whatever the temperature drawn at. The control is the base, which is far from the adapter."""
+
+    async def check() -> None:
+        async with trained(dispatch, native, tmp_path, f"exact-{unembed}", unembed) as adapter_id:
+            for number, options in enumerate(({}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8})):
+                drawn = await dispatch.sample("tiny", job(f"exact-{number}", adapter_id, 40, num_samples=3, **options))
+                assert len(drawn.sequences) == 3
+                for sequence in drawn.sequences:
+                    assert sequence.stop_reason == "length" and len(sequence.tokens) == 40
+                    ours = await scored(native, adapter_id, TOKENS[:3], sequence.tokens)
+                    np.testing.assert_allclose(sequence.logprobs, ours, atol=LOGPROBS_WITHIN)
+                    base = await scored(native, None, TOKENS[:3], sequence.tokens)
+                    assert not np.allclose(sequence.logprobs, base, atol=10 * LOGPROBS_WITHIN)
+
+    runner.run(check())
+
+
+def test_greedy_samples_are_the_same(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        async with trained(dispatch, native, tmp_path, "greedy") as adapter_id:
+            for each in (adapter_id, None):
+                greedy = job(f"greedy-{each}", each, 60, temperature=0.0, num_samples=2, topk_sample_logprobs=4)
+                theirs, ours = await asyncio.gather(dispatch.sample("tiny", greedy), native.sample("tiny", greedy))
+                assert len(theirs.sequences) == 2
+                for one, other in zip(theirs.sequences, ours.sequences, strict=True):
+                    np.testing.assert_array_equal(one.tokens, other.tokens)
+                    assert one.topk_logprobs is not None and other.topk_logprobs is not None
+                    np.testing.assert_allclose(
+                        one.topk_logprobs.logprobs, other.topk_logprobs.logprobs, atol=LOGPROBS_WITHIN
+                    )
+                    np.testing.assert_array_equal(one.topk_logprobs.token_ids[:, 0], one.tokens)
+
+    runner.run(check())
+
+
+@pytest.mark.parametrize("streams", [False, True])
+@pytest.mark.parametrize("last_n", [None, 2])
+def test_prompts_are_scored_alike(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, streams: bool, last_n: int | None
+) -> None:
+    async def check() -> None:
+        asked = job(
+            "scores", None, 4, prompt=TOKENS, prompt_logprobs=True, prompt_logprobs_last_n=last_n,
+            topk_prompt_logprobs=3, num_samples=2, streams=streams,
+        )  # fmt: skip
+        theirs, ours = await asyncio.gather(dispatch.sample("tiny", asked), native.sample("tiny", asked))
+        assert theirs.prompt_logprobs is not None and ours.prompt_logprobs is not None
+        np.testing.assert_allclose(theirs.prompt_logprobs, ours.prompt_logprobs, atol=LOGPROBS_WITHIN)
+        assert np.isnan(theirs.prompt_logprobs).sum() == len(TOKENS) - (last_n or len(TOKENS) - 1)
+        assert theirs.topk_prompt_logprobs is not None and ours.topk_prompt_logprobs is not None
+        np.testing.assert_array_equal(theirs.topk_prompt_logprobs.token_ids, ours.topk_prompt_logprobs.token_ids)
+        np.testing.assert_allclose(
+            theirs.topk_prompt_logprobs.logprobs, ours.topk_prompt_logprobs.logprobs, atol=LOGPROBS_WITHIN
+        )
+        assert [len(sequence.tokens) for sequence in theirs.sequences] == [4, 4]
+
+    runner.run(check())
+
+
+def test_a_seed_gives_the_same_samples_and_another_one_others(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    """By their numbers, also when more are drawn, or the prompt is scored along; none of seed 7 is one of seed 8."""
+
+    async def check() -> None:
+        asked = job("seeded", None, 20, num_samples=4)
+        first = await dispatch.sample("tiny", asked)
+        more = await dispatch.sample("tiny", replace(asked, num_samples=70, prompt_logprobs=True))
+        other = await dispatch.sample("tiny", job("other", None, 20, num_samples=4, seed=8))
+        texts = [tuple(sequence.tokens) for sequence in more.sequences]
+        assert [tuple(sequence.tokens) for sequence in first.sequences] == texts[:4]
+        assert len(set(texts)) == 70
+        assert not {tuple(sequence.tokens) for sequence in other.sequences} & set(texts)
+
+    runner.run(check())
+
+
+def test_samples_end_as_with_the_native_engine(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
+) -> None:
+    """At a token, at a string, at neither where the list is empty, and at the end of the context."""
+
+    async def check() -> None:
+        async with trained(dispatch, native, tmp_path, "ends") as adapter_id:
+            free = job("free", adapter_id, 40, temperature=0.0)
+            tokens = (await dispatch.sample("tiny", free)).sequences[0].tokens
+            jobs = [
+                replace(free, stop_token_ids=(int(tokens[5]),)),
+                replace(free, stop_strings=(printable(model, tokens[2:]),)),
+                replace(free, stop_strings=("never to be seen",)),
+                replace(free, params=SamplingParams(temperature=0.0, seed=7)),
+            ]
+            reasons, lengths = [], []
+            for asked in jobs:
+                theirs, ours = [(await each.sample("tiny", asked)).sequences[0] for each in (dispatch, native)]
+                assert theirs.stop_reason == ours.stop_reason
+                np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+                reasons.append(theirs.stop_reason)
+                lengths.append(len(theirs.tokens))
+            assert reasons == ["stop", "stop", "length", "length"]
+            assert lengths[0] <= 6 and lengths[1] < 40 and lengths[2:] == [40, 1021]
+
+    runner.run(check())
+
+
+def printable(model: WorkerConfig, tokens: np.ndarray) -> str:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model.model.source)
+    texts = [tokenizer.decode([token]) for token in tokens.tolist()]
+    return next(text for text in texts if text and text.isascii())
+
+
+def test_the_end_token_stops_nothing_that_is_to_stop_at_nothing(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        free = job("free", None, 200, temperature=2.0, num_samples=16)
+        sequences = (await dispatch.sample("tiny", free)).sequences
+        assert {len(sequence.tokens) for sequence in sequences} == {200}
+        assert any(2 in sequence.tokens for sequence in sequences)
+        stopped = (await dispatch.sample("tiny", replace(free, stop_token_ids=(2,)))).sequences
+        for one, other in zip(sequences, stopped, strict=True):
+            ends = np.flatnonzero(one.tokens == 2)
+            assert len(other.tokens) == (ends[0] + 1 if len(ends) else 200)
+
+    runner.run(check())
+
+
+def test_an_adapter_moves_forward_and_old_versions_are_unloaded(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "moving")
+        for adapter_id in ("snapshot", "inflight"):
+            await dispatch.copy_adapter(run_id, adapter_id)
+        asked = job("asked", "inflight", temperature=0.0)
+        early = await dispatch.sample("tiny", asked)
+        [name] = await adapters_of(dispatch)
+        assert name.startswith("inflight-v")
+        await train(dispatch, run_id, 3)
+        await dispatch.copy_adapter(run_id, "inflight")
+        await dispatch.save_run(run_id, tmp_path, optimizer=False)
+        await native.load_adapter("tiny", "now", tmp_path)
+        late = await dispatch.sample("tiny", asked)
+        of_now = await native.sample("tiny", replace(asked, adapter_id="now"))
+        assert_close(late, of_now)
+        assert not np.allclose(early.sequences[0].logprobs[:1], late.sequences[0].logprobs[:1], atol=LOGPROBS_WITHIN)
+        assert_close(await dispatch.sample("tiny", replace(asked, adapter_id="snapshot")), early)
+        await until_adapters_are(dispatch, 2)
+        for adapter_id in ("snapshot", "inflight"):
+            await dispatch.drop_adapter(adapter_id)
+        await until_adapters_are(dispatch, 0)
+        with pytest.raises(OperationError, match="inflight is gone: its sampler was closed"):
+            await dispatch.sample("tiny", asked)
+        await native.drop_adapter("now")
+        await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
+def test_more_adapters_than_vllm_holds_on_its_device(
+    dispatch: WorkerDispatch,
+    native: WorkerDispatch,
+    runner: asyncio.Runner,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> None:
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "many")
+        expected = []
+        for number in range(7):
+            await dispatch.copy_adapter(run_id, f"many-{number}")
+            directory = tmp_path_factory.mktemp("adapter")
+            await dispatch.save_run(run_id, directory, optimizer=False)
+            await native.load_adapter("tiny", "current", directory)
+            expected.append(await native.sample("tiny", job("greedy", "current", temperature=0.0)))
+            await train(dispatch, run_id, 1)
+        jobs = [job(f"many-{number}", f"many-{number}", temperature=0.0) for number in range(7)]
+        for response, wanted in zip(
+            await asyncio.gather(*(dispatch.sample("tiny", each) for each in jobs)), expected, strict=True
+        ):
+            assert_close(response, wanted)
+        for number in range(7):
+            await dispatch.drop_adapter(f"many-{number}")
+        await native.drop_adapter("current")
+        await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
+def assert_close(one: SampleResponse, other: SampleResponse) -> None:
+    for theirs, ours in zip(one.sequences, other.sequences, strict=True):
+        np.testing.assert_array_equal(theirs.tokens, ours.tokens)
+        np.testing.assert_allclose(theirs.logprobs, ours.logprobs, atol=LOGPROBS_WITHIN)
+
+
+def server_of(dispatch: WorkerDispatch) -> VllmProcess:
+    server: Any = dispatch._engines["tiny"]
+    return server._server
+
+
+async def adapters_of(dispatch: WorkerDispatch) -> list[str]:
+    """Those that vLLM lists."""
+    import httpx
+
+    server = server_of(dispatch)
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.api_key}"}) as client:
+        cards = (await client.get(f"{server.url}/v1/models")).json()["data"]
+        return [card["id"] for card in cards if card["parent"]]
+
+
+async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
+    for _ in range(100):
+        if len(await adapters_of(dispatch)) == number:
+            return
+        await asyncio.sleep(0.05)
+    pytest.fail(f"vLLM still has {await adapters_of(dispatch)}")
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"target_prompt_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs is not to be had from vLLM"),
+        ({"prompt_alt_tokens_k": 2}, r"prompt_alt_tokens_k is not to be had from vLLM: leave it out, or.*native"),
+        ({"prompt": np.array([600], np.int32)}, "vLLM refuses the request: Token id 600 is out of vocabulary"),
+        ({"prompt": np.ones(1024, np.int32)}, "the prompt has 1024 tokens, and vLLM's context of 1024"),
+        ({"prompt": np.zeros(0, np.int32)}, "the prompt is empty"),
+        ({"params": SamplingParams(seed=7, temperature=2.5)}, r"temperature 2\.5 exceeds vLLM's 2: lower it, or"),
+        ({"stop_strings": ("",)}, "a stop string is empty"),
+        ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n 3"),
+        ({"adapter_id": "nobody"}, "adapter nobody is gone"),
+    ],
+)
+def test_what_vllm_cannot_do_is_refused_by_name(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(OperationError, match=reason) as refused:
+        runner.run(dispatch.sample("tiny", replace(job("refused"), **options)))
+    assert refused.value.category == "user"
+
+
+def test_a_job_that_streams_tells_every_token_once(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    async def check() -> None:
+        for number, options in enumerate(({}, {"temperature": 0.0}, {"topk_sample_logprobs": 2})):
+            told: list[SampledPart] = []
+            asked = job(f"stream-{number}", None, 50, num_samples=3, streams=True, **options)
+            response = await dispatch.sample("tiny", asked, told.extend)
+            assert len(told) > 10
+            for sample, sequence in enumerate(response.sequences):
+                parts = [part for part in told if part.sample == sample]
+                np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), sequence.tokens)
+                np.testing.assert_array_equal(np.concatenate([part.logprobs for part in parts]), sequence.logprobs)
+            whole = await dispatch.sample("tiny", replace(asked, streams=False))
+            assert_close(whole, response)
+
+    runner.run(check())
+
+
+def test_a_cancelled_job_leaves_vllm(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    async def check() -> None:
+        begun = asyncio.Event()
+        asked = job("cancelled", None, 1000, num_samples=8, streams=True)
+        sampling = asyncio.create_task(dispatch.sample("tiny", asked, lambda _: begun.set()))
+        await begun.wait()
+        assert "1 sampling requests wait or run on vLLM of tiny" in str(dispatch.status("tiny"))
+        dispatch.cancel("cancelled")
+        with pytest.raises(OperationError, match="sampling request cancelled was cancelled"):
+            await sampling
+        for _ in range(100):
+            if await num_running(dispatch) == 0:
+                return
+            await asyncio.sleep(0.05)
+        pytest.fail("vLLM still works on it")
+
+    runner.run(check())
+
+
+async def num_running(dispatch: WorkerDispatch) -> float:
+    import httpx
+
+    server = server_of(dispatch)
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.api_key}"}) as client:
+        lines = (await client.get(f"{server.url}/metrics")).text.splitlines()
+    return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith("vllm:num_requests_running"))
+
+
+def test_a_vllm_that_dies_comes_back_with_its_adapters_and_requests_go_on(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "survived")
+        await dispatch.copy_adapter(run_id, "survivor")
+        await dispatch.drop_run(run_id)
+        asked = job("long", "survivor", 900, num_samples=2)
+        expected = await dispatch.sample("tiny", asked)
+        told: list[SampledPart] = []
+        sampling = asyncio.create_task(dispatch.sample("tiny", replace(asked, streams=True), told.extend))
+        while len(told) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        _, pid = dispatch.pids("tiny")
+        os.kill(pid, signal.SIGKILL)
+        response = await sampling
+        assert_close(response, expected)
+        for sample, sequence in enumerate(response.sequences):
+            tokens = np.concatenate([part.tokens for part in told if part.sample == sample])
+            np.testing.assert_array_equal(tokens, sequence.tokens)
+        assert dispatch.pids("tiny")[1] != pid
+        await dispatch.drop_adapter("survivor")
+
+    runner.run(check())
+
+
+def test_a_server_at_a_url_that_forgot_its_adapters_gets_them_again(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
+) -> None:
+    """Here it is told to forget one; a restart is the same to us."""
+    import httpx
+
+    async def check() -> None:
+        server = server_of(dispatch)
+        vllm = VllmConfig(urls=(server.url,), api_key=server.api_key)
+        config = DispatchConfig((model,), sampling=SamplingConfig(vllm=vllm, directory=str(tmp_path)))
+        other = WorkerDispatch(config)
+        await other.start(lambda _: None)
+        try:
+            run_id = await trained_run(other, "elsewhere")
+            await other.copy_adapter(run_id, "forgotten")
+            asked = job("asked", "forgotten", temperature=0.0)
+            expected = await other.sample("tiny", asked)
+            [name] = [name for name in await adapters_of(dispatch) if name.startswith("forgotten")]
+            async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.api_key}"}) as client:
+                done = await client.post(f"{server.url}/v1/unload_lora_adapter", json={"lora_name": name})
+                assert done.is_success
+            assert_close(await other.sample("tiny", asked), expected)
+            await other.drop_adapter("forgotten")
+            await until_adapters_are(dispatch, 0)
+        finally:
+            await other.close()
+
+    runner.run(check())
+
+
+def test_an_adapter_that_vllm_cannot_hold_is_refused_with_the_remedy(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, model: WorkerConfig, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        server = server_of(dispatch)
+        vllm = VllmConfig(urls=(server.url,), api_key=server.api_key)
+        sampling = SamplingConfig(vllm=vllm, directory=str(tmp_path))
+        other = WorkerDispatch(DispatchConfig((replace(model, max_lora_rank=16),), sampling=sampling))
+        await other.start(lambda _: None)
+        try:
+            await other.create_run("tiny", RunSpec("wide", LoraConfig(rank=16, seed=0)), "tenant")
+            await other.copy_adapter("wide", "wide")
+            with pytest.raises(OperationError, match=r"vLLM does not load adapter wide-v1 .*16.*--max-lora-rank"):
+                await other.sample("tiny", job("asked", "wide"))
+        finally:
+            await other.close()
+
+    runner.run(check())

@@ -1,0 +1,286 @@
+"""VllmApi: what is said to a vLLM server over HTTP, and what it answers. Its formats are known here alone.
+
+Prompts and samples are token ids both ways, so no text is tokenized twice. Log-probabilities are those of the model at
+temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
+"""
+
+import contextlib
+import json
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any, Protocol
+
+import httpx
+import numpy as np
+
+from ...schemas.errors import OperationError
+from ...schemas.sampling import TopkLogprobs
+from ..verbs import SampleJob
+
+_TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
+_EMPTY_LOGPROB = -99999.0
+# Below this native sampling is greedy, and so is vLLM.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+class VllmGone(Exception):
+    """The server does not answer, or broke off. reached: it had the request, and may have died of it."""
+
+    def __init__(self, message: str, reached: bool) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+class UnknownAdapter(Exception):
+    """The server has no adapter of that name: it was started again, or has dropped it."""
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """The base model as the server calls it."""
+
+    name: str
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Samples first, first + 1, ... of a job in one request.
+
+    scores_prompt: with what the job asks about its prompt. keeps_samples: else they are drawn for that alone.
+    """
+
+    first: int
+    num_samples: int
+    scores_prompt: bool = False
+    keeps_samples: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What an answer, or an event of it, holds of sample number `sample` of its request.
+
+    tokens int32 [n], logprobs float32 [n]. finish_reason: None while it goes on.
+    """
+
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top: TopkLogprobs | None
+    finish_reason: str | None
+    prompt_logprobs: list[dict[str, Any] | None] | None = None
+
+
+class VllmServer(Protocol):
+    """Whom to ask. The URL of one of ours is another one after it was started again."""
+
+    @property
+    def url(self) -> str: ...
+
+    @property
+    def api_key(self) -> str | None: ...
+
+
+class VllmApi:
+    """Raises VllmGone, UnknownAdapter, and OperationError with what the server refuses."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server = server
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def model(self, name: str) -> VllmModel:
+        """The one served under this name, else the only one that there is. Raises OperationError."""
+        cards = (await self._ask("GET", "/v1/models"))["data"]
+        bases = [card for card in cards if card.get("parent") is None]
+        found = [card for card in bases if card["id"] == name] or (bases if len(bases) == 1 else [])
+        if not found:
+            served = ", ".join(card["id"] for card in bases)
+            raise OperationError(
+                f"the vLLM at {self._server.url} serves {served}, not {name}: start it with --served-model-name {name}",
+                "server",
+            )
+        return VllmModel(found[0]["id"], found[0]["max_model_len"])
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        # In place, so that asking twice for the same is no mistake.
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", body)
+        except (OperationError, VllmGone) as error:
+            if isinstance(error, VllmGone) and not await self.is_healthy():
+                raise
+            raise OperationError(
+                f"vLLM does not load adapter {name} from {directory}: {error}; it must see that directory, run with"
+                " --enable-lora, a --max-lora-rank of at least this rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+                "server",
+            ) from None
+
+    async def is_healthy(self) -> bool:
+        try:
+            return (await self._client.get(f"{self._server.url}/health", timeout=_TIMEOUT.connect)).is_success
+        except httpx.TransportError:
+            return False
+
+    async def unload_adapter(self, name: str) -> None:
+        """One that it does not have, or not any more: no-op."""
+        with contextlib.suppress(OperationError, UnknownAdapter, VllmGone):
+            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> list[Piece]:
+        """The samples, whole."""
+        answer = await self._ask("POST", "/v1/completions", _body(job, ask, model, max_tokens))
+        return [_piece(choice, job) for choice in answer["choices"]]
+
+    async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[list[Piece], None]:
+        """The samples as they grow."""
+        body = _body(job, ask, model, max_tokens) | {"stream": True}
+        request = self._request("POST", "/v1/completions", body)
+        async with self._reaching(), aclosing(await self._client.send(request, stream=True)) as response:
+            if not response.is_success:
+                await response.aread()
+                _refuse(response)
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    event = json.loads(line.removeprefix("data: "))
+                    if "error" in event:
+                        raise VllmGone(str(event["error"].get("message", event["error"])), reached=True)
+                    yield [_piece(choice, job) for choice in event["choices"]]
+
+    async def _ask(self, method: str, path: str, body: object = None) -> Any:
+        async with self._reaching():
+            response = await self._client.send(self._request(method, path, body))
+        if not response.is_success:
+            _refuse(response)
+        return response.json() if "json" in response.headers.get("content-type", "") else None
+
+    def _request(self, method: str, path: str, body: object) -> httpx.Request:
+        key = self._server.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return self._client.build_request(method, f"{self._server.url}{path}", json=body, headers=headers)
+
+    @asynccontextmanager
+    async def _reaching(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise VllmGone(f"cannot be reached: {error}", reached=False) from None
+        except httpx.TransportError as error:
+            raise VllmGone(f"broke off: {error or type(error).__name__}", reached=True) from None
+
+
+def is_greedy(job: SampleJob) -> bool:
+    return job.params.temperature < _LOWEST_TEMPERATURE
+
+
+def prompt_logprobs(job: SampleJob, found: list[dict[str, Any] | None]) -> np.ndarray:
+    """float32 [len(prompt)], NaN where unscored."""
+    logprobs = np.full(len(job.prompt), np.nan, np.float32)
+    for position in _scored(job):
+        entry = found[position]
+        assert entry is not None, "vLLM scores every position but the first"
+        logprobs[position] = entry[str(int(job.prompt[position]))]["logprob"]
+    return logprobs
+
+
+def topk_prompt_logprobs(job: SampleJob, found: list[dict[str, Any] | None]) -> TopkLogprobs:
+    length, k = len(job.prompt), job.topk_prompt_logprobs
+    top = TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
+    for position in _scored(job):
+        entries = {int(token): entry["logprob"] for token, entry in (found[position] or {}).items()}
+        _fill(top, position, entries)
+    return top
+
+
+def _scored(job: SampleJob) -> range:
+    length = len(job.prompt)
+    return range(length - (job.prompt_logprobs_last_n or length - 1), length)
+
+
+def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, object]:
+    """Every parameter is said: what is left out vLLM may take from its own configuration."""
+    params = job.params
+    assert params.seed is not None, "the seed is drawn at submit"
+    body: dict[str, object] = {
+        "model": model,
+        "prompt": job.prompt.tolist(),
+        "add_special_tokens": False,
+        "n": ask.num_samples,
+        # vLLM adds the number of the sample in the request.
+        "seed": _spread(params.seed) + ask.first,
+        "max_tokens": max_tokens if ask.keeps_samples else 1,
+        "temperature": 0.0 if is_greedy(job) else params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(0, params.top_k),
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "stop": list(job.stop_strings),
+        "stop_token_ids": list(job.stop_token_ids),
+        # The model's end tokens are among the stops where they are to stop.
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": job.topk_sample_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+    }
+    if ask.scores_prompt:
+        body["prompt_logprobs"] = job.topk_prompt_logprobs
+    return body
+
+
+def _spread(seed: int) -> int:
+    """62 bits, far from those of the next seed: the samples of seed 1 are not those of seed 0, shifted by one."""
+    return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
+
+
+def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
+    tokens, found = choice.get("token_ids") or [], choice.get("logprobs") or {}
+    return Piece(
+        sample=choice["index"],
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(found.get("token_logprobs") or [], np.float32),
+        top=_top(found.get("top_logprobs") or [], job.topk_sample_logprobs) if job.topk_sample_logprobs else None,
+        finish_reason=choice.get("finish_reason"),
+        prompt_logprobs=choice.get("prompt_logprobs"),
+    )
+
+
+def _top(rows: list[dict[str, float]], k: int) -> TopkLogprobs:
+    """Of each token: the sampled one is among them, whether it is one of the k likeliest or not."""
+    top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), _EMPTY_LOGPROB, np.float32))
+    for position, row in enumerate(rows):
+        _fill(top, position, {int(token.removeprefix("token_id:")): logprob for token, logprob in row.items()})
+    return top
+
+
+def _fill(top: TopkLogprobs, position: int, entries: dict[int, float]) -> None:
+    k = top.token_ids.shape[1]
+    for rank, (token, logprob) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])[:k]):
+        top.token_ids[position, rank], top.logprobs[position, rank] = token, logprob
+
+
+def _refuse(response: httpx.Response) -> None:
+    """Raises what the status means."""
+    message = _message(response)
+    if response.status_code >= 500:
+        raise VllmGone(f"answered {response.status_code}: {message}", reached=True)
+    if response.status_code == 404 and "does not exist" in message:
+        raise UnknownAdapter(message)
+    raise OperationError(f"vLLM refuses the request: {message}", "user" if response.status_code == 400 else "server")
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+        return str(body["error"]["message"] if "error" in body else body["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:300]

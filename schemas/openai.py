@@ -1,6 +1,5 @@
 """The OpenAI-compatible endpoint: what `/v1/completions`, `/v1/chat/completions` and `/v1/models` take and answer."""
 
-import json
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
 
@@ -11,7 +10,6 @@ from pydantic import (
     JsonValue,
     SerializerFunctionWrapHandler,
     ValidationError,
-    field_validator,
     model_serializer,
     model_validator,
 )
@@ -180,33 +178,14 @@ class TextPart(BaseModel):
     text: str = ""
 
 
-class FunctionCall(BaseModel):
-    """arguments: clients send JSON in a string, chat templates read what is in it."""
-
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    arguments: JsonValue = {}
-
-    @field_validator("arguments")
-    @classmethod
-    def _parse(cls, arguments: JsonValue) -> JsonValue:
-        return json.loads(arguments or "{}") if isinstance(arguments, str) else arguments
-
-
-class ToolCall(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="allow")
-
-    function: FunctionCall
-
-
 class ChatMessage(BaseModel):
-    """What else a message has, such as tool_call_id or name, is for the model's chat template."""
+    """What else a message has, such as tool_call_id or name, is for the model's chat template, as calls are."""
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: str
     content: str | list[TextPart] | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[dict[str, JsonValue]] | None = None
 
 
 class ChatCompletionRequest(_Request):

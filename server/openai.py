@@ -4,6 +4,7 @@ A field of SamplingParams that OpenAI's or vLLM's clients send takes a field in 
 what cannot be done, and a line in `sampling_params`.
 """
 
+import json
 import math
 import secrets
 import time
@@ -36,7 +37,7 @@ from ..schemas.openai import (
 from ..schemas.sampling import ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams, TopkLogprobs
 from .draws import Drawn, Grown
 from .sample_text import SampleText
-from .samplers import Stops
+from .samplers import MOST_SAMPLES, Stops
 from .tokenizer import Chat, Tokenizer
 
 AnyRequest = CompletionRequest | ChatCompletionRequest
@@ -81,6 +82,12 @@ def check(asked: AnyRequest) -> None:
     if isinstance(asked, CompletionRequest):
         if not asked.prompts:
             raise OpenAiError("prompt is an empty list: send at least one", param="prompt")
+        if (num_choices := len(asked.prompts) * asked.n) > MOST_SAMPLES:
+            raise OpenAiError(
+                f"{len(asked.prompts)} prompts with n {asked.n} ask for {num_choices} choices, and {MOST_SAMPLES} are "
+                "the most: send several requests",
+                param="prompt",
+            )
         if not asked.max_tokens and not asked.echo:
             raise OpenAiError("max_tokens 0 leaves nothing to answer: raise it, or ask for echo", param="max_tokens")
         if asked.stream and asked.echo and asked.logprobs is not None:
@@ -115,7 +122,22 @@ def _template_message(number: int, message: ChatMessage) -> dict[str, JsonValue]
                 param=f"messages.{number}.content",
             )
         fields["content"] = "\n".join(part.text for part in message.content)
+    if message.tool_calls is not None:
+        fields["tool_calls"] = [_template_call(number, call) for call in message.tool_calls]
     return fields
+
+
+def _template_call(number: int, call: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Clients send the arguments as JSON in a string, templates read what is in it."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        # In their order, which templates may print.
+        return {**call, "function": {**function, "arguments": json.loads(text or "{}")}}
+    except ValueError as error:
+        place = f"messages.{number}.tool_calls"
+        raise OpenAiError(f"{place} has arguments that are not valid JSON: {error}", param=place) from None
 
 
 def _echoes(asked: AnyRequest) -> bool:

@@ -23,7 +23,7 @@ class SampleText:
         self._stop_strings = stop_strings
         self._end_token_ids = end_token_ids
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._held = ""
+        self._held: list[str] = []
         self._num_characters = 0
 
     def add(self, tokens: Iterable[int]) -> None:
@@ -41,19 +41,20 @@ class SampleText:
             self._end_character()
         if self.stopped:
             return ""
-        end = find_stop(self._held, self._stop_strings)
+        text = "".join(self._held)
+        end = find_stop(text, self._stop_strings)
         self.stopped = end is not None
         if end is None:
-            end = len(self._held) - (0 if last else longest_beginning(self._held, self._stop_strings))
-        taken, self._held = self._held[:end], self._held[end:]
-        return taken
+            end = len(text) - (0 if last else longest_beginning(text, self._stop_strings))
+        self._held = [text[end:]]
+        return text[:end]
 
     def _end_character(self) -> None:
         """One whose bytes are not all there is not going to be complete."""
         self._hold(self._decoder.decode(b"", final=True))
 
     def _hold(self, text: str) -> None:
-        self._held += text
+        self._held.append(text)
         self._num_characters += len(text)
 
 

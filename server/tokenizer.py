@@ -77,7 +77,7 @@ class Tokenizer:
 
     async def encode_chat(self, chat: Chat) -> list[int]:
         """As `AutoTokenizer.apply_chat_template`. Raises RequestError: no chat template, or it refuses the chat."""
-        return await _off_the_loop_if(_length(chat.messages) > _LONG_TEXT, self._encode_chat, chat)
+        return await _off_the_loop_if(_length((chat.messages, chat.tools)) > _LONG_TEXT, self._encode_chat, chat)
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -134,8 +134,8 @@ class Tokenizers:
             self._reading[base_model] = asyncio.create_task(reading)
         try:
             return await asyncio.shield(self._reading[base_model])
-        except RequestError:
-            self._reading.pop(base_model, None)  # it may be there next time
+        except Exception:
+            self._reading.pop(base_model, None)  # it may go better next time
             raise
 
 

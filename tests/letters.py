@@ -25,7 +25,7 @@ Tools: {% for tool in tools %}{{ tool | tojson(indent=1) }}
 {% endif %}
 {% if message.content is defined %}{% generation %}{{ message.content | trim }}{% endgeneration %}{% endif %}
 {%- for call in message.tool_calls or [] %}
-<tool>{{ call.function.name }} {{ call.function.arguments | tojson }} {{ call.function.arguments.city }}
+<tool>{{ call.function | tojson }} {{ call.function.arguments.city }}
 {%- endfor %}</s>
 {% endfor -%}
 {%- if add_generation_prompt %}<s>assistant {{ state.turns }}{{ " briefly" if brief is defined and brief }}

@@ -2,6 +2,9 @@
 
 import asyncio
 import math
+import re
+import subprocess
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -418,6 +421,7 @@ def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]
         ({"max_tokens": 5000}, None),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[1, 2], []]}, None),
+        ({"prompt": [[1]] * 5, "n": 1000}, "prompt"),
         ({"prompt": [5, 512]}, None),
         ({"prompt": ""}, None),
     ],
@@ -440,6 +444,10 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
         ({"messages": [{"content": "x"}]}, "messages.0.role"),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
         ({"messages": [{"role": "judge", "content": "x"}]}, None),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "x", "arguments": "{"}}]}]},
+            "messages.0.tool_calls",
+        ),
         ({"audio": {"voice": "x"}}, "audio"),
     ],
 )
@@ -508,6 +516,24 @@ def test_a_stream_whose_session_ends_breaks_off_with_an_error(client: openai.Ope
             list(chunks)
     with pytest.raises(openai.NotFoundError, match="ended"):
         client.completions.create(model=sampler.sampler_id, prompt="the")
+
+
+def test_what_was_computed_before_is_told_of(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "a prompt that nobody sent before " * 20, "max_tokens": 2}
+    for repeated in (False, True):
+        usage = client.completions.create(**asked).usage
+        assert usage is not None and usage.prompt_tokens_details is not None
+        assert bool(usage.prompt_tokens_details.cached_tokens) == repeated
+
+
+def test_the_documented_example_runs(server: LiveServer) -> None:
+    text = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text()
+    for language, command in (("python", [sys.executable, "-c"]), ("sh", ["bash", "-ec"])):
+        (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+        code = code.replace("http://127.0.0.1:8000", server.url).replace("SmolLM2-135M-Instruct", MODEL)
+        done = subprocess.run([*command, code], capture_output=True, timeout=60, check=False)
+        assert done.returncode == 0 and done.stdout, done.stderr
+    assert done.stdout.endswith(b"data: [DONE]\n\n")
 
 
 def test_logprobs_are_numbers(client: openai.OpenAI) -> None:

@@ -136,6 +136,7 @@ def _metavar(entry: Field) -> str:
     if entry.name == "dtype":
         return "TYPE"
     named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
+    named |= {"vllm_python": "FILE"}
     is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
     return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
 

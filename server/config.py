@@ -15,7 +15,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ..workers.config import ServedModel, WorkerConfig
+from ..workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.dispatch import DispatchConfig
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
@@ -81,6 +81,12 @@ DEVICES = Check(
 POSITIVE = Check(lambda value: isinstance(value, int | float) and 1 <= value < math.inf, "at least 1")
 NOT_NEGATIVE = Check(lambda value: isinstance(value, int | float) and 0 <= value < math.inf, "at least 0")
 WITH_RAY = ("pool", "ray")
+WITH_VLLM = ("sampler", "vllm")
+URLS = Check(
+    lambda value: re.fullmatch(r"https?://[^\s,/]+[^\s,]*(,https?://[^\s,/]+[^\s,]*)*", str(value)) is not None,
+    "http://HOST:PORT, or one for each base model with commas between",
+)
+SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
 @dataclass(frozen=True)
@@ -119,6 +125,23 @@ class ServerConfig:
     adapter_slots: int = knob(64, "adapters on the device at a time; others wait in host memory", check=POSITIVE)
     host_adapter_bytes: int = knob(4 << 30, "host memory for adapters; others wait on disk", check=POSITIVE)
     kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
+    sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
+    sampler_workers: int = knob(
+        0,
+        "workers that only sample, of each base model",
+        common=True,
+        check=NOT_NEGATIVE,
+        not_with=WITH_VLLM,
+    )
+    sampler_device: str | None = knob(None, "of those workers, A,B: one for each; of vLLM: all it uses", check=DEVICES)
+    vllm_python: Path | None = knob(None, "a Python that has vLLM, where --sampler vllm starts it")  # noqa: RUF009
+    vllm_url: str | None = knob(
+        None, "of a vLLM that runs already, A,B: one for each base model", check=URLS, only_with=WITH_VLLM
+    )
+    vllm_api_key: str | None = knob(None, "of the vLLM at --vllm-url (better in the environment)", only_with=WITH_VLLM)
+    vllm_dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "of our vLLM; auto: --dtype", only_with=WITH_VLLM)
+    vllm_memory_share: float = knob(0.9, "of a GPU, for our vLLM", check=SHARE, only_with=WITH_VLLM)
+    vllm_tp: int = knob(1, "GPUs that share each layer in our vLLM", check=POSITIVE, only_with=WITH_VLLM)
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
     ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
     ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)
@@ -166,6 +189,7 @@ class ServerConfig:
                 f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
                 "or one for each in their order"
             )
+        _check_sampler(self)
         for model in self.base_models:
             _check_source(model)
 
@@ -192,7 +216,28 @@ class ServerConfig:
     def dispatch_config(self) -> DispatchConfig:
         models = tuple(self.worker_config(model) for model in self.base_models)
         weights = {tenant.name: tenant.weight for tenant in self.tenant_weights}
-        return replace(DispatchConfig(models=models, **_shared(self, DispatchConfig)), tenant_weights=weights)
+        shared = _shared(self, DispatchConfig)
+        return replace(
+            DispatchConfig(models=models, **shared), tenant_weights=weights, sampling=self._sampling_config()
+        )
+
+    def _sampling_config(self) -> SamplingConfig:
+        return SamplingConfig(
+            workers=self.sampler_workers,
+            vllm=self._vllm_config() if self.sampler == "vllm" else None,
+            devices=tuple(self.sampler_device.split(",")) if self.sampler_device else (),
+            directory=str((self.state_dir / "samplers").absolute()),
+        )
+
+    def _vllm_config(self) -> VllmConfig:
+        return VllmConfig(
+            urls=tuple(self.vllm_url.split(",")) if self.vllm_url else (),
+            api_key=self.vllm_api_key,
+            python=str(self.vllm_python) if self.vllm_python else None,
+            dtype=self.vllm_dtype,
+            memory_share=self.vllm_memory_share,
+            tensor_parallel=self.vllm_tp,
+        )
 
 
 def knob_of(knob_field: Field) -> Knob:
@@ -384,6 +429,30 @@ def _check_value(knob_field: Field, value: object) -> None:
     if value == ():
         raise ConfigError(f"{flag_of(knob_field)} is not given: expected {knob.check.words}")
     raise ConfigError(f"{knob_field.name} is {value!r}: expected {knob.check.words}")
+
+
+def _check_sampler(config: ServerConfig) -> None:
+    if config.sampler == "vllm" and (config.vllm_url is None) == (config.vllm_python is None):
+        raise ConfigError(
+            "sampler vllm needs either vllm_url (of a vLLM that runs) or vllm_python (a Python that has vLLM; "
+            f"deploy/install-vllm-cpu.sh makes one for CPUs), and {'has both' if config.vllm_url else 'has neither'}"
+        )
+    if config.vllm_python is not None and not config.vllm_python.is_file():
+        raise ConfigError(f"vllm_python: there is no {config.vllm_python}")
+    num_urls = len(config.vllm_url.split(",")) if config.vllm_url else 0
+    if num_urls not in (0, len(config.base_models)):
+        raise ConfigError(
+            f"vllm_url names {num_urls} servers for {len(config.base_models)} base models: name one for each in their "
+            "order"
+        )
+    num_devices = len(config.sampler_device.split(",")) if config.sampler_device else 0
+    if config.sampler == "native" and num_devices not in (0, 1, config.sampler_workers):
+        raise ConfigError(
+            f"sampler_device names {num_devices} devices for {config.sampler_workers} sampler_workers: name one for "
+            "all, or one for each"
+        )
+    if config.sampler == "native" and num_devices and not config.sampler_workers:
+        raise ConfigError("sampler_device has no effect without sampler_workers: leave it out or set sampler_workers")
 
 
 def _check_source(model: ServedModel) -> None:

@@ -16,7 +16,7 @@ from trainhouse.server.config import (
     parse_served_model,
     state_dir_of,
 )
-from trainhouse.workers.config import WorkerConfig
+from trainhouse.workers.config import SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -82,6 +82,22 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             {"pool": "ray", "device": "cpu", "ray_gpus_per_rank": "1"},
             "ray_gpus_per_rank has no effect with device cpu: leave it out or change device",
         ),
+        ({"sampler": "sglang"}, "sampler is 'sglang': expected native or vllm"),
+        ({"sampler": "vllm"}, "sampler vllm needs either vllm_url (of a vLLM that runs) or vllm_python"),
+        ({"sampler": "vllm", "vllm_url": "http://a", "vllm_python": "/bin/sh"}, "and has both"),
+        ({"sampler": "vllm", "vllm_python": "/no/such"}, "vllm_python: there is no /no/such"),
+        ({"sampler": "vllm", "vllm_url": "a:8000"}, "vllm_url is 'a:8000': expected http://HOST:PORT"),
+        ({"sampler": "vllm", "vllm_url": "http://a,http://b"}, "vllm_url names 2 servers for 1 base models"),
+        ({"vllm_url": "http://a"}, "vllm_url has no effect with sampler native: leave it out or set sampler to vllm"),
+        (
+            {"sampler": "vllm", "vllm_url": "http://a", "sampler_workers": "1"},
+            "sampler_workers has no effect with sampler vllm",
+        ),
+        (
+            {"sampler_workers": "2", "sampler_device": "cpu,cpu,cpu"},
+            "3 devices for 2 sampler_workers: name one for all",
+        ),
+        ({"sampler_device": "cpu"}, "sampler_device has no effect without sampler_workers"),
         ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),
@@ -184,6 +200,18 @@ def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_pa
     assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
 
 
+def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
+    workers = config_of(sampler_workers="2", sampler_device="cuda:1,cuda:2", state_dir=str(tmp_path))
+    assert workers.dispatch_config().sampling == SamplingConfig(
+        workers=2, devices=("cuda:1", "cuda:2"), directory=str(tmp_path / "samplers")
+    )
+    flags = {"vllm_url": "http://a:1/x", "vllm_api_key": "key", "vllm_dtype": "bfloat16", "vllm_memory_share": "0.5"}
+    vllm = config_of(sampler="vllm", vllm_tp="2", **flags).dispatch_config().sampling.vllm
+    assert vllm == VllmConfig(("http://a:1/x",), "key", None, "bfloat16", 0.5, 2)
+    own = load_config({**MODEL, "sampler": "vllm"}, {"TRAINHOUSE_VLLM_PYTHON": "/bin/sh"}, None)
+    assert own.dispatch_config().sampling.vllm == VllmConfig(python="/bin/sh")
+
+
 def test_a_weight_is_any_number_that_python_reads() -> None:
     config = config_of(tenant_weights="a=1e2, b=.5, c=+3, d=2.")
     assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
@@ -213,7 +241,7 @@ def attributes_of_configs(package: str) -> Iterator[str]:
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
                 owner = node.value
                 name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
-                if "config" in name or name == "model":
+                if "config" in name or name in ("model", "sampling", "vllm"):
                     yield node.attr
 
 
@@ -224,8 +252,11 @@ def test_every_knob_is_read_where_its_value_arrives() -> None:
         entry.name
         for entry in fields(ServerConfig)
         if entry.name not in (read_in_workers if entry.name in handed_on else read_in_server)
+        and not entry.name.startswith(("sampler", "vllm_"))
     }
     assert unread == set()
+    # Those knobs have other names there.
+    assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
     assert "no_such_knob" not in read_in_server | read_in_workers
 
 

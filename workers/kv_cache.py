@@ -57,6 +57,13 @@ class Shelf:
                 other[target_slot, :, :length] = mine[slot, :, :length]
                 other[target_slot, :, length:] = 0
 
+    def copies(self, slot: int, tokens: slice) -> list[tuple[Tensor, Tensor]]:
+        """Of each layer keys and values [kv_heads, tokens, head_dim], lying in memory as they do here."""
+        return [
+            (keys.transpose(2, 3)[slot, :, :, tokens].clone().transpose(1, 2), values[slot, :, tokens].clone())
+            for keys, values in self.layers()
+        ]
+
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
 

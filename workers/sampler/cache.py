@@ -4,7 +4,7 @@ Slots come in few lengths, one shelf each; a sample that outgrows its slot moves
 budget keeps prefixes for later requests.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -111,6 +111,10 @@ class Cache:
         """Rows without a slot are ignored."""
         if seat := self._seat_of.pop(row, None):
             self._leave(seat)
+
+    def from_the_back(self, rows: Iterable[Row]) -> list[Row]:
+        """In the order in which they leave with the least moving of others."""
+        return sorted(rows, key=lambda row: self._seat_of[row].slot if row in self._seat_of else -1, reverse=True)
 
     def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
         """Fills its slot with the beginning of a sequence."""

@@ -411,8 +411,9 @@ class NativeSampler:
         ends = self._table.append(lines, tokens, chosen.logprobs.cpu().numpy())
         if drawing.watched:
             self._watch(drawing, logits, tokens, ends)
-        for number in np.flatnonzero(ends).tolist():
-            self._end(drawing.rows[number], End(ends[number]))
+        ended = {drawing.rows[number]: End(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for row in self._cache.from_the_back(ended):
+            self._end(row, ended[row])
 
     def _watch(self, drawing: Drawing, logits: Tensor, tokens: np.ndarray, ends: np.ndarray) -> None:
         """What must be looked at one by one: changes `ends` where a stop string is complete."""

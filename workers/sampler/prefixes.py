@@ -73,8 +73,7 @@ class Prefixes:
     def add(self, digests: Sequence[bytes], shelf: Shelf, slot: int, first_block: int) -> None:
         """Copies the blocks from where the slot has them."""
         part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
-        layers = [(keys[slot, :, part].clone(), values[slot, :, part].clone()) for keys, values in shelf.layers()]
-        run = Run(tuple(digests), layers)
+        run = Run(tuple(digests), shelf.copies(slot, part))
         self._runs[run] = None
         self.num_bytes += run.num_bytes
         self._places |= {digest: (run, number) for number, digest in enumerate(digests)}

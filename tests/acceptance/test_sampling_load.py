@@ -26,7 +26,9 @@ pytestmark = [
 
 # Of one token: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
-NUM_REQUESTS, NUM_THAT_FIT, NUM_AT_ONCE = 500, 30, 450
+NUM_REQUESTS, NUM_THAT_FIT = 500, 30
+# At some moment the server has at least these: the first may have ended when the last come.
+NUM_UNDER_WAY = 10 * NUM_THAT_FIT
 # Of those that are given up. To the end, they would take minutes.
 ENDLESS = 900
 
@@ -116,8 +118,9 @@ async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterat
     listener = socket.create_server(("127.0.0.1", 0))
     async with started_dispatch(config) as dispatch:
         app = create_app(config, dispatch)
-        settings = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, ws="none")
-        settings.timeout_graceful_shutdown = 3
+        settings = uvicorn.Config(
+            app, http=Connection, lifespan="off", log_config=None, ws="none", timeout_graceful_shutdown=3
+        )
         async with app.router.lifespan_context(app):
             server = uvicorn.Server(settings)
             serving = asyncio.create_task(server.serve([listener]))
@@ -148,5 +151,5 @@ async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
             assert response is not None
             assert [len(sequence.tokens) for sequence in response.sequences] == [each.max_tokens]
     assert responses.count(None) > NUM_REQUESTS / 5 - 10
-    assert watched.most_under_way > NUM_AT_ONCE
+    assert watched.most_under_way >= NUM_UNDER_WAY
     assert budget / 2 < watched.most_bytes <= budget

@@ -5,15 +5,40 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from .training import Wire
+
+
+class Constraint(Wire):
+    """What a sample must be, exactly one of these; it ends where nothing more may follow.
+
+    json_schema: the text conforms to this JSON schema. regex: it matches as a whole (the syntax of Rust's regex).
+    grammar: the start rule derives it (Lark's syntax, as llguidance reads it).
+    """
+
+    json_schema: dict[str, Any] | None = None
+    regex: str | None = None
+    grammar: str | None = None
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        given = [name for name in type(self).model_fields if getattr(self, name) is not None]
+        if len(given) != 1:
+            raise ValueError(f"exactly one of json_schema, regex and grammar makes a constraint, got {given}")
+        return self
 
 
 class SamplingParams(Wire):
     """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens.
 
     max_tokens absent = until the context ends. temperature 0 = greedy. top_k -1 = off.
+
+    Ours, beyond the SDK's: min_p, the least probability of a token relative to the likeliest; min_tokens, before which
+    nothing stops a sample; repetition_penalty divides the positive and multiplies the negative logits of tokens in
+    prompt or sample (Keskar et al., https://arxiv.org/abs/1909.05858), presence_penalty and frequency_penalty are
+    subtracted once and per occurrence in the sample; logit_bias is added, by token id; constraint. Log-probabilities
+    stay those of the model without any of them.
     """
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -22,6 +47,13 @@ class SamplingParams(Wire):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    presence_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    frequency_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    constraint: Constraint | None = None
 
 
 class TokenChunk(Wire):

@@ -70,6 +70,17 @@ class BaseModel:
         return getattr(self.config, "max_position_embeddings", None)
 
     @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those of generation_config.json, and where it has none those of config.json."""
+        generation = self.model.generation_config
+        ids = generation.eos_token_id if generation is not None else None
+        if ids is None:
+            ids = getattr(self.config, "eos_token_id", None)
+        if ids is None:
+            return ()
+        return tuple(ids) if isinstance(ids, list) else (ids,)
+
+    @property
     def is_concurrent(self) -> bool:
         """Whether several threads may run rows at once. Modules of transformers may change as they run."""
         return self._fused is not None

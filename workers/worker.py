@@ -50,7 +50,7 @@ class Worker:
             vocab_size=self._limits.vocab_size,
             max_context_length=self._limits.max_context_length,
             num_parameters=self._base.model.num_parameters(),
-            eos_token_ids=_eos_token_ids(self._base),
+            eos_token_ids=self._base.eos_token_ids,
         )
 
     def create_run(self, spec: RunSpec) -> RunInfo:
@@ -200,14 +200,3 @@ def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
     if length is None:
         raise ValueError(f"the config of {config.model.name} names no longest context: give --max-context-length")
     return ModelLimits(base.unembedding.shape[0], length)
-
-
-def _eos_token_ids(base: BaseModel) -> tuple[int, ...]:
-    """Those of generation_config.json, and where it has none those of config.json."""
-    generation = base.model.generation_config
-    ids = generation.eos_token_id if generation is not None else None
-    if ids is None:
-        ids = getattr(base.config, "eos_token_id", None)
-    if ids is None:
-        return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)

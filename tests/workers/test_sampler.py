@@ -476,7 +476,7 @@ def test_a_stop_string_is_found_with_the_first_token_that_completes_it(lettered:
 
 
 def test_stop_strings_without_a_tokenizer_are_refused(adapted: Adapted) -> None:
-    assert "stop strings need the model's tokenizer" in failure(
+    assert "stop strings and constraints need the model's tokenizer" in failure(
         new_sampler(adapted), job("a", prompt(4), stop_strings=("x",))
     )
 

@@ -1,4 +1,4 @@
-"""Choosing the next token: temperature, top-k, top-p, and the inverse of the distribution function at given noise."""
+"""Choosing the next token: temperature, min-p, top-k, top-p, and the inverse of the distribution at given noise."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,12 +27,15 @@ class Choice:
     """How each of n rows chooses: their parameters as tensors, made once for a batch that decodes together.
 
     temperature: float32 [n, 1], 1 where greedy; None when all are 1. greedy: bool [n], None when no row is.
-    top_k_rows, top_p_rows: int64, the rows that filter, with top_k int64 [rows, 1] and top_p float32 [rows, 1].
+    min_p_rows, top_k_rows, top_p_rows: int64, the rows that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1]
+    and top_p float32 [rows, 1].
     """
 
     temperature: Tensor | None
     greedy: Tensor | None
     all_greedy: bool
+    min_p_rows: Tensor
+    min_p: Tensor
     top_k_rows: Tensor
     top_k: Tensor
     top_p_rows: Tensor
@@ -41,6 +44,7 @@ class Choice:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Choice":
         greedy = [is_greedy(p) for p in params]
+        with_min_p = [row for row, p in enumerate(params) if p.min_p > 0 and not greedy[row]]
         with_k = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size and not greedy[row]]
         with_p = [row for row, p in enumerate(params) if p.top_p < 1 and not greedy[row]]
         temperature = torch.tensor([[1.0 if is_greedy(p) else p.temperature] for p in params], device=device)
@@ -48,6 +52,8 @@ class Choice:
             temperature=temperature if bool((temperature != 1).any()) else None,
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             all_greedy=all(greedy),
+            min_p_rows=torch.tensor(with_min_p, dtype=torch.int64, device=device),
+            min_p=torch.tensor([[params[row].min_p] for row in with_min_p], device=device),
             top_k_rows=torch.tensor(with_k, dtype=torch.int64, device=device),
             top_k=torch.tensor([[params[row].top_k] for row in with_k], dtype=torch.int64, device=device),
             top_p_rows=torch.tensor(with_p, dtype=torch.int64, device=device),
@@ -63,10 +69,13 @@ class Chosen:
     logprobs: Tensor
 
 
-def choose(logits: Tensor, choice: Choice, uniform: Tensor) -> Chosen:
-    """logits float32 [n, vocab], uniform float32 [n] in [0, 1)."""
+def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | None = None) -> Chosen:
+    """logits float32 [n, vocab], uniform float32 [n] in [0, 1). adjusted: logits to choose by, if others."""
     probabilities = torch.softmax(logits, dim=-1)
-    tokens = _drawn(logits, probabilities, choice, uniform)
+    if adjusted is None:
+        tokens = _drawn(logits, probabilities, choice, uniform)
+    else:
+        tokens = _drawn(adjusted, torch.softmax(adjusted, dim=-1), choice, uniform)
     logprobs = probabilities.gather(1, tokens[:, None]).log_()
     if not bool((logprobs > _LOWEST_EXACT).all()):
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])
@@ -78,14 +87,22 @@ def _drawn(logits: Tensor, probabilities: Tensor, choice: Choice, uniform: Tenso
         return logits.argmax(-1)
     if choice.temperature is not None:
         probabilities = torch.softmax(logits / choice.temperature, dim=-1)
-    elif len(choice.top_k_rows) or len(choice.top_p_rows):
+    elif len(choice.min_p_rows) or len(choice.top_k_rows) or len(choice.top_p_rows):
         probabilities = probabilities.clone()
+    if len(choice.min_p_rows):
+        probabilities[choice.min_p_rows] = keep_likely(probabilities[choice.min_p_rows], choice.min_p)
     if len(choice.top_k_rows):
         probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
     if len(choice.top_p_rows):
         probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
     tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
     return tokens if choice.greedy is None else torch.where(choice.greedy, logits.argmax(-1), tokens)
+
+
+def keep_likely(probabilities: Tensor, min_p: Tensor) -> Tensor:
+    """Zeroes what is less than min_p [n, 1] times as likely as the likeliest of its row."""
+    least = probabilities.amax(-1, keepdim=True) * min_p
+    return probabilities.masked_fill(probabilities < least, 0)
 
 
 def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
+from .adjusting import Adjusting
 from .batch import AdapterRun, runs_of
 from .choice import Choice
 from .jobs import Row
@@ -21,5 +22,6 @@ class Drawing:
         self.lines = np.array([row.line for row in rows], dtype=np.int64)
         self.runs: list[AdapterRun] = runs_of((row.job.adapter_id, 1) for row in rows)
         self.choice = Choice.of([row.job.request.params for row in rows], vocab_size, device)
+        self.adjusting = Adjusting(rows, vocab_size, device)
         self.watched = [number for number, row in enumerate(rows) if row.is_watched]
         self.most_top = max(row.job.request.topk_sample_logprobs for row in rows)

@@ -1,5 +1,6 @@
 """A sampling request under way: what it asks, its samples so far, and when each of them ends."""
 
+from collections.abc import Iterator
 from typing import Literal
 
 import numpy as np
@@ -8,9 +9,11 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
 from ..verbs import SampledPart, SampleJob
+from .constraint import Matcher
 from .noise import SAMPLE_STREAM, noise_key
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
-from .stopping import Detokenizer, StopStrings
+from .stopping import StopStrings
+from .text import Text
 
 NOWHERE = -1
 
@@ -26,8 +29,9 @@ class Row:
     it waits or has ended. top: of every token so far, where they are asked for. namespace: of its keys and values.
     """
 
-    def __init__(self, job: "Job", sample: int, stops: StopStrings | None) -> None:
+    def __init__(self, job: "Job", sample: int, stops: StopStrings | None, matcher: Matcher | None) -> None:
         self.job = job
+        self.matcher = matcher
         self.sample = sample
         self.noise_key = noise_key(job.seed, SAMPLE_STREAM, sample)
         self.line = NOWHERE
@@ -62,15 +66,20 @@ class Row:
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens is looked at by itself."""
-        return self._stops is not None or self.job.request.topk_sample_logprobs > 0
+        return self._stops is not None or self.matcher is not None or self.job.request.topk_sample_logprobs > 0
 
     def sequence(self) -> np.ndarray:
         """Prompt and tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
 
-    def stops_after(self, token: int) -> bool:
-        """Whether its next token completes a stop string."""
-        return self._stops is not None and self._stops.found_after(token)
+    def stops_after(self, token: int, count: int) -> bool:
+        """Whether its next token, number `count`, completes a stop string or all that its constraint allows."""
+        if self.matcher is not None:
+            self.matcher.advance(token)
+        found = self._stops is not None and self._stops.found_after(token)
+        if self.matcher is not None and self.matcher.is_over:
+            return True
+        return found and count >= self.job.request.params.min_tokens
 
     def append_top(self, token_ids: np.ndarray, logprobs: np.ndarray) -> None:
         """Of the next token; a batch takes as many of the likeliest as any of its rows wants, so maybe too many."""
@@ -98,7 +107,8 @@ class Job:
     num_cache_hits: tokens of the prompt that were in the cache when it was first run, None before.
     """
 
-    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, tokenizer: Detokenizer | None) -> None:
+    def __init__(self, request: SampleJob, number: int, limits: ModelLimits, text: Text) -> None:
+        """Raises OperationError on a constraint not understood, and when there is no tokenizer for what needs one."""
         assert request.params.seed is not None, "the seed is drawn at submit"
         self.request = request
         self.number = number
@@ -108,7 +118,7 @@ class Job:
         self.max_new_tokens = min(request.params.max_tokens or room, room)
         self.scores = PromptScoring(request) if wants_scores(request) else None
         self.num_cache_hits: int | None = None
-        self.rows = [Row(self, sample, self._stops(tokenizer)) for sample in range(request.num_samples)]
+        self.rows = list(self._new_rows(text))
         self.num_open = len(self.rows)
 
     @property
@@ -140,10 +150,12 @@ class Job:
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
         )
 
-    def _stops(self, tokenizer: Detokenizer | None) -> StopStrings | None:
-        if tokenizer is None or not self.request.stop_strings:
-            return None
-        return StopStrings(tokenizer, self.request.stop_strings, self.prompt.tolist())
+    def _new_rows(self, text: Text) -> Iterator[Row]:
+        constraint, stops = self.request.params.constraint, self.request.stop_strings
+        matcher = text.matchers.new(constraint) if constraint is not None else None
+        for sample in range(self.request.num_samples):
+            own_stops = StopStrings(text.tokenizer, stops, self.prompt.tolist()) if stops else None
+            yield Row(self, sample, own_stops, matcher.copy() if matcher is not None else None)
 
 
 def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
@@ -163,6 +175,8 @@ def check_request(request: SampleJob, limits: ModelLimits) -> None:
             " shorten it"
         )
     _check_tokens("prompt", prompt, 0, limits)
+    if biased := request.params.logit_bias:
+        _check_tokens("logit_bias", np.array(list(biased)), 0, limits)
     if "" in request.stop_strings:
         raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
     _check_sizes(request, limits)

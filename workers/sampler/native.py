@@ -17,7 +17,6 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
@@ -35,8 +34,8 @@ from .jobs import NOWHERE, Job, Row, check_request
 from .noise import uniforms
 from .prefixes import length_of
 from .prompt_scores import top_logprobs
-from .stopping import Detokenizer
 from .table import End, Table
+from .text import Text
 from .threads import Threads
 
 
@@ -64,7 +63,7 @@ class NativeSampler:
         self._namespaces: WeakKeyDictionary[Adapter, tuple[int, int]] = WeakKeyDictionary()
         self._num_namespaces = 0
         self._finished: dict[str, SampleResponse | Failure] = {}
-        self._tokenizer: Detokenizer | None = None
+        self._text = Text(config.model.source, base)
 
     def slice(self, work: Slice) -> SliceResult:
         """Cancelled jobs are not answered. Runs over its budget by at most one iteration."""
@@ -153,7 +152,7 @@ class NativeSampler:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
         try:
             check_request(request, self._limits)
-            job = Job(request, self._num_joined, self._limits, self._tokenizer_for(request))
+            job = Job(request, self._num_joined, self._limits, self._text)
             self._check_cache(job)
         except OperationError as error:
             self._finished[request.job_id] = Failure(error.message, error.category)
@@ -176,11 +175,6 @@ class NativeSampler:
             f" {self._cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a larger"
             " --kv-cache-bytes"
         )
-
-    def _tokenizer_for(self, request: SampleJob) -> Detokenizer | None:
-        if request.stop_strings and self._tokenizer is None:
-            self._tokenizer = _load_tokenizer(self._config.model.source)
-        return self._tokenizer
 
     def _fail_dropped(self) -> None:
         for job in list(self._jobs.values()):
@@ -406,7 +400,8 @@ class NativeSampler:
         lines = drawing.lines
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
         noise = uniforms(self._table.noise_key[lines], self._table.length[lines])
-        chosen = choose(logits, drawing.choice, torch.from_numpy(noise).to(logits))
+        adjusted = drawing.adjusting.apply(logits, self._table) if drawing.adjusting.changes_any else None
+        chosen = choose(logits, drawing.choice, torch.from_numpy(noise).to(logits), adjusted)
         tokens = chosen.tokens.cpu().numpy()
         ends = self._table.append(lines, tokens, chosen.logprobs.cpu().numpy())
         if drawing.watched:
@@ -422,8 +417,16 @@ class NativeSampler:
             for row, ids, values in zip(drawing.rows, top.token_ids, top.logprobs, strict=True):
                 row.append_top(ids, values)
         for number in drawing.watched:
-            if ends[number] != End.NOT_FINITE and drawing.rows[number].stops_after(int(tokens[number])):
+            row = drawing.rows[number]
+            if ends[number] != End.NOT_FINITE and self._stops_after(row, int(tokens[number])):
                 ends[number] = End.STOP
+
+    def _stops_after(self, row: Row, token: int) -> bool:
+        try:
+            return row.stops_after(token, self._table.count[row.line])
+        except OperationError as error:
+            self._fail(row.job, error.message, error.category)
+            return False
 
     def _end(self, row: Row, end: End) -> None:
         job = row.job
@@ -455,17 +458,3 @@ class NativeSampler:
 
     def _tensor(self, integers: list[int] | np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
-
-
-def _load_tokenizer(source: str) -> Detokenizer:
-    """Raises OperationError when there is none; for some models transformers then makes up one of special tokens."""
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source)
-        reason = None if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "its vocabulary is empty"
-    except (OSError, ValueError) as error:
-        tokenizer, reason = None, str(error)
-    if tokenizer is None or reason is not None:
-        raise OperationError(
-            f"stop strings need the model's tokenizer, which {source} does not have: give stop token ids ({reason})"
-        )
-    return tokenizer

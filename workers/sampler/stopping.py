@@ -8,7 +8,7 @@ _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class Detokenizer(Protocol):
-    def decode(self, token_ids: list[int], **_: bool) -> str: ...
+    def decode(self, token_ids: list[int], **_: bool) -> str | list[str]: ...
 
 
 class StopStrings:
@@ -44,4 +44,6 @@ class StopStrings:
         self._read_text = self._decode(self._tokens)
 
     def _decode(self, tokens: list[int]) -> str:
-        return self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        text = self._tokenizer.decode(tokens, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text

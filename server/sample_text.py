@@ -15,16 +15,24 @@ class SampleText:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, stop_strings: Sequence[str] = (), end_token_ids: Collection[int] = ()
+        self,
+        tokenizer: Tokenizer,
+        stop_strings: Sequence[str] = (),
+        end_token_ids: Collection[int] = (),
+        min_tokens: int = 0,
     ) -> None:
+        """min_tokens: with fewer of them, nothing stops the sample."""
         self.offsets: list[int] = []
         self.stopped = False
         self._tokenizer = tokenizer
         self._stop_strings = stop_strings
         self._end_token_ids = end_token_ids
+        self._min_tokens = min_tokens
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._held: list[str] = []
         self._num_characters = 0
+        self._num_taken = 0
+        self._num_unstopped = 0
 
     def add(self, tokens: Iterable[int]) -> None:
         for token in tokens:
@@ -34,6 +42,8 @@ class SampleText:
                 self._end_character()
             self.offsets.append(self._num_characters)
             self._hold(self._decoder.decode(spelled))
+            if len(self.offsets) < self._min_tokens:
+                self._num_unstopped = self._num_characters
 
     def take(self, last: bool = False) -> str:
         """The text that can be shown and was not taken yet. last: no tokens follow."""
@@ -42,12 +52,15 @@ class SampleText:
         if self.stopped:
             return ""
         text = "".join(self._held)
-        end = find_stop(text, self._stop_strings)
-        self.stopped = end is not None
-        if end is None:
-            end = len(text) - (0 if last else longest_beginning(text, self._stop_strings))
-        self._held = [text[end:]]
-        return text[:end]
+        searched = text[max(0, self._num_unstopped - self._num_taken) :]
+        stop = find_stop(searched, self._stop_strings)
+        self.stopped = stop is not None
+        if stop is None:
+            stop = len(searched) - (0 if last else longest_beginning(searched, self._stop_strings))
+        num_taken = len(text) - len(searched) + stop
+        self._num_taken += num_taken
+        self._held = [text[num_taken:]]
+        return text[:num_taken]
 
     def _end_character(self) -> None:
         """One whose bytes are not all there is not going to be complete."""

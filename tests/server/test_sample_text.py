@@ -93,6 +93,17 @@ def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
     assert find_stop("xabcd", []) is None
 
 
+def test_the_text_of_the_tokens_that_nothing_stops_is_not_cut() -> None:
+    tokens = spelled("STOP and STOP it")
+    for size in (1, 3, len(tokens)):
+        text = SampleText(TOKENIZER, ["STOP"], {END}, min_tokens=6)
+        taken = []
+        for start in range(0, len(tokens), size):
+            text.add(tokens[start : start + size])
+            taken.append(text.take())
+        assert "".join([*taken, text.take(last=True)]) == "STOP and "
+
+
 STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), min_size=1, max_size=3)
 
 

@@ -24,21 +24,14 @@ FinishReason = Literal["stop", "length"]
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "audio": (),
     "best_of": (1,),
-    "frequency_penalty": (0,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
     "prediction": (),
-    "presence_penalty": (0,),
     "reasoning_effort": (),
-    "repetition_penalty": (1,),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "spaces_between_special_tokens": (True, False),
     "suffix": ("",),
@@ -60,8 +53,8 @@ _WITHOUT_EFFECT = (
 """Fields that change nothing in what is sampled, whatever they say."""
 
 
-_BRANCHES = ("str", "list[int]", "list[str]", "list[list[int]]", "list[TextPart]")
-"""What stands between the names of fields in the place of an error, for the types that a field may have."""
+_BRANCHES = ("[key]", "str", "list[int]", "list[str]", "list[list[int]]", "list[TextPart]")
+"""What stands among the names of fields in the place of an error, for keys and for the types that a field may have."""
 
 
 class OpenAiError(RequestError):
@@ -97,11 +90,28 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
+class JsonSchemaFormat(BaseModel):
+    """name, description and strict change nothing: every answer conforms to the schema."""
+
+    model_config = ConfigDict(frozen=True)
+
+    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
+
+
+class ResponseFormat(BaseModel):
+    """json_schema: with type json_schema. Type json_object is any JSON object."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
 class _Request(BaseModel):
     """What both kinds of completion ask for. A null is an absent field, a field that is not here is refused.
 
-    top_k, stop_token_ids (beside the model's end tokens), ignore_eos (without them) and return_token_ids are known from
-    other servers.
+    top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (beside the model's end tokens), ignore_eos (without
+    them) and return_token_ids are known from other servers.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -117,6 +127,13 @@ class _Request(BaseModel):
     temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
+    min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
+    min_tokens: Annotated[int, Field(ge=0)] = 0
+    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
+    presence_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    frequency_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
+    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    response_format: ResponseFormat = ResponseFormat(type="text")
     return_token_ids: bool = False
 
     @model_validator(mode="before")

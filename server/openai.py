@@ -31,10 +31,19 @@ from ..schemas.openai import (
     FinishReason,
     OpenAiError,
     PromptTokensDetails,
+    ResponseFormat,
     TokenLogprob,
     Usage,
 )
-from ..schemas.sampling import ModelInput, SampledSequence, SampleRequest, SampleResponse, SamplingParams, TopkLogprobs
+from ..schemas.sampling import (
+    Constraint,
+    ModelInput,
+    SampledSequence,
+    SampleRequest,
+    SampleResponse,
+    SamplingParams,
+    TopkLogprobs,
+)
 from .draws import Drawn, Grown
 from .sample_text import SampleText
 from .samplers import MOST_SAMPLES, Stops
@@ -54,7 +63,26 @@ def sampling_params(asked: AnyRequest) -> SamplingParams:
         temperature=asked.temperature,
         top_k=asked.top_k or -1,  # vLLM's 0 is off, too
         top_p=asked.top_p,
+        min_p=asked.min_p,
+        min_tokens=asked.min_tokens,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias or None,
+        constraint=_constraint(asked.response_format),
     )
+
+
+def _constraint(answer: ResponseFormat) -> Constraint | None:
+    match answer.type:
+        case "text":
+            return None
+        case "json_object":
+            return Constraint(json_schema={"type": "object"})
+        case "json_schema":
+            if answer.json_schema is None:
+                raise OpenAiError("response_format.json_schema is missing", param="response_format.json_schema")
+            return Constraint(json_schema=answer.json_schema.json_schema)
 
 
 def sample_request(asked: AnyRequest, prompt: Sequence[int]) -> SampleRequest:
@@ -80,19 +108,27 @@ def check(asked: AnyRequest) -> None:
     if "" in asked.stop_strings or len(asked.stop_strings) > MOST_STOP_STRINGS:
         raise OpenAiError(f"stop takes up to {MOST_STOP_STRINGS} strings that are not empty", param="stop")
     if isinstance(asked, CompletionRequest):
-        if not asked.prompts:
-            raise OpenAiError("prompt is an empty list: send at least one", param="prompt")
-        if (num_choices := len(asked.prompts) * asked.n) > MOST_SAMPLES:
-            raise OpenAiError(
-                f"{len(asked.prompts)} prompts with n {asked.n} ask for {num_choices} choices, and {MOST_SAMPLES} are "
-                "the most: send several requests",
-                param="prompt",
-            )
-        if not asked.max_tokens and not asked.echo:
-            raise OpenAiError("max_tokens 0 leaves nothing to answer: raise it, or ask for echo", param="max_tokens")
-        if asked.stream and asked.echo and asked.logprobs is not None:
-            raise OpenAiError("echo with logprobs cannot be streamed: leave out stream", param="stream")
-        return
+        _check_completion(asked)
+    else:
+        _check_chat(asked)
+
+
+def _check_completion(asked: CompletionRequest) -> None:
+    if not asked.prompts:
+        raise OpenAiError("prompt is an empty list: send at least one", param="prompt")
+    if (num_choices := len(asked.prompts) * asked.n) > MOST_SAMPLES:
+        raise OpenAiError(
+            f"{len(asked.prompts)} prompts with n {asked.n} ask for {num_choices} choices, and {MOST_SAMPLES} are the "
+            "most: send several requests",
+            param="prompt",
+        )
+    if not asked.max_tokens and not asked.echo:
+        raise OpenAiError("max_tokens 0 leaves nothing to answer: raise it, or ask for echo", param="max_tokens")
+    if asked.stream and asked.echo and asked.logprobs is not None:
+        raise OpenAiError("echo with logprobs cannot be streamed: leave out stream", param="stream")
+
+
+def _check_chat(asked: ChatCompletionRequest) -> None:
     if asked.top_logprobs and not asked.logprobs:
         raise OpenAiError(f"top_logprobs {asked.top_logprobs} needs logprobs: true", param="top_logprobs")
     if asked.tool_choice not in ("auto", "none"):
@@ -179,7 +215,7 @@ class Choice:
         self._asked = asked
         self._tokenizer = tokenizer
         self._index = job * asked.n + sample
-        self._text = SampleText(tokenizer, stops.strings, frozenset(stops.token_ids))
+        self._text = SampleText(tokenizer, stops.strings, frozenset(stops.token_ids), asked.min_tokens)
         self._num_tokens = 0
         self._num_echoed = 0
         self._first = True

@@ -102,8 +102,8 @@ async def _complete(
         prompts = await prompts_of(asked, tokenizer)
         stops = stops_of(asked, services.dispatch.models[sampler.record.base_model].eos_token_ids)
         jobs = [services.samplers.drawing(sampler, sample_request(asked, prompt), stops) for prompt in prompts]
+        choices, envelope = Choices(asked, tokenizer, stops, prompts), Envelope(asked, tokenizer, prompts)
         draws = Draws(services.samplers, jobs, admission, asked.stream, len(submit.received.body))
-    choices, envelope = Choices(asked, tokenizer, stops, prompts), Envelope(asked, tokenizer, prompts)
     with ExitStack() as stack:
         stack.callback(draws.close)
         try:
@@ -112,11 +112,11 @@ async def _complete(
                 return await _whole(envelope, choices, drawn)
             events = draws.events()
             # What fails before anything comes is answered with its status.
-            first = await _while_connected(request, anext(events))
+            events = _chained(await _while_connected(request, anext(events)), events)
         except OperationError as error:
             raise OpenAiError(error.message, 400 if error.category == "user" else 503) from None
         closing = stack.pop_all()
-    return _EventStream(_stream(asked, envelope, choices, first, events), closing.close)
+    return _EventStream(_stream(asked, envelope, choices, events), closing.close)
 
 
 async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:
@@ -142,16 +142,20 @@ async def _whole(envelope: Envelope, choices: Choices, drawn: list[Drawn]) -> Re
     return Response(body, media_type="application/json")
 
 
+async def _chained(first: Grown | Drawn, rest: AsyncIterator[Grown | Drawn]) -> AsyncIterator[Grown | Drawn]:
+    yield first
+    async for event in rest:
+        yield event
+
+
 async def _stream(
-    asked: AnyRequest, envelope: Envelope, choices: Choices, first: Grown | Drawn, rest: AsyncIterator[Grown | Drawn]
+    asked: AnyRequest, envelope: Envelope, choices: Choices, events: AsyncIterator[Grown | Drawn]
 ) -> AsyncIterator[str]:
     """Server-sent events; the last of a stream that broke off is an error."""
     try:
         for fragment in choices.echoes():
             yield _event(envelope.chunk([fragment]))
-        for fragment in _fragments(asked, choices, first):
-            yield _event(envelope.chunk([fragment]))
-        async for event in rest:
+        async for event in events:
             for fragment in _fragments(asked, choices, event):
                 yield _event(envelope.chunk([fragment]))
         if asked.stream_options.include_usage:

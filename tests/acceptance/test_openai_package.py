@@ -1,6 +1,7 @@
 """The unmodified `openai` package against a live server: whatever it can ask for here, and how it is refused."""
 
 import asyncio
+import json
 import math
 import re
 import subprocess
@@ -224,11 +225,22 @@ def test_sampling_parameters_are_those_of_our_own_api(
     server: LiveServer, client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     asked: list[dict[str, Any]] = [{"temperature": 0}, {"temperature": 0.5, "top_p": 0.4}, {"top_k": 2}, {"top_k": -1}]
+    asked += [{"min_p": 0.5}, {"repetition_penalty": 1.8}, {"presence_penalty": 2.0}, {"frequency_penalty": 2.0}]
+    asked += [{"logit_bias": {"97": 100.0}}]
     for params in asked:
         native = native_sample(server, tokenizer.encode("the"), sampling_params=params)["sequences"][0]["tokens"]
         body = {"ignore_eos": True, "return_token_ids": True} | params
         answer = client.completions.create(model=MODEL, prompt="the", max_tokens=12, seed=5, extra_body=body)
         assert answer.choices[0].token_ids == native  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_min_tokens_come_whatever_would_stop_them(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": "the", "max_tokens": 40, "seed": 9}
+    asked["extra_body"] = {"min_tokens": 30}
+    free = client.completions.create(**asked).choices[0].text
+    answer = client.completions.create(**asked, stop=free[0])
+    assert answer.usage is not None and answer.usage.completion_tokens >= 30
+    assert free.startswith(answer.choices[0].text) and len(answer.choices[0].text) > 10
 
 
 # Chats
@@ -294,6 +306,26 @@ def test_without_max_tokens_a_chat_goes_on_until_the_context_ends(client: openai
     answer = client.chat.completions.create(model=MODEL, messages=HELLO, seed=2, extra_body={"ignore_eos": True})
     assert answer.usage is not None and answer.usage.total_tokens == 1024
     assert answer.choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_an_answer_conforms_to_its_schema(client: openai.OpenAI, seed: int) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"sea": {"enum": ["calm", "rough"]}, "wet": {"type": "boolean"}},
+        "required": ["sea", "wet"],
+        "additionalProperties": False,
+    }
+    answer = client.chat.completions.create(
+        model=MODEL,
+        messages=HELLO,
+        seed=seed,
+        max_tokens=200,
+        response_format={"type": "json_schema", "json_schema": {"name": "sea", "schema": schema, "strict": True}},
+    )
+    content = json.loads(answer.choices[0].message.content or "")
+    assert content["sea"] in ("calm", "rough") and isinstance(content["wet"], bool)
+    assert answer.choices[0].finish_reason == "stop"
 
 
 # Streams
@@ -402,9 +434,9 @@ def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"presence_penalty": 0.5}, "presence_penalty"),
-        ({"frequency_penalty": -1}, "frequency_penalty"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"presence_penalty": "much"}, "presence_penalty"),
+        ({"logit_bias": {"the": 1}}, "logit_bias.the"),
+        ({"min_p": 2}, "min_p"),
         ({"best_of": 3}, "best_of"),
         ({"suffix": "the end"}, "suffix"),
         ({"guided_json": {}}, "guided_json"),
@@ -437,7 +469,8 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"response_format": {"type": "grammar"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),

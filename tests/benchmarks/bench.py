@@ -18,6 +18,7 @@ from .latency import latency
 from .many_tenants import many_tenants
 from .memory import memory
 from .one_tenant import one_tenant
+from .overlap import overlap
 from .report import Section
 from .sampling import sampling
 from .workload import SHAPE
@@ -29,6 +30,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "empty": latency,
     "memory": memory,
     "sampling": sampling,
+    "overlap": overlap,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 

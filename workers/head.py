@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from .lora import LoraPair, Segment, frozen_product, mkldnn_linear
+from .lora import LoraPair, Segment
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
+from .product import frozen_product, mkldnn_linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +35,7 @@ class Head:
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._unembedding = base.unembedding
-        self._product = frozen_product(base)
+        self._product = frozen_product(base.device, base.dtype)
         self._chunk_rows = chunk_rows
 
     def one_of(self, number: int) -> "Head":

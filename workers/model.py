@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, CachedPacking, Packing
 from .config import WorkerConfig
+from .product import laid_out
 from .trunk import Merge, fused_trunk
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
@@ -58,6 +59,9 @@ class BaseModel:
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
+        if head.weight is not self.model.get_input_embeddings().weight:
+            # The rows of one that is tied are read one by one, too.
+            head.weight.data = laid_out(head.weight.data)
         self.unembedding: Tensor = head.weight
 
     @property

@@ -5,7 +5,6 @@ from .adapters import Adapters
 from .linear import LoraLinear, MergedLoraLinear
 from .pair import LoraPair
 from .plan import Plan
-from .product import frozen_product, mkldnn_linear
 from .residency import Residency
 from .segment import Segment
 
@@ -20,6 +19,4 @@ __all__ = [
     "Segment",
     "Target",
     "Window",
-    "frozen_product",
-    "mkldnn_linear",
 ]

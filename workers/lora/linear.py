@@ -2,16 +2,15 @@
 
 import threading
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ..model import BaseModel
+from ..product import Product, frozen_product, laid_out
 from .factors import Site
 from .plan import Plan
-from .product import Product, frozen_product, laid_out
 from .terms import Terms
 
 
@@ -21,7 +20,7 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, name: str, active: "Active") -> None:
         super().__init__()
         self.weight = base.weight
-        self.weight.data = active.laid_out(base.weight.data)
+        self.weight.data = laid_out(base.weight.data)
         self.bias = base.bias
         self.active = active
         self.site = Site((name,), (base.out_features,))
@@ -66,8 +65,7 @@ class Active:
     def __init__(self, base: BaseModel) -> None:
         self._own = threading.local()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
-        self.product = frozen_product(base)
-        self.laid_out = partial(laid_out, base=base)
+        self.product = frozen_product(base.device, base.dtype)
 
     @property
     def plan(self) -> Plan | None:
@@ -137,18 +135,18 @@ class _LoraProduct(torch.autograd.Function):
 
 def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
     """The weights of all in one tensor, and the biases; absent ones are zeros where others have one."""
-    weight = _merge_parameters([linear.weight for linear in linears], linears[0].active)
+    weight = _merge_parameters([linear.weight for linear in linears])
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [
         linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears
     ]
-    return weight, _merge_parameters(biases, linears[0].active)
+    return weight, _merge_parameters(biases)
 
 
-def _merge_parameters(parameters: list[Tensor], active: Active) -> Tensor:
+def _merge_parameters(parameters: list[Tensor]) -> Tensor:
     merged = torch.cat([parameter.detach() for parameter in parameters])
-    merged = active.laid_out(merged) if merged.dim() == 2 else merged
+    merged = laid_out(merged) if merged.dim() == 2 else merged
     for parameter, part in zip(parameters, merged.split([len(parameter) for parameter in parameters]), strict=True):
         parameter.data = part
     return merged

@@ -12,6 +12,22 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import AttentionKind, Packing, attend
 
+# Views of a shelf are made for so many tokens more, lest each step make new ones.
+_READ_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Views of a layer. keys, values: all of it, [slots, kv_heads, capacity, head_dim].
+
+    first_keys [n * kv_heads, head_dim, span] and first_values [n * kv_heads, span, head_dim]: what a step reads.
+    """
+
+    keys: Tensor
+    values: Tensor
+    first_keys: Tensor
+    first_values: Tensor
+
 
 class Shelf:
     """Slots for sequences of up to `capacity` tokens: per layer keys and values [slots, kv_heads, capacity, head_dim].
@@ -25,6 +41,19 @@ class Shelf:
         self.num_slots = 0
         self._keys: list[Tensor | None] = [None] * num_layers
         self._values: list[Tensor | None] = [None] * num_layers
+        self._reading: dict[int, Reading] = {}
+        self._read = (0, 0)
+
+    def reading(self, layer: int, like: Tensor, num_slots: int, span: int) -> "Reading":
+        """The first slots' first tokens, at least `span` of them; what is longer than a sequence is zeros."""
+        span = min(self.capacity, -(-span // _READ_TOKENS) * _READ_TOKENS)
+        if self._read != (num_slots, span):
+            self._reading, self._read = {}, (num_slots, span)
+        if layer not in self._reading:
+            keys, values = self.of_layer(layer, like)
+            first = keys[:num_slots, :, :span].flatten(0, 1).transpose(1, 2)
+            self._reading[layer] = Reading(keys, values, first, values[:num_slots, :, :span].flatten(0, 1))
+        return self._reading[layer]
 
     def of_layer(self, layer: int, like: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer, made at its first use for keys like `like` [tokens, kv_heads, head_dim]."""
@@ -42,6 +71,7 @@ class Shelf:
     def resize(self, num_slots: int) -> None:
         """Keeps the first slots. Moves one tensor at a time, which bounds what is held twice to half a layer."""
         kept = min(num_slots, self.num_slots)
+        self._reading = {}
         for tensors, new in ((self._keys, _new_keys), (self._values, _new_values)):
             for layer, old in enumerate(tensors):
                 if old is not None:
@@ -99,19 +129,19 @@ class DecodeStep:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """query, key and value of the packed row; returns [n, heads, head_dim]."""
-        query, key, value = query[self.rows], key[self.rows], value[self.rows]
-        keys, values = self.shelf.of_layer(kind.layer, key)
-        keys[self.slots, :, self.lengths] = key
-        values[self.slots, :, self.lengths] = value
+        if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
+            query, key, value = query[self.rows], key[self.rows], value[self.rows]
+        reading = self.shelf.reading(kind.layer, key, self.num_slots, self.span)
+        reading.keys[self.slots, :, self.lengths] = key
+        reading.values[self.slots, :, self.lengths] = value
         if not self.in_order:
             # By slot: moving the few queries is cheap, gathering the cache is not.
             query = query.new_zeros(self.num_slots, *query.shape[1:]).index_copy_(0, self.slots, query)
-        hidden = self._out_of_sight(kind.window, keys.shape[1], query.dtype)
-        k, v = keys[: self.num_slots, :, : self.span], values[: self.num_slots, :, : self.span]
-        out = _attend_once(query, k, v, hidden, kind.scaling)
+        hidden = self._out_of_sight(kind.window, reading.first_keys.shape[-1], key.shape[1], query.dtype)
+        out = _attend_once(query, reading, hidden, kind.scaling)
         return out if self.in_order else out[self.slots]
 
-    def _out_of_sight(self, window: int | None, kv_heads: int, dtype: torch.dtype) -> Tensor:
+    def _out_of_sight(self, window: int | None, span: int, kv_heads: int, dtype: torch.dtype) -> Tensor:
         """[num_slots * kv_heads, 1, span] by slot, added to the scores: minus infinity for the keys out of sight.
 
         Made once a step for each kind of layer. A slot that takes no part sees its first key.
@@ -120,7 +150,7 @@ class DecodeStep:
             lengths = self.lengths
             if not self.in_order:
                 lengths = lengths.new_zeros(self.num_slots).index_copy_(0, self.slots, lengths)
-            position = torch.arange(self.span, device=lengths.device)
+            position = torch.arange(span, device=lengths.device)
             hidden = position > lengths[:, None]
             if window:
                 hidden |= position <= lengths[:, None] - window
@@ -215,18 +245,21 @@ class CachedRow:
         return out
 
 
-def _attend_once(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scaling: float) -> Tensor:
-    """q [n, heads, head_dim] against k and v [n, kv_heads, span, head_dim], mask [n * kv_heads, 1, span].
+def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> Tensor:
+    """q [n, heads, head_dim], mask [n * kv_heads, 1, span]; returns the shape of q.
 
     Plain products take half the time of the fused kernel on the CPU, but would round scores to a low precision.
     """
-    n, kv_heads, span, head_dim = k.shape
-    if q.dtype != torch.float32:
-        mask = mask.view(n, kv_heads, 1, span)[:, :1]
-        gqa = q.shape[1] != kv_heads
-        return scaled_dot_product_attention(
-            q.unsqueeze(2), k, v, attn_mask=mask, scale=scaling, enable_gqa=gqa
-        ).squeeze(2)
-    grouped = q.reshape(n * kv_heads, -1, head_dim)
-    scores = torch.baddbmm(mask, grouped, k.flatten(0, 1).transpose(1, 2), alpha=scaling)
-    return torch.bmm(torch.softmax(scores, dim=-1), v.flatten(0, 1)).view(q.shape)
+    num_rows, num_heads, head_dim = q.shape
+    if q.dtype == torch.float32:
+        grouped = q.reshape(mask.shape[0], -1, head_dim)
+        scores = torch.baddbmm(mask, grouped, reading.first_keys, alpha=scaling)
+        return torch.bmm(torch.softmax(scores, dim=-1), reading.first_values).view(q.shape)
+    kv_heads = mask.shape[0] // num_rows
+    k = reading.first_keys.transpose(1, 2).unflatten(0, (-1, kv_heads))
+    v = reading.first_values.unflatten(0, (-1, kv_heads))
+    mask = mask.unflatten(0, (-1, kv_heads))[:, :1]
+    out = scaled_dot_product_attention(
+        q.unsqueeze(2), k, v, attn_mask=mask, scale=scaling, enable_gqa=num_heads != kv_heads
+    )
+    return out.squeeze(2)

@@ -98,7 +98,7 @@ class _Layer:
         return query, rotate_heads(key, rotation, self._key_norm), value
 
     def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
-        heads = self._merged_qkv(x).unflatten(-1, (-1, self._head_dim))
+        heads = self._merged_qkv(x).view(x.shape[0], -1, self._head_dim)
         queries, keys, values = (size // self._head_dim for size in self._merged_qkv.out_features)
         rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
         return *rotated.split((queries, keys), dim=1), heads[:, -values:]
@@ -117,7 +117,7 @@ class _Layer:
         """Whether one product of a merged weight is better for x than several of its parts."""
         if merged is None or torch.is_grad_enabled():
             return False
-        return x.device.type != "cpu" or len(x) <= _MOST_MERGED_TOKENS
+        return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
 
 def fused_trunk(trunk: nn.Module) -> FusedTrunk | None:

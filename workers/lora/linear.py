@@ -77,9 +77,9 @@ class Active:
 
     def apply(self, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
-        rows = x.flatten(0, -2)
-        terms = self._plan_terms(site, len(rows))
-        return self._product(rows, weight, bias, terms).unflatten(0, x.shape[:-1])
+        rows = x if x.dim() == 2 else x.flatten(0, -2)
+        y = self._product(rows, weight, bias, self._plan_terms(site, rows.shape[0]))
+        return y if x.dim() == 2 else y.unflatten(0, x.shape[:-1])
 
     def _plan_terms(self, site: Site, num_rows: int) -> Terms | None:
         plan = self.plan

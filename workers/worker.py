@@ -126,10 +126,17 @@ class Worker:
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose, those of adapters by place too, and how many adapters there are."""
+        """Bytes by purpose, those of adapters by place too, and how many adapters there are.
+
+        kv_cache_held: of the cache's bytes those of samples under way; the others are prefixes and slots that wait.
+        """
         tensors = {id(tensor): tensor.nbytes for tensor in self._base.model.parameters()}
-        weights, kv_cache = sum(tensors.values()), self._sampler.cache_bytes()
-        return {"base_weights": weights, "kv_cache": kv_cache} | self._adapters.memory()
+        own = {
+            "base_weights": sum(tensors.values()),
+            "kv_cache": self._sampler.cache_bytes(),
+            "kv_cache_held": self._sampler.held_bytes(),
+        }
+        return own | self._adapters.memory()
 
     def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
         known = [step for step in steps if step.run_id in self._adapters]

@@ -121,6 +121,7 @@ class ServerConfig:
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
+    prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
     pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)
     adapter_slots: int = knob(64, "adapters on the device at a time; others wait in host memory", check=POSITIVE)
     host_adapter_bytes: int = knob(4 << 30, "host memory for adapters; others wait on disk", check=POSITIVE)

@@ -21,7 +21,7 @@ from .jobs import answers, job
 
 VOCAB, LENGTH = 8, 3
 PROMPT = (5, 7, 3, 3, 6)
-NUM_SEQUENCES, NUM_JOBS = 12_000, 8
+NUM_SEQUENCES, NUM_JOBS = 10_000, 8
 LEAST_P_VALUE = 1e-4
 
 Params = Mapping[str, Any]
@@ -43,6 +43,10 @@ CASES = {
     "greedy": Case({"temperature": 0.0}, ({"temperature": 0.1}, {"top_k": 2})),
     "top_k": Case({"top_k": 4}, ({"top_k": 3}, {"top_k": 5}, {"top_k": 4, "temperature": 1.15})),
     "top_p": Case({"top_p": 0.8}, ({"top_p": 0.9}, {"top_p": 0.7}, {"top_p": 0.8, "temperature": 1.15})),
+    "min_p": Case({"min_p": 0.2}, ({"min_p": 0.3}, {"min_p": 0.1}, {"min_p": 0.2, "temperature": 1.15})),
+    "min_p and top_p": Case(
+        {"min_p": 0.2, "top_p": 0.9}, ({"min_p": 0.2}, {"top_p": 0.9}, {"min_p": 0.2, "top_p": 0.8})
+    ),
     "all": Case(
         {"temperature": 1.4, "top_k": 6, "top_p": 0.85},
         (
@@ -85,9 +89,9 @@ def keeps_min_p(exact: np.ndarray, min_p: float) -> np.ndarray:
 
 
 FILTERS: Mapping[str, Callable[[np.ndarray, float], np.ndarray]] = {
+    "min_p": keeps_min_p,
     "top_k": keeps_top_k,
     "top_p": keeps_top_p,
-    "min_p": keeps_min_p,
 }
 
 
@@ -102,6 +106,7 @@ def test_the_reference_keeps_what_each_filter_is_to_keep() -> None:
     assert kept(top_k=2) == kept(top_p=0.6) == kept(min_p=0.4) == [0.667, 0, 0.333, 0]
     assert kept(top_p=0.8) == kept(top_k=3) == [0.556, 0, 0.278, 0.167]
     assert kept(top_k=3, top_p=0.8) == [0.667, 0, 0.333, 0], "top_p is of what top_k has left"
+    assert kept(min_p=0.4, top_p=0.6) == [1, 0, 0, 0], "and of what min_p has left"
     assert kept(temperature=0.5) == [0.725, 0.029, 0.181, 0.065]
     assert kept(temperature=0) == [1, 0, 0, 0]
 

@@ -122,12 +122,16 @@ class SampleJob:
 
 @dataclass(frozen=True, eq=False)
 class SampledPart:
-    """What a slice added to sample number `sample` of a job: tokens int32 [n], logprobs float32 [n], n at least 1."""
+    """What a slice added to sample number `sample` of a job: tokens int32 [n], logprobs float32 [n], n at least 1.
+
+    stop_reason: as in SampledSequence, None while the sample goes on.
+    """
 
     sample: int
     tokens: np.ndarray
     logprobs: np.ndarray
     topk_logprobs: TopkLogprobs | None = None
+    stop_reason: Literal["stop", "length"] | None = None
 
 
 @dataclass(frozen=True)

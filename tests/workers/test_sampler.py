@@ -475,6 +475,27 @@ def test_a_stop_string_is_found_with_the_first_token_that_completes_it(lettered:
             assert found == next(n for n in range(len(tokens)) if stop in tokenizer.decode(tokens[: n + 1]))
 
 
+def test_who_goes_on_after_a_stop_string_finds_the_next(lettered: Adapted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(lettered.directory)
+    tokens = tokenizer.encode("stop, and on, stop, and on")
+    follower = StopStrings(tokenizer, ("stop",), [])
+    found = [number for number, token in enumerate(tokens) if follower.found_after(token)]
+    first = next(n for n in range(len(tokens)) if tokenizer.decode(tokens[: n + 1]).count("stop") == 1)
+    second = next(n for n in range(len(tokens)) if tokenizer.decode(tokens[: n + 1]).count("stop") == 2)
+    assert found == [first, second]
+
+
+def test_characters_in_bytes_are_read_whole_whatever_came_before() -> None:
+    vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
+    tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+    tokens = list("\N{GRINNING FACE}\N{ROCKET}\N{CHERRIES}\N{SNOWMAN}!".encode())
+    for stop, end in [("\N{ROCKET}", 7), ("\N{CHERRIES}", 11), ("\N{SNOWMAN}!", 15)]:
+        follower = StopStrings(fast, (stop,), [])
+        assert next(n for n, token in enumerate(tokens) if follower.found_after(token)) == end
+
+
 def test_stop_strings_without_a_tokenizer_are_refused(adapted: Adapted) -> None:
     assert "stop strings and constraints need the model's tokenizer" in failure(
         new_sampler(adapted), job("a", prompt(4), stop_strings=("x",))
@@ -603,5 +624,20 @@ def test_a_job_that_streams_tells_what_each_slice_adds(adapted: Adapted) -> None
         told = [part for each in results for part in each.progress.get("streamed", ()) if part.sample == number]
         tokens = [token for part in told for token in part.tokens]
         assert len(told) > 1 and tokens == sequence.tokens[: len(tokens)].tolist()
+        assert all(part.stop_reason is None for part in told)
         top = np.concatenate([part.topk_logprobs.token_ids for part in told if part.topk_logprobs is not None])
         assert np.array_equal(top, sequence.topk_logprobs.token_ids[: len(tokens)])
+
+
+def test_a_job_that_streams_tells_which_of_its_samples_have_ended(adapted: Adapted) -> None:
+    sampler = new_sampler(adapted)
+    streamed = job("streamed", prompt(5), num_samples=8, max_tokens=60, stop_token_ids=tuple(range(40)), streams=True)
+    results = [sampler.slice(Slice((streamed,), (), 0))]
+    while results[-1].num_active:
+        results.append(sampler.slice(Slice((), (), 0)))
+    parts = [part for result in results for part in result.progress.get("streamed", ())]
+    ended = {part.sample: part.stop_reason for part in parts if part.stop_reason is not None}
+    sequences = results[-1].finished["streamed"].sequences
+    assert 4 < len(ended) < 8 and all(sequences[sample].stop_reason == reason for sample, reason in ended.items())
+    for sample in ended:
+        assert sum(len(part.tokens) for part in parts if part.sample == sample) == len(sequences[sample].tokens)

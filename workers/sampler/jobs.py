@@ -93,7 +93,7 @@ class Row:
         if start == self._num_told:
             return None
         tokens, logprobs = self.tokens[start:], self.logprobs[start:]
-        return SampledPart(self.sample, tokens, logprobs, _joined(self.top[start:]))
+        return SampledPart(self.sample, tokens, logprobs, _joined(self.top[start:]), self.stop_reason)
 
     def result(self) -> SampledSequence:
         assert self.stop_reason is not None

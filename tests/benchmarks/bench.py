@@ -13,6 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ..tiny import tiny_model
+from .against_vllm import against_vllm
 from .interactive import interactive
 from .latency import latency
 from .many_tenants import many_tenants
@@ -31,8 +32,12 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "memory": memory,
     "sampling": sampling,
     "overlap": overlap,
+    "vllm": against_vllm,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
+
+ASKED_FOR = ("vllm",)
+"""Only run when named: what they need is not in this environment."""
 
 
 def main() -> None:
@@ -56,7 +61,12 @@ def main() -> None:
 def _options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     names = ",".join(SECTIONS)
-    parser.add_argument("--only", type=_section_names, default=list(SECTIONS), help=f"some of {names}")
+    parser.add_argument(
+        "--only",
+        type=_section_names,
+        default=[name for name in SECTIONS if name not in ASKED_FOR],
+        help=f"some of {names}",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--pool", choices=["local", "ray"], default="local")
     parser.add_argument("--json", type=Path, help="also write the figures here")

@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 EXIT_SECONDS = 30
@@ -30,10 +30,14 @@ class Child:
         return self.receive()
 
 
+def child(module: str, *arguments: str) -> AbstractContextManager[Child]:
+    """Runs `module` of this package until the end of the block."""
+    return running([sys.executable, "-m", f"trainhouse.tests.benchmarks.{module}", *arguments])
+
+
 @contextmanager
-def child(module: str, *arguments: str) -> Iterator[Child]:
-    """Runs `module` of this package until the end of the block; it waits silently in between."""
-    command = [sys.executable, "-m", f"trainhouse.tests.benchmarks.{module}", *arguments]
+def running(command: list[str]) -> Iterator[Child]:
+    """Runs it until the end of the block; it waits silently in between."""
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin
         try:

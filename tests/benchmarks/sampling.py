@@ -72,22 +72,24 @@ def _sides(local: Child, prompts: list[list[int]], samplers: list[Sampler]) -> d
     """Name -> a measurement of its seconds."""
     first = samplers[0]
 
-    def batch_of(chosen: list[Sampler]) -> Callable[[], float]:
-        requests = list(zip(chosen, prompts, strict=True))
-        return lambda: _timed(lambda: _all([_sample(s, p, SAMPLES, LENGTH) for s, p in requests]))
-
     def generate(num_prompts: int, num_samples: int, max_tokens: int) -> Callable[[], float]:
         asked = {"num_prompts": num_prompts, "num_samples": num_samples, "max_tokens": max_tokens}
         return lambda: local.ask(asked)
 
     return {
         BATCH_LOCAL: generate(PROMPTS, SAMPLES, LENGTH),
-        BATCH: batch_of([first] * PROMPTS),
-        MIXED: batch_of(samplers),
+        BATCH: lambda: batch_seconds([first] * PROMPTS, prompts),
+        MIXED: lambda: batch_seconds(samplers, prompts),
         RAGGED: lambda: _timed(lambda: _ragged(first)),
         ONE_LOCAL: generate(1, 1, SHORT),
         ONE: lambda: _timed(lambda: _sample(first, prompts[0], 1, SHORT)),
     }
+
+
+def batch_seconds(samplers: list[Sampler], prompts: list[list[int]]) -> float:
+    """Of a request for each prompt, all at once."""
+    requests = list(zip(samplers, prompts, strict=True))
+    return _timed(lambda: _all([_sample(sampler, prompt, SAMPLES, LENGTH) for sampler, prompt in requests]))
 
 
 def _timed(work: Callable[[], Coroutine[object, object, object]]) -> float:

@@ -19,6 +19,7 @@ from ..work import Verb
 from .underway import Told, Underway
 from .vllm_adapters import VllmAdapters, link_files
 from .vllm_api import (
+    SAID_PARAMS,
     Ask,
     Piece,
     UnknownAdapter,
@@ -283,16 +284,21 @@ def _max_tokens(job: SampleJob, model: VllmModel) -> int:
     return min(job.params.max_tokens or room, room)
 
 
+def _unavailable(job: SampleJob) -> list[str]:
+    """What the job asks and vLLM, or what we say to it, has not."""
+    asked = [("target_prompt_logprobs", job.target_prompt_tokens is not None)]
+    asked += [("prompt_alt_tokens_k", job.prompt_alt_tokens_k > 0)]
+    fields = type(job.params).model_fields.items()
+    asked += [(name, getattr(job.params, name) != field.default) for name, field in fields if name not in SAID_PARAMS]
+    return [name for name, is_asked in asked if is_asked]
+
+
 def _check(job: SampleJob) -> None:
     """Raises OperationError on what vLLM has not, and on what would confuse it."""
-    for name, asked in (
-        ("target_prompt_logprobs", job.target_prompt_tokens is not None),
-        ("prompt_alt_tokens_k", job.prompt_alt_tokens_k > 0),
-    ):
-        if asked:
-            raise OperationError(
-                f"{name} is not to be had from vLLM: leave it out, or start the server with --sampler native"
-            )
+    for name in _unavailable(job):
+        raise OperationError(
+            f"{name} is not to be had from vLLM: leave it out, or start the server with --sampler native"
+        )
     if job.params.temperature > _HIGHEST_TEMPERATURE:
         raise OperationError(
             f"temperature {job.params.temperature:g} exceeds vLLM's {_HIGHEST_TEMPERATURE:g}: lower it, or start the"

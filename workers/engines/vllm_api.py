@@ -22,6 +22,9 @@ from ..verbs import SampleJob
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
 _EMPTY_LOGPROB = -99999.0
+SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"})
+"""The fields of SamplingParams that reach vLLM."""
+
 # Below this native sampling is greedy, and so is vLLM.
 _LOWEST_TEMPERATURE = 1e-5
 

@@ -156,6 +156,8 @@ class VllmProcess:
             "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
             "VLLM_API_KEY": self.api_key,
             "VLLM_NO_USAGE_STATS": "1",
+            # Else what lies in our working directory could be taken for a package of vLLM's.
+            "PYTHONSAFEPATH": "1",
         }
         if runs_on_cpu(self._model):
             environment |= {
@@ -163,6 +165,9 @@ class VllmProcess:
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, self._model.kv_cache_bytes >> 30)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._model.threads),
+                # Its threads share the cores with training: waiting ones are to sleep (see pool.py).
+                "OMP_WAIT_POLICY": "PASSIVE",
+                "KMP_BLOCKTIME": "0",
             }
         elif devices := re.findall(r"cuda:([0-9]+)", self._model.device):
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)

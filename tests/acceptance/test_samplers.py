@@ -1,0 +1,100 @@
+"""The official SDK against servers whose sampling happens elsewhere: in workers that only sample, and in vLLM."""
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import tinker
+from tinker import types
+
+from ..live import LiveServer, live_server, save_byte_tokenizer
+from ..tiny import tiny_model
+from .test_official_sdk import batch, datum, logprobs_of, train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
+    pytest.mark.timeout(600),
+]
+
+MODEL = "tiny/qwen3"
+PROMPT = [7, 8, 9, 10]
+
+
+@pytest.fixture(scope="module", params=["workers", pytest.param("vllm", marks=pytest.mark.vllm)])
+def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+    """A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    model = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
+    save_byte_tokenizer(model)
+    options: dict[str, object] = {"sampler_workers": 2}
+    if request.param == "vllm":
+        options = {"sampler": "vllm", "vllm_python": request.getfixturevalue("vllm_python"), "max_lora_rank": 8}
+    with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **options) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
+    with tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client:
+        yield client
+
+
+@pytest.fixture(scope="module")
+def training(service: tinker.ServiceClient) -> tinker.TrainingClient:
+    return service.create_lora_training_client(MODEL, rank=8, seed=1).result(60)
+
+
+def test_samples_of_trained_weights_are_scored_as_by_the_trainer(training: tinker.TrainingClient) -> None:
+    train(training, batch(), 8)
+    sampler = training.save_weights_and_get_sampling_client().result(60)
+    params = types.SamplingParams(max_tokens=12, temperature=0.9, seed=3, stop=[])
+    response = sampler.sample(types.ModelInput.from_ints(PROMPT), num_samples=3, sampling_params=params).result(120)
+    assert len({tuple(sequence.tokens) for sequence in response.sequences}) == 3
+    for sequence in response.sequences:
+        assert len(sequence.tokens) == 12 and sequence.stop_reason == "length"
+        data = [datum(PROMPT + list(sequence.tokens))]
+        trainer = logprobs_of(training.forward(data, "cross_entropy").result(60))[len(PROMPT) - 1 :]
+        np.testing.assert_allclose(trainer, sequence.logprobs, atol=1e-3)
+
+
+def test_a_sampler_keeps_its_weights_and_the_next_one_has_the_new_ones(training: tinker.TrainingClient) -> None:
+    prompt = types.ModelInput.from_ints([*PROMPT, 11, 12, 13])
+    earlier = training.save_weights_and_get_sampling_client().result(60)
+    before = earlier.compute_logprobs(prompt).result(60)
+    train(training, batch(seed=1), 4)
+    later = training.save_weights_and_get_sampling_client().result(60)
+    after = later.compute_logprobs(prompt).result(60)
+    np.testing.assert_allclose(earlier.compute_logprobs(prompt).result(60)[1:], before[1:], atol=1e-3)
+    assert not np.allclose(after[1:], before[1:], atol=1e-2)
+    forward = logprobs_of(training.forward([datum([*PROMPT, 11, 12, 13])], "cross_entropy").result(60))
+    np.testing.assert_allclose(np.asarray(after[1:], dtype=np.float64), forward, atol=1e-3)
+
+
+def test_named_weights_and_the_base_are_sampled_with_a_seed(
+    service: tinker.ServiceClient, training: tinker.TrainingClient
+) -> None:
+    path = training.save_weights_for_sampler("kept").result(60).path
+    params = types.SamplingParams(max_tokens=8, seed=11, stop=[])
+    drawn = []
+    for sampler in (
+        service.create_sampling_client(model_path=path).result(60),
+        service.create_sampling_client(base_model=MODEL).result(60),
+    ):
+        tokens = [
+            [
+                tuple(one.tokens)
+                for one in sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params).result(60).sequences
+            ]
+            for _ in range(2)
+        ]
+        assert tokens[0] == tokens[1] and tokens[0][0] != tokens[0][1]
+        drawn.append(tokens[0])
+    assert drawn[0] != drawn[1]
+
+
+def test_sampling_and_training_at_the_same_time(training: tinker.TrainingClient) -> None:
+    sampler = training.save_weights_and_get_sampling_client().result(60)
+    params = types.SamplingParams(max_tokens=200, seed=5, stop=[])
+    sampling = [sampler.sample(types.ModelInput.from_ints(PROMPT), 2, params) for _ in range(4)]
+    assert np.isfinite(train(training, batch(seed=2), 5)).all()
+    responses = [each.result(120) for each in sampling]
+    assert len({tuple(tuple(one.tokens) for one in response.sequences) for response in responses}) == 1

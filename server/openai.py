@@ -44,6 +44,7 @@ from ..schemas.sampling import (
     SamplingParams,
     TopkLogprobs,
 )
+from ..workers.verbs import SampledPart
 from .draws import Drawn, Grown
 from .sample_text import SampleText
 from .samplers import MOST_SAMPLES, Stops
@@ -209,7 +210,10 @@ class Fragment:
 
 
 class Choice:
-    """One sample as it grows. job: the number of its prompt. Whatever was told of it is in its fragments, in order."""
+    """One sample as it grows. job: the number of its prompt. Whatever was told of it is in its fragments, in order.
+
+    is_over: whether its end was told.
+    """
 
     def __init__(self, asked: AnyRequest, tokenizer: Tokenizer, stops: Stops, job: int, sample: int) -> None:
         self._asked = asked
@@ -219,12 +223,14 @@ class Choice:
         self._num_tokens = 0
         self._num_echoed = 0
         self._first = True
+        self.is_over = False
 
-    def grow(self, tokens: np.ndarray, logprobs: np.ndarray, top: TopkLogprobs | None) -> Fragment:
-        return self._fragment(tokens, logprobs, top, None)
+    def grow(self, part: SampledPart) -> Fragment:
+        self.is_over = part.stop_reason is not None
+        return self._fragment(part.tokens, part.logprobs, part.topk_logprobs, part.stop_reason)
 
     def finish(self, sequence: SampledSequence) -> Fragment:
-        """sequence: all of the sample, of which the last tokens were not told yet."""
+        """sequence: all of the sample, whose end was not told yet."""
         if self._asked.most_tokens == 0:
             return self._told("", [], [], "length")
         start, top = self._num_tokens, sequence.topk_logprobs
@@ -319,14 +325,15 @@ class Choices:
 
     def grow(self, event: Grown) -> Iterator[Fragment]:
         for part in event.parts:
-            yield self._choices[event.job][part.sample].grow(part.tokens, part.logprobs, part.topk_logprobs)
+            yield self._choices[event.job][part.sample].grow(part)
 
     def finish(self, event: Drawn) -> Iterator[Fragment]:
         response = event.response
         self._num_cached += response.prompt_cache_hit_tokens
         for choice, sequence in zip(self._choices[event.job], response.sequences, strict=True):
             self._num_sampled += len(sequence.tokens) if self._asked.most_tokens != 0 else 0
-            yield choice.finish(sequence)
+            if not choice.is_over:
+                yield choice.finish(sequence)
 
     def whole(self, event: Drawn) -> list[Fragment]:
         """All of what a job has drawn, one fragment a choice."""

@@ -42,7 +42,7 @@ class Matchers:
     """Makes them for one model. The tokenizer takes a second to read: it is read once."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast, vocab_size: int, end_tokens: tuple[int, ...]) -> None:
-        """end_tokens: may follow where a constraint is fulfilled. Raises OperationError on another kind of tokenizer."""
+        """end_tokens: may follow what fulfils a constraint. Raises OperationError on another kind of tokenizer."""
         if not end_tokens:
             raise OperationError("this model takes no constraints: its config names no end token (eos_token_id)")
         try:

@@ -29,6 +29,10 @@ class Constraint(Wire):
         return self
 
 
+# Of a logit: beyond this it would decide anyway.
+Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+
+
 class SamplingParams(Wire):
     """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens.
 
@@ -44,15 +48,15 @@ class SamplingParams(Wire):
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
     stop: str | list[str] | list[int] | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    presence_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    frequency_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] | None = None
+    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] = 1.0
+    presence_penalty: Shift = 0.0
+    frequency_penalty: Shift = 0.0
+    logit_bias: dict[int, Shift] | None = None
     constraint: Constraint | None = None
 
 

@@ -193,3 +193,17 @@ def test_a_constraint_needs_a_tokenizer_and_is_one_thing(adapted: Adapted, tmp_p
     assert "need the model's tokenizer" in failure(new_sampler(adapted), asked("a", constraint={"regex": "a"}))
     with pytest.raises(ValueError, match="exactly one of json_schema, regex and grammar"):
         Constraint(regex="a", grammar="b")
+
+
+def test_the_largest_numbers_that_can_be_asked_for_do_no_harm(adapted: Adapted) -> None:
+    jobs = [
+        asked("hot", temperature=1e30),
+        asked("many", top_k=10**30),
+        asked("frequent", frequency_penalty=-1e6, presence_penalty=1e6),
+        asked("favoured", logit_bias={3: 1e6, 4: -1e6}, repetition_penalty=1e-3),
+        asked("long", min_tokens=10**30),
+    ]
+    found = finish(new_sampler(adapted), *jobs, asked("beside"))
+    assert all(len(found[one.job_id].sequences[0].tokens) == NUM_TOKENS for one in jobs)
+    beside = sample(new_sampler(adapted), asked("beside"))
+    assert found["beside"].sequences[0].tokens.tolist() == beside.tokens.tolist()

@@ -23,10 +23,6 @@ class Adjusting:
         self._constrained = [i for i, row in enumerate(rows) if row.matcher is not None]
         self._params = params
 
-    @property
-    def changes_any(self) -> bool:
-        return any((self._biased, self._repeating, self._counted, self._unfinished, self._constrained))
-
     def apply(self, logits: Tensor, table: Table) -> Tensor:
         """logits float32 [rows, vocab] -> others, the given ones unchanged. In the order in which vLLM does it."""
         logits = logits.clone()

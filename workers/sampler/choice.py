@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,8 +24,27 @@ def is_greedy(params: SamplingParams) -> bool:
 
 
 @dataclass(frozen=True)
+class Settings:
+    """What n rows are chosen by: temperature, min_p and top_p float32 [n], top_k int64 [n]; as in SamplingParams."""
+
+    temperature: np.ndarray
+    min_p: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams]) -> "Settings":
+        return cls(
+            temperature=np.array([each.temperature for each in params], np.float32),
+            min_p=np.array([each.min_p for each in params], np.float32),
+            top_k=np.array([each.top_k for each in params], np.int64),
+            top_p=np.array([each.top_p for each in params], np.float32),
+        )
+
+
+@dataclass(frozen=True)
 class Choice:
-    """How each of n rows chooses: their parameters as tensors, made once for a batch that decodes together.
+    """How each of n rows chooses, as tensors: made once for a batch that decodes together.
 
     temperature: float32 [n, 1], 1 where greedy; None when all are 1. greedy: bool [n], None when no row is.
     min_p_rows, top_k_rows, top_p_rows: int64, the rows that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1]
@@ -42,22 +62,26 @@ class Choice:
     top_p: Tensor
 
     @classmethod
-    def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> "Choice":
-        greedy = [is_greedy(p) for p in params]
-        with_min_p = [row for row, p in enumerate(params) if p.min_p > 0 and not greedy[row]]
-        with_k = [row for row, p in enumerate(params) if 0 < p.top_k < vocab_size and not greedy[row]]
-        with_p = [row for row, p in enumerate(params) if p.top_p < 1 and not greedy[row]]
-        temperature = torch.tensor([[1.0 if is_greedy(p) else p.temperature] for p in params], device=device)
+    def of(cls, settings: Settings, vocab_size: int, device: torch.device) -> "Choice":
+        greedy = settings.temperature < _LOWEST_TEMPERATURE
+        temperature = np.where(greedy, np.float32(1), settings.temperature)
+        with_min_p = np.flatnonzero((settings.min_p > 0) & ~greedy)
+        with_k = np.flatnonzero((settings.top_k > 0) & (settings.top_k < vocab_size) & ~greedy)
+        with_p = np.flatnonzero((settings.top_p < 1) & ~greedy)
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
         return cls(
-            temperature=temperature if bool((temperature != 1).any()) else None,
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            all_greedy=all(greedy),
-            min_p_rows=torch.tensor(with_min_p, dtype=torch.int64, device=device),
-            min_p=torch.tensor([[params[row].min_p] for row in with_min_p], device=device),
-            top_k_rows=torch.tensor(with_k, dtype=torch.int64, device=device),
-            top_k=torch.tensor([[params[row].top_k] for row in with_k], dtype=torch.int64, device=device),
-            top_p_rows=torch.tensor(with_p, dtype=torch.int64, device=device),
-            top_p=torch.tensor([[params[row].top_p] for row in with_p], device=device),
+            temperature=tensor(temperature[:, None]) if (temperature != 1).any() else None,
+            greedy=tensor(greedy) if greedy.any() else None,
+            all_greedy=bool(greedy.all()),
+            min_p_rows=tensor(with_min_p),
+            min_p=tensor(settings.min_p[with_min_p, None]),
+            top_k_rows=tensor(with_k),
+            top_k=tensor(settings.top_k[with_k, None]),
+            top_p_rows=tensor(with_p),
+            top_p=tensor(settings.top_p[with_p, None]),
         )
 
 

@@ -6,22 +6,24 @@ import numpy as np
 import torch
 
 from .adjusting import Adjusting
-from .batch import AdapterRun, runs_of
+from .batch import runs_of
 from .choice import Choice
 from .jobs import Row
+from .table import Table
 
 
 class Drawing:
     """rows: one adapter's after the other's, at least one. lines: int64 [n], theirs in the table.
 
-    watched: the places of those whose tokens are looked at one by one. most_top: the most topk_sample_logprobs of any.
+    runs: of their adapters. adjusting: None where no row is adjusted. watched: the places of the rows that are.
+    most_top: the most topk_sample_logprobs of any.
     """
 
-    def __init__(self, rows: Sequence[Row], vocab_size: int, device: torch.device) -> None:
+    def __init__(self, rows: Sequence[Row], table: Table, vocab_size: int, device: torch.device) -> None:
         self.rows = rows
         self.lines = np.array([row.line for row in rows], dtype=np.int64)
-        self.runs: list[AdapterRun] = runs_of((row.job.adapter_id, 1) for row in rows)
-        self.choice = Choice.of([row.job.request.params for row in rows], vocab_size, device)
-        self.adjusting = Adjusting(rows, vocab_size, device)
-        self.watched = [number for number, row in enumerate(rows) if row.is_watched]
-        self.most_top = max(row.job.request.topk_sample_logprobs for row in rows)
+        self.runs = runs_of((row.job.adapter_id, 1) for row in rows)
+        self.choice = Choice.of(table.settings(self.lines), vocab_size, device)
+        self.adjusting = Adjusting(rows, vocab_size, device) if table.is_adjusted[self.lines].any() else None
+        self.watched = np.flatnonzero(table.is_watched[self.lines]).tolist()
+        self.most_top = max((rows[number].job.request.topk_sample_logprobs for number in self.watched), default=0)

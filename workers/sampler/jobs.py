@@ -68,6 +68,13 @@ class Row:
         """Whether each of its tokens is looked at by itself."""
         return self._stops is not None or self.matcher is not None or self.job.request.topk_sample_logprobs > 0
 
+    @property
+    def is_adjusted(self) -> bool:
+        """Whether its tokens are chosen by other logits than the model's."""
+        params = self.job.request.params
+        penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
+        return bool(self.matcher is not None or params.logit_bias or params.min_tokens or penalties)
+
     def sequence(self) -> np.ndarray:
         """Prompt and tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt

@@ -371,7 +371,7 @@ class NativeSampler:
             self._draw(self._new_drawing(rows), hidden[self._tensor(last)])
 
     def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
-        return Drawing(rows, self._limits.vocab_size, self._base.device)
+        return Drawing(rows, self._table, self._limits.vocab_size, self._base.device)
 
     def _note_computed(self, part: Part, hidden: Tensor) -> None:
         """The prompt is scored once a job: later samples of it may be prefilled apart, or again."""
@@ -400,7 +400,7 @@ class NativeSampler:
         lines = drawing.lines
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
         noise = uniforms(self._table.noise_key[lines], self._table.length[lines])
-        adjusted = drawing.adjusting.apply(logits, self._table) if drawing.adjusting.changes_any else None
+        adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._table)
         chosen = choose(logits, drawing.choice, torch.from_numpy(noise).to(logits), adjusted)
         tokens = chosen.tokens.cpu().numpy()
         ends = self._table.append(lines, tokens, chosen.logprobs.cpu().numpy())

@@ -4,10 +4,14 @@ from enum import IntEnum
 
 import numpy as np
 
+from .choice import Settings
 from .jobs import NOWHERE, Row
 
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1
+
+# A top_k of more tokens than any vocabulary has.
+_ANY = 1 << 31
 
 
 class End(IntEnum):
@@ -23,7 +27,8 @@ class Table:
     """tokens int32 and logprobs float32 [lines, columns]: what has been sampled; count int64 [lines] says how many.
 
     length: prompt and samples. newest: the last token of either. limit: the most samples. noise_key: uint64.
-    stops: int64 [lines, k], the tokens that end it, filled up with -1.
+    stops: int64 [lines, k], the tokens that end it, filled up with -1. temperature, min_p, top_k and top_p: as Settings
+    has them. is_watched, is_adjusted: see Row.
     """
 
     def __init__(self) -> None:
@@ -35,6 +40,12 @@ class Table:
         self.limit = np.zeros(0, np.int64)
         self.noise_key = np.zeros(0, np.uint64)
         self.stops = np.zeros((0, 1), np.int64)
+        self.temperature = np.zeros(0, np.float32)
+        self.min_p = np.zeros(0, np.float32)
+        self.top_k = np.zeros(0, np.int64)
+        self.top_p = np.zeros(0, np.float32)
+        self.is_watched = np.zeros(0, np.bool_)
+        self.is_adjusted = np.zeros(0, np.bool_)
         self._free: list[int] = []
 
     @property
@@ -58,6 +69,14 @@ class Table:
         self.noise_key[line] = row.noise_key
         self.stops[line] = _NO_TOKEN
         self.stops[line, : len(stops)] = stops
+        params = job.request.params
+        self.temperature[line], self.min_p[line] = params.temperature, params.min_p
+        self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
+        self.is_watched[line], self.is_adjusted[line] = row.is_watched, row.is_adjusted
+
+    def settings(self, lines: np.ndarray) -> Settings:
+        """Of the lines int64 [n]."""
+        return Settings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
 
     def leave(self, row: Row) -> None:
         """The row takes along what has been sampled."""
@@ -88,7 +107,8 @@ class Table:
 
     def _add_lines(self) -> None:
         before, after = len(self.count), max(_FEWEST_LINES, 2 * len(self.count))
-        for name in ("tokens", "logprobs", "count", "length", "newest", "limit", "noise_key", "stops"):
+        columns = [name for name, column in vars(self).items() if isinstance(column, np.ndarray)]
+        for name in columns:
             old = getattr(self, name)
             new = np.zeros((after, *old.shape[1:]), old.dtype)
             new[:before] = old

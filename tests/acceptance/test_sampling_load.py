@@ -28,9 +28,9 @@ pytestmark = [
 BYTES_PER_TOKEN = 2 * 2 * 2 * 16 * 4
 NUM_REQUESTS, NUM_THAT_FIT = 500, 30
 # At some moment the server has at least these: the first may have ended when the last come.
-NUM_UNDER_WAY = 10 * NUM_THAT_FIT
-# Of those that are given up. To the end, they would take minutes.
-ENDLESS = 900
+NUM_UNDER_WAY = 200
+# Of those that are given up. To the end, they would take a minute.
+ENDLESS = 600
 
 
 @pytest.fixture(scope="module")
@@ -75,7 +75,7 @@ def requests() -> list[Request]:
         if i % 5:
             made.append(Request(tokens, int(lengths[i])))
         else:
-            made.append(Request(tokens, ENDLESS, patience=float(random.uniform(1, 4)), cancels=i % 2 == 0))
+            made.append(Request(tokens, ENDLESS, patience=float(random.uniform(0.5, 3)), cancels=i % 2 == 0))
     return made
 
 
@@ -150,6 +150,7 @@ async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
         if each.patience is None:
             assert response is not None
             assert [len(sequence.tokens) for sequence in response.sequences] == [each.max_tokens]
-    assert responses.count(None) > NUM_REQUESTS / 5 - 10
+    # The first of them may have ended.
+    assert responses.count(None) > 0.8 * NUM_REQUESTS / 5
     assert watched.most_under_way >= NUM_UNDER_WAY
     assert budget / 2 < watched.most_bytes <= budget

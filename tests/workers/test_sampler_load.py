@@ -203,6 +203,17 @@ def test_who_gives_way_and_comes_back_samples_the_same_as_alone(adapted: Adapted
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
+@pytest.mark.xfail(reason="to grow, a sample needs a second slot beside its own: beyond half of the budget it fails")
+@pytest.mark.parametrize("num_others", [0, 10])
+def test_what_is_accepted_can_grow_until_it_fills_the_budget(adapted: Adapted, num_others: int) -> None:
+    sampler = new_sampler(adapted, CONTEXT * BYTES_PER_TOKEN)
+    long = job("long", range(3, 23), max_tokens=CONTEXT - 20)
+    others = [job(f"other{i}", range(3 + i, 60), max_tokens=20) for i in range(num_others)]
+    response = answers(sampler.slice, *others[::2], long, *others[1::2])["long"]
+    assert isinstance(response, SampleResponse), response
+    assert len(response.sequences[0].tokens) == CONTEXT - 20
+
+
 # --- order ---
 
 

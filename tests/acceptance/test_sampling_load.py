@@ -20,6 +20,7 @@ from ..server.real import MODEL, server_config, started_dispatch
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = [
+    pytest.mark.full,
     pytest.mark.anyio,
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -131,7 +132,7 @@ async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterat
                 await serving
 
 
-@pytest.mark.parametrize("polling", [pytest.param("each", marks=pytest.mark.full), "together"])
+@pytest.mark.parametrize("polling", ["each", "together"])
 async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
     tiny_models: dict[str, Path], tmp_path: Path, polling: str
 ) -> None:

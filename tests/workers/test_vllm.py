@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.schemas.sampling import SampleResponse, SamplingParams
+from trainhouse.schemas.sampling import Constraint, SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.live import save_byte_tokenizer
 from trainhouse.tests.tiny import tiny_model
@@ -30,7 +30,7 @@ LOGPROBS_WITHIN = 1e-3
 
 def job(job_id: str, adapter_id: str | None = None, max_tokens: int | None = 12, **options: Any) -> SampleJob:
     """options: of the job or of its SamplingParams."""
-    params = {name: options.pop(name) for name in ("temperature", "top_k", "top_p", "seed") if name in options}
+    params = {name: options.pop(name) for name in SamplingParams.model_fields if name in options}
     options = {"stop_token_ids": (), "stop_strings": (), "prompt": TOKENS[:3]} | options
     sampling = SamplingParams(**({"max_tokens": max_tokens, "seed": 7} | params))
     return SampleJob(job_id=job_id, adapter_id=adapter_id, params=sampling, **options)
@@ -101,10 +101,12 @@ async def trained(
     await dispatch.copy_adapter(run_id, f"{name}-adapter")
     await dispatch.save_run(run_id, directory, optimizer=False)
     await native.load_adapter("tiny", f"{name}-adapter", directory)
-    yield f"{name}-adapter"
-    for each in (dispatch, native):
-        await each.drop_adapter(f"{name}-adapter")
-    await dispatch.drop_run(run_id)
+    try:
+        yield f"{name}-adapter"
+    finally:
+        for each in (dispatch, native):
+            await each.drop_adapter(f"{name}-adapter")
+        await dispatch.drop_run(run_id)
 
 
 @pytest.mark.parametrize("unembed", [True, False])
@@ -115,7 +117,7 @@ def test_logprobs_are_those_of_our_forward(
 
     async def check() -> None:
         async with trained(dispatch, native, tmp_path, f"exact-{unembed}", unembed) as adapter_id:
-            for number, options in enumerate(({}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8})):
+            for number, options in enumerate(({}, {"temperature": 0.5}, {"top_k": 5}, {"top_p": 0.8, "min_p": 0.1})):
                 drawn = await dispatch.sample("tiny", job(f"exact-{number}", adapter_id, 40, num_samples=3, **options))
                 assert len(drawn.sequences) == 3
                 for sequence in drawn.sequences:
@@ -148,26 +150,71 @@ def test_greedy_samples_are_the_same(
     runner.run(check())
 
 
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 4.0},
+        {"presence_penalty": 1.0, "frequency_penalty": 0.5},
+        {"logit_bias": {40: 3.0, 17: -6.0}},
+        {"min_tokens": 9, "stop_token_ids": (13, 17)},
+    ],
+)
+def test_what_changes_the_choice_changes_it_as_natively(
+    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Greedy, so that the tokens tell. The control is the request without it. Log-probabilities stay the model's."""
+
+    async def check() -> None:
+        async with trained(dispatch, native, tmp_path, "changed") as adapter_id:
+            changed = job("changed", adapter_id, 30, temperature=0.0, **options)
+            theirs, ours = await asyncio.gather(dispatch.sample("tiny", changed), native.sample("tiny", changed))
+            assert_close(theirs, ours)
+            stops = options.get("stop_token_ids", ())
+            plain = await dispatch.sample("tiny", job("plain", adapter_id, 30, temperature=0.0, stop_token_ids=stops))
+            assert not np.array_equal(plain.sequences[0].tokens, theirs.sequences[0].tokens)
+
+    runner.run(check())
+
+
 @pytest.mark.parametrize("streams", [False, True])
 @pytest.mark.parametrize("last_n", [None, 2])
-def test_prompts_are_scored_alike(
-    dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, streams: bool, last_n: int | None
+def test_prompts_are_scored_as_natively(
+    dispatch: WorkerDispatch,
+    native: WorkerDispatch,
+    runner: asyncio.Runner,
+    tmp_path: Path,
+    streams: bool,
+    last_n: int | None,
 ) -> None:
+    """Of an adapter, its output head included, and of the base, while others sample."""
+
     async def check() -> None:
-        asked = job(
-            "scores", None, 4, prompt=TOKENS, prompt_logprobs=True, prompt_logprobs_last_n=last_n,
-            topk_prompt_logprobs=3, num_samples=2, streams=streams,
-        )  # fmt: skip
-        theirs, ours = await asyncio.gather(dispatch.sample("tiny", asked), native.sample("tiny", asked))
-        assert theirs.prompt_logprobs is not None and ours.prompt_logprobs is not None
-        np.testing.assert_allclose(theirs.prompt_logprobs, ours.prompt_logprobs, atol=LOGPROBS_WITHIN)
-        assert np.isnan(theirs.prompt_logprobs).sum() == len(TOKENS) - (last_n or len(TOKENS) - 1)
-        assert theirs.topk_prompt_logprobs is not None and ours.topk_prompt_logprobs is not None
-        np.testing.assert_array_equal(theirs.topk_prompt_logprobs.token_ids, ours.topk_prompt_logprobs.token_ids)
-        np.testing.assert_allclose(
-            theirs.topk_prompt_logprobs.logprobs, ours.topk_prompt_logprobs.logprobs, atol=LOGPROBS_WITHIN
-        )
-        assert [len(sequence.tokens) for sequence in theirs.sequences] == [4, 4]
+        async with trained(dispatch, native, tmp_path, f"scores-{streams}-{last_n}") as adapter_id:
+            scores = {
+                "prompt": TOKENS,
+                "prompt_logprobs": True,
+                "prompt_logprobs_last_n": last_n,
+                "topk_prompt_logprobs": 3,
+                "target_prompt_tokens": TOKENS[1:, None].astype(np.int64),
+                "prompt_alt_tokens_k": 2,
+            }
+            asked = [
+                job(f"of-{each}", each, 4, num_samples=2, streams=streams, **scores) for each in (adapter_id, None)
+            ]
+            others = [job(f"other-{i}", adapter_id if i % 2 else None, 30) for i in range(6)]
+            *theirs, _ = await asyncio.gather(
+                *(dispatch.sample("tiny", each) for each in asked),
+                asyncio.gather(*(dispatch.sample("tiny", each) for each in others)),
+            )
+            for one, request in zip(theirs, asked, strict=True):
+                other = await native.sample("tiny", request)
+                assert [len(sequence.tokens) for sequence in one.sequences] == [4, 4]
+                assert one.prompt_logprobs is not None and one.topk_prompt_logprobs is not None
+                assert np.isnan(one.prompt_logprobs).sum() == len(TOKENS) - (last_n or len(TOKENS) - 1)
+                np.testing.assert_allclose(one.prompt_logprobs, other.prompt_logprobs, atol=1e-5)
+                np.testing.assert_allclose(one.target_prompt_logprobs, other.target_prompt_logprobs, atol=1e-5)
+                np.testing.assert_array_equal(one.prompt_alt_tokens, other.prompt_alt_tokens)
+            assert not np.allclose(theirs[0].target_prompt_logprobs, theirs[1].target_prompt_logprobs, atol=0.1)
 
     runner.run(check())
 
@@ -288,11 +335,15 @@ def test_more_adapters_than_vllm_holds_on_its_device(
             await native.load_adapter("tiny", "current", directory)
             expected.append(await native.sample("tiny", job("greedy", "current", temperature=0.0)))
             await train(dispatch, run_id, 1)
+        expected.append(await native.sample("tiny", job("greedy", None, temperature=0.0)))
         jobs = [job(f"many-{number}", f"many-{number}", temperature=0.0) for number in range(7)]
-        for response, wanted in zip(
-            await asyncio.gather(*(dispatch.sample("tiny", each) for each in jobs)), expected, strict=True
+        jobs.append(job("many-base", None, temperature=0.0))
+        for responses in (
+            await asyncio.gather(*(dispatch.sample("tiny", each) for each in jobs)),
+            [await dispatch.sample("tiny", each) for each in jobs],
         ):
-            assert_close(response, wanted)
+            for response, wanted in zip(responses, expected, strict=True):
+                assert_close(response, wanted)
         for number in range(7):
             await dispatch.drop_adapter(f"many-{number}")
         await native.drop_adapter("current")
@@ -313,13 +364,13 @@ def server_of(dispatch: WorkerDispatch) -> VllmProcess:
 
 
 async def adapters_of(dispatch: WorkerDispatch) -> list[str]:
-    """Those that vLLM lists."""
+    """Those that vLLM lists, without the one that stands for the base."""
     import httpx
 
     server = server_of(dispatch)
     async with httpx.AsyncClient(headers={"Authorization": f"Bearer {server.api_key}"}) as client:
         cards = (await client.get(f"{server.url}/v1/models")).json()["data"]
-        return [card["id"] for card in cards if card["parent"]]
+        return [card["id"] for card in cards if card["parent"] and "bare-base" not in card["id"]]
 
 
 async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
@@ -333,8 +384,10 @@ async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"target_prompt_tokens": np.zeros((2, 1), np.int64)}, "target_prompt_logprobs is not to be had from vLLM"),
-        ({"prompt_alt_tokens_k": 2}, r"prompt_alt_tokens_k is not to be had from vLLM: leave it out, or.*native"),
+        (
+            {"params": SamplingParams(seed=7, constraint=Constraint(regex="a+"))},
+            r"constraint is not to be had from vLLM: leave it out, or start the server with --sampler native",
+        ),
         ({"prompt": np.array([600], np.int32)}, "vLLM refuses the request: Token id 600 is out of vocabulary"),
         ({"prompt": np.ones(1024, np.int32)}, "the prompt has 1024 tokens, and vLLM's context of 1024"),
         ({"prompt": np.zeros(0, np.int32)}, "the prompt is empty"),
@@ -363,6 +416,7 @@ def test_a_job_that_streams_tells_every_token_once(dispatch: WorkerDispatch, run
                 parts = [part for part in told if part.sample == sample]
                 np.testing.assert_array_equal(np.concatenate([part.tokens for part in parts]), sequence.tokens)
                 np.testing.assert_array_equal(np.concatenate([part.logprobs for part in parts]), sequence.logprobs)
+                assert [part.stop_reason for part in parts] == [None] * (len(parts) - 1) + ["length"]
             whole = await dispatch.sample("tiny", replace(asked, streams=False))
             assert_close(whole, response)
 

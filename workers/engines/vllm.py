@@ -3,32 +3,32 @@
 import asyncio
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Literal, TypeVar
 
 import numpy as np
 
 from ...schemas.errors import OperationError
-from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ...schemas.models import LoraConfig
+from ...schemas.sampling import SampledSequence, SampleResponse, SamplingParams, TopkLogprobs
 from ..group import Group, OnProgress
-from ..verbs import SampledPart, SampleJob
+from ..verbs import RunSpec, SampledPart, SampleJob
 from ..work import Verb
 from .underway import Told, Underway
-from .vllm_adapters import VllmAdapters, link_files
+from .vllm_adapters import Version, VllmAdapters, link_files
 from .vllm_api import (
     SAID_PARAMS,
     Ask,
     Piece,
-    UnknownAdapter,
+    UnknownModel,
     VllmApi,
     VllmGone,
     VllmModel,
     is_greedy,
-    prompt_logprobs,
-    topk_prompt_logprobs,
 )
 from .vllm_process import VllmProcess
 
@@ -40,8 +40,13 @@ _MOST_SAMPLES = 64
 
 _HIGHEST_TEMPERATURE = 2.0
 
+_BARE = "bare-base"
+"""Its id as an adapter, which no run and no sampler has: theirs are made of ids of sessions."""
+
 _PATIENCE_SECONDS = 120.0
 _LONGEST_PAUSE_SECONDS = 8.0
+
+Answer = TypeVar("Answer")
 
 
 class VllmAt:
@@ -49,6 +54,7 @@ class VllmAt:
 
     num_starts = 0
     is_ready = True
+    is_on_cpu = False
     pids: Sequence[int] = ()
 
     def __init__(self, url: str, api_key: str | None) -> None:
@@ -77,12 +83,15 @@ class Vllm:
         self._training = training
         self._server = server
         self._api = VllmApi(server)
-        self._adapters = VllmAdapters(self._api, directory and directory / "adapters")
+        self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
         self._underway = Underway()
         self._model: VllmModel | None = None
+        self._bare: str | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         await self._server.start(on_progress)
+        if self._server.is_on_cpu:
+            await self._add_bare_base()
 
     async def close(self) -> None:
         self._underway.close()
@@ -114,7 +123,7 @@ class Vllm:
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         _check(job)
-        return await self._underway.run(job.job_id, self._sample(job, Told(on_progress)))
+        return await self._underway.run(job.job_id, self._answer(job, Told(on_progress)))
 
     def cancel(self, job_id: str) -> None:
         self._underway.cancel(job_id)
@@ -122,48 +131,84 @@ class Vllm:
     async def memory(self) -> dict[str, dict[str, int]]:
         return {}
 
-    async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
+    async def _answer(self, job: SampleJob, told: Told) -> SampleResponse:
+        with self._weights(job) as version:
+            if not _wants_scores(job):
+                return await self._sample(job, version, told)
+            sampled, scored = await _all([self._sample(job, version, told), self._score(job, version)])
+            return replace(scored, sequences=sampled.sequences)
+
+    @contextmanager
+    def _weights(self, job: SampleJob) -> Iterator[Version | None]:
+        """None: the base, under its own name."""
+        adapter_id = job.adapter_id or self._bare
+        if adapter_id is None:
+            yield None
+            return
+        with self._adapters.in_use(adapter_id) as version:
+            yield version
+
+    async def _score(self, job: SampleJob, version: Version | None) -> SampleResponse:
+        """What the job asks about its prompt, by the training workers.
+
+        vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and ends on a CPU when
+        prompts are scored beside other requests.
+        """
+        adapter_id = None
+        if version is not None and job.adapter_id is not None:
+            await self._adapters.give_to_training(version)
+            adapter_id = version.name
+        params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
+        plain = replace(job, num_samples=1, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=())
+        scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
+        return await self._training.sample(scoring)
+
+    async def _sample(self, job: SampleJob, version: Version | None, told: Told) -> SampleResponse:
         patience = _Patience(self._server)
         while True:
             await self._server.ready()
             try:
-                return await self._attempt(job, told.from_the_start())
-            except UnknownAdapter as error:
-                self._forget(job)
+                return await self._attempt(job, version, told.from_the_start())
+            except UnknownModel as error:
+                self._model = None
+                if version is not None:
+                    version.vllm_start = -1
                 await patience.wait(VllmGone(str(error), reached=True), job)
             except VllmGone as error:
                 self._model = None
                 await patience.wait(error, job)
 
-    async def _attempt(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
+    async def _attempt(self, job: SampleJob, version: Version | None, on_progress: OnProgress | None) -> SampleResponse:
         model = self._model = self._model or await self._api.model(self._training.name)
         max_tokens = _max_tokens(job, model)
-        samples = Samples(job, on_progress)
-        async with self._weights(job, model) as name:
-            await _all([self._draw(ask, job, name, max_tokens, samples) for ask in asks_of(job)])
+        if version is not None:
+            await self._adapters.give_to_vllm(version, self._server.num_starts)
+        samples, name = Samples(job, on_progress), version.name if version is not None else model.name
+        await _all([self._draw(ask, job, name, max_tokens, samples) for ask in asks_of(job)])
         return samples.response()
 
-    @asynccontextmanager
-    async def _weights(self, job: SampleJob, model: VllmModel) -> AsyncIterator[str]:
-        """What vLLM calls them."""
-        if job.adapter_id is None:
-            yield model.name
-            return
-        async with self._adapters.in_use(job.adapter_id, self._server.num_starts) as name:
-            yield name
-
     async def _draw(self, ask: Ask, job: SampleJob, name: str, max_tokens: int, samples: "Samples") -> None:
-        if not job.streams or ask.scores_prompt:
+        if not job.streams:
             samples.grow(ask, await self._api.complete(job, ask, name, max_tokens))
             return
         async with aclosing(self._api.stream(job, ask, name, max_tokens)) as events:
             async for pieces in events:
                 samples.grow(ask, pieces)
 
-    def _forget(self, job: SampleJob) -> None:
-        self._model = None
-        if job.adapter_id is not None:
-            self._adapters.forget(job.adapter_id)
+    async def _add_bare_base(self) -> None:
+        """The base as an adapter that changes nothing.
+
+        On a CPU vLLM 0.32 gives what has no adapter the one in its last slot, once that is taken.
+        """
+        spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
+
+        async def save(directory: Path) -> None:
+            await self._training.submit(_BARE, "", Verb("create_run", (spec,), creates=_BARE))
+            await self._training.submit(_BARE, "", Verb("save_run", (_BARE, str(directory), False)))
+            await self._training.submit(_BARE, "", Verb("drop_run", (_BARE,), drops=_BARE))
+
+        await self._adapters.put(_BARE, save)
+        self._bare = _BARE
 
 
 class _Patience:
@@ -202,43 +247,24 @@ class Samples:
         self._job = job
         self._on_progress = on_progress
         self._pieces: defaultdict[int, list[Piece]] = defaultdict(list)
-        self._prompt: list[dict[str, Any] | None] | None = None
 
     def grow(self, ask: Ask, pieces: list[Piece]) -> None:
-        if ask.scores_prompt:
-            self._prompt = pieces[0].prompt_logprobs
-        if not ask.keeps_samples:
-            return
         for piece in pieces:
             for sample in _samples_of(self._job, ask.first + piece.sample):
                 self._pieces[sample].append(piece)
                 if self._on_progress is not None and len(piece.tokens):
-                    self._on_progress((SampledPart(sample, piece.tokens, piece.logprobs, piece.top),))
+                    part = SampledPart(sample, piece.tokens, piece.logprobs, piece.top, _stop_reason(piece))
+                    self._on_progress((part,))
 
     def response(self) -> SampleResponse:
         """Once all of them have ended."""
-        job, found = self._job, self._prompt
-        return SampleResponse(
-            sequences=tuple(_sequence(self._pieces[sample]) for sample in range(job.num_samples)),
-            prompt_logprobs=prompt_logprobs(job, found) if found and job.prompt_logprobs else None,
-            topk_prompt_logprobs=topk_prompt_logprobs(job, found) if found and job.topk_prompt_logprobs else None,
-        )
+        return SampleResponse(tuple(_sequence(self._pieces[sample]) for sample in range(self._job.num_samples)))
 
 
 def asks_of(job: SampleJob) -> list[Ask]:
-    """Greedy samples are all the same, and vLLM refuses more than one. What is streamed has no scores of the prompt."""
-    scores_prompt = job.prompt_logprobs or job.topk_prompt_logprobs > 0
-    if scores_prompt and job.streams:
-        return [Ask(0, 1, scores_prompt=True, keeps_samples=False), *_draws(job, 0)]
-    if scores_prompt:
-        return [Ask(0, 1, scores_prompt=True), *_draws(job, 1)]
-    return _draws(job, 0)
-
-
-def _draws(job: SampleJob, first: int) -> list[Ask]:
-    """Of the samples from `first` on."""
+    """Greedy samples are all the same, and vLLM refuses more than one."""
     num_samples = 1 if is_greedy(job) else job.num_samples
-    starts = range(first, num_samples, _MOST_SAMPLES)
+    starts = range(0, num_samples, _MOST_SAMPLES)
     return [Ask(start, min(_MOST_SAMPLES, num_samples - start)) for start in starts]
 
 
@@ -248,9 +274,9 @@ def _samples_of(job: SampleJob, drawn: int) -> range:
 
 
 def _sequence(pieces: list[Piece]) -> SampledSequence:
-    reason = pieces[-1].finish_reason if pieces else None
-    if reason != "stop" and reason != "length":
-        raise VllmGone(f"ended a sample with {reason}", reached=True)
+    reason = _stop_reason(pieces[-1]) if pieces else None
+    if reason is None:
+        raise VllmGone(f"ended a sample with {pieces[-1].finish_reason if pieces else 'nothing'}", reached=True)
     tops = [piece.top for piece in pieces if piece.top is not None]
     return SampledSequence(
         stop_reason=reason,
@@ -260,18 +286,28 @@ def _sequence(pieces: list[Piece]) -> SampledSequence:
     )
 
 
+def _stop_reason(piece: Piece) -> Literal["stop", "length"] | None:
+    """None while it goes on, and when something went wrong with it."""
+    return piece.finish_reason if piece.finish_reason in ("stop", "length") else None
+
+
 def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs:
     return TopkLogprobs(np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops]))
 
 
-async def _all(works: list[Coroutine[None, None, None]]) -> None:
+async def _all(works: Sequence[Coroutine[None, None, Answer]]) -> list[Answer]:
     """When one fails, none of the others goes on."""
     tasks = [asyncio.create_task(work) for work in works]
     try:
-        await asyncio.gather(*tasks)
+        return await asyncio.gather(*tasks)
     finally:
         for task in tasks:
             task.cancel()
+
+
+def _wants_scores(job: SampleJob) -> bool:
+    alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives
 
 
 def _max_tokens(job: SampleJob, model: VllmModel) -> int:
@@ -285,12 +321,9 @@ def _max_tokens(job: SampleJob, model: VllmModel) -> int:
 
 
 def _unavailable(job: SampleJob) -> list[str]:
-    """What the job asks and vLLM, or what we say to it, has not."""
-    asked = [("target_prompt_logprobs", job.target_prompt_tokens is not None)]
-    asked += [("prompt_alt_tokens_k", job.prompt_alt_tokens_k > 0)]
+    """What the job asks and we do not ask vLLM."""
     fields = type(job.params).model_fields.items()
-    asked += [(name, getattr(job.params, name) != field.default) for name, field in fields if name not in SAID_PARAMS]
-    return [name for name, is_asked in asked if is_asked]
+    return [name for name, field in fields if name not in SAID_PARAMS and getattr(job.params, name) != field.default]
 
 
 def _check(job: SampleJob) -> None:
@@ -308,9 +341,3 @@ def _check(job: SampleJob) -> None:
         raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
     if "" in job.stop_strings:
         raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
-    last_n = job.prompt_logprobs_last_n
-    if last_n is not None and not (job.prompt_logprobs and 1 <= last_n < len(job.prompt)):
-        raise OperationError(
-            f"prompt_logprobs_last_n {last_n} goes with prompt_logprobs and lies between 1 and len(prompt) - 1 ="
-            f" {len(job.prompt) - 1}"
-        )

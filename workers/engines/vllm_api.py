@@ -22,7 +22,8 @@ from ..verbs import SampleJob
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
 _EMPTY_LOGPROB = -99999.0
-SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "top_p"})
+SAID_AS_THEY_ARE = ("top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "logit_bias", *SAID_AS_THEY_ARE})
 """The fields of SamplingParams that reach vLLM."""
 
 # Below this native sampling is greedy, and so is vLLM.
@@ -37,8 +38,8 @@ class VllmGone(Exception):
         self.reached = reached
 
 
-class UnknownAdapter(Exception):
-    """The server has no adapter of that name: it was started again, or has dropped it."""
+class UnknownModel(Exception):
+    """The server has nothing of that name, or not any more: it was started again."""
 
 
 @dataclass(frozen=True)
@@ -51,15 +52,10 @@ class VllmModel:
 
 @dataclass(frozen=True)
 class Ask:
-    """Samples first, first + 1, ... of a job in one request.
-
-    scores_prompt: with what the job asks about its prompt. keeps_samples: else they are drawn for that alone.
-    """
+    """Samples first, first + 1, ... of a job in one request."""
 
     first: int
     num_samples: int
-    scores_prompt: bool = False
-    keeps_samples: bool = True
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +70,6 @@ class Piece:
     logprobs: np.ndarray
     top: TopkLogprobs | None
     finish_reason: str | None
-    prompt_logprobs: list[dict[str, Any] | None] | None = None
 
 
 class VllmServer(Protocol):
@@ -88,7 +83,7 @@ class VllmServer(Protocol):
 
 
 class VllmApi:
-    """Raises VllmGone, UnknownAdapter, and OperationError with what the server refuses."""
+    """Raises VllmGone, UnknownModel, and OperationError with what the server refuses."""
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
@@ -133,7 +128,7 @@ class VllmApi:
 
     async def unload_adapter(self, name: str) -> None:
         """One that it does not have, or not any more: no-op."""
-        with contextlib.suppress(OperationError, UnknownAdapter, VllmGone):
+        with contextlib.suppress(OperationError, UnknownModel, VllmGone):
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
     async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> list[Piece]:
@@ -182,49 +177,22 @@ def is_greedy(job: SampleJob) -> bool:
     return job.params.temperature < _LOWEST_TEMPERATURE
 
 
-def prompt_logprobs(job: SampleJob, found: list[dict[str, Any] | None]) -> np.ndarray:
-    """float32 [len(prompt)], NaN where unscored."""
-    logprobs = np.full(len(job.prompt), np.nan, np.float32)
-    for position in _scored(job):
-        entry = found[position]
-        assert entry is not None, "vLLM scores every position but the first"
-        logprobs[position] = entry[str(int(job.prompt[position]))]["logprob"]
-    return logprobs
-
-
-def topk_prompt_logprobs(job: SampleJob, found: list[dict[str, Any] | None]) -> TopkLogprobs:
-    length, k = len(job.prompt), job.topk_prompt_logprobs
-    top = TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
-    for position in _scored(job):
-        entries = {int(token): entry["logprob"] for token, entry in (found[position] or {}).items()}
-        _fill(top, position, entries)
-    return top
-
-
-def _scored(job: SampleJob) -> range:
-    length = len(job.prompt)
-    return range(length - (job.prompt_logprobs_last_n or length - 1), length)
-
-
 def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, object]:
     """Every parameter is said: what is left out vLLM may take from its own configuration."""
     params = job.params
     assert params.seed is not None, "the seed is drawn at submit"
-    body: dict[str, object] = {
+    return {
         "model": model,
         "prompt": job.prompt.tolist(),
         "add_special_tokens": False,
         "n": ask.num_samples,
         # vLLM adds the number of the sample in the request.
         "seed": _spread(params.seed) + ask.first,
-        "max_tokens": max_tokens if ask.keeps_samples else 1,
+        "max_tokens": max_tokens,
         "temperature": 0.0 if is_greedy(job) else params.temperature,
-        "top_p": params.top_p,
         "top_k": max(0, params.top_k),
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
+        "logit_bias": {str(token): bias for token, bias in (params.logit_bias or {}).items()},
+        **{name: getattr(params, name) for name in SAID_AS_THEY_ARE},
         "stop": list(job.stop_strings),
         "stop_token_ids": list(job.stop_token_ids),
         # The model's end tokens are among the stops where they are to stop.
@@ -235,9 +203,6 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
-    if ask.scores_prompt:
-        body["prompt_logprobs"] = job.topk_prompt_logprobs
-    return body
 
 
 def _spread(seed: int) -> int:
@@ -253,7 +218,6 @@ def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
         logprobs=np.array(found.get("token_logprobs") or [], np.float32),
         top=_top(found.get("top_logprobs") or [], job.topk_sample_logprobs) if job.topk_sample_logprobs else None,
         finish_reason=choice.get("finish_reason"),
-        prompt_logprobs=choice.get("prompt_logprobs"),
     )
 
 
@@ -277,7 +241,7 @@ def _refuse(response: httpx.Response) -> None:
     if response.status_code >= 500:
         raise VllmGone(f"answered {response.status_code}: {message}", reached=True)
     if response.status_code == 404 and "does not exist" in message:
-        raise UnknownAdapter(message)
+        raise UnknownModel(message)
     raise OperationError(f"vLLM refuses the request: {message}", "user" if response.status_code == 400 else "server")
 
 

@@ -54,6 +54,10 @@ class VllmProcess:
         return [self._running.pid] if self._running else []
 
     @property
+    def is_on_cpu(self) -> bool:
+        return runs_on_cpu(self._model)
+
+    @property
     def is_ready(self) -> bool:
         return self._ready.is_set()
 

@@ -203,7 +203,6 @@ def test_who_gives_way_and_comes_back_samples_the_same_as_alone(adapted: Adapted
             np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=0, atol=1e-4)
 
 
-@pytest.mark.xfail(reason="to grow, a sample needs a second slot beside its own: beyond half of the budget it fails")
 @pytest.mark.parametrize("num_others", [0, 10])
 def test_what_is_accepted_can_grow_until_it_fills_the_budget(adapted: Adapted, num_others: int) -> None:
     sampler = new_sampler(adapted, CONTEXT * BYTES_PER_TOKEN)

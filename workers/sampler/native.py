@@ -231,11 +231,12 @@ class NativeSampler:
         return max(length, min(length + SHORTEST, row.longest_cached))
 
     def _preempt_youngest(self) -> None:
-        """It waits again; one that is alone fails."""
+        """It waits again, also when it is alone and needs the place of its slot for a longer one."""
         under_way = [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
         youngest = max(under_way, key=lambda row: row.order)
-        if len(under_way) == 1:
-            self._fail(youngest.job, self._cache_message(int(self._table.length[youngest.line])))
+        length = int(self._table.length[youngest.line])
+        if len(under_way) == 1 and not self._cache.fits_alone(length):
+            self._fail(youngest.job, self._cache_message(length))
             return
         self._release(youngest)
         self._waiting.appendleft(youngest)

@@ -429,7 +429,7 @@ def test_a_cancelled_job_leaves_vllm(dispatch: WorkerDispatch, runner: asyncio.R
         asked = job("cancelled", None, 1000, num_samples=8, streams=True)
         sampling = asyncio.create_task(dispatch.sample("tiny", asked, lambda _: begun.set()))
         await begun.wait()
-        assert "1 sampling requests wait or run on vLLM of tiny" in str(dispatch.status("tiny"))
+        assert "1 sampling request waits or runs on vLLM of tiny" in str(dispatch.status("tiny"))
         dispatch.cancel("cancelled")
         with pytest.raises(OperationError, match="sampling request cancelled was cancelled"):
             await sampling

@@ -100,7 +100,7 @@ def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.Monke
             try:
                 waiting = asyncio.create_task(dispatch.sample("tiny", JOB))
                 await asyncio.sleep(0.5)
-                assert dispatch.status("tiny") == f"1 sampling requests wait or run on the vLLM at {url}"
+                assert dispatch.status("tiny") == f"1 sampling request waits or runs on the vLLM at {url}"
                 dispatch.cancel("job")
                 with pytest.raises(OperationError, match="job was cancelled"):
                     await waiting

@@ -102,9 +102,11 @@ class Vllm:
     def status(self) -> str | None:
         if not self._server.is_ready:
             return f"{self._server.name} is starting again"
-        if not len(self._underway):
+        number = len(self._underway)
+        if not number:
             return None
-        return f"{len(self._underway)} sampling requests wait or run on {self._server.name}"
+        requests = f"{number} sampling requests wait or run" if number > 1 else "1 sampling request waits or runs"
+        return f"{requests} on {self._server.name}"
 
     def pids(self) -> list[int]:
         return list(self._server.pids)

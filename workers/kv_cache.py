@@ -109,7 +109,7 @@ def _new_values(like: Tensor, *shape: int) -> Tensor:
     return like.new_zeros(shape)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class DecodeStep:
     """One new token for each of n sequences of a shelf.
 
@@ -126,6 +126,16 @@ class DecodeStep:
     num_slots: int
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def advance(self) -> None:
+        """To the next token of the same sequences."""
+        self.lengths += 1
+        self.span += 1
+        mask = self._masks.get(None)
+        self._masks = {}
+        if mask is not None and self.span <= mask.shape[-1]:
+            mask.view(self.num_slots, -1, mask.shape[-1])[self.slots, :, self.lengths] = 0
+            self._masks[None] = mask
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """query, key and value of the packed row; returns [n, heads, head_dim]."""
@@ -258,8 +268,7 @@ def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> T
     kv_heads = mask.shape[0] // num_rows
     k = reading.first_keys.transpose(1, 2).unflatten(0, (-1, kv_heads))
     v = reading.first_values.unflatten(0, (-1, kv_heads))
-    mask = mask.unflatten(0, (-1, kv_heads))[:, :1]
-    out = scaled_dot_product_attention(
-        q.unsqueeze(2), k, v, attn_mask=mask, scale=scaling, enable_gqa=num_heads != kv_heads
-    )
-    return out.squeeze(2)
+    # The heads of a group as queries of one: fused kernels take no mask together with shared heads.
+    mask = mask.unflatten(0, (-1, kv_heads))[:, :1].expand(-1, 1, num_heads // kv_heads, -1)
+    grouped = q.view(num_rows, kv_heads, -1, head_dim)
+    return scaled_dot_product_attention(grouped, k, v, attn_mask=mask, scale=scaling).reshape(q.shape)

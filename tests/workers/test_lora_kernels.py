@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.workers.lora import Adapter, LoraLinear, MergedLoraLinear, Segment
-from trainhouse.workers.lora.rows import Padded, Ragged, Rows
+from trainhouse.workers.lora.factors import Factors, Site
+from trainhouse.workers.lora.rows import One, Padded, Ragged, Rows
 from trainhouse.workers.lora.segment import grouped
 
 from .adapted import Adapted, Dtype, probe, relative_error, sequences
@@ -323,3 +324,16 @@ def test_the_frozen_base_gets_no_gradients_and_its_first_layers_input_none(
     assert num_forward == 2 * 7
     assert len(calls) - num_forward == num_forward - 3, "all but the first layer's q, k and v"
     assert all(not p.requires_grad and p.grad is None for p in adapted.base.model.parameters())
+
+
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_folded_factors_are_the_terms_and_hold_nothing_of_the_adapter(rank: int, tiny_models: dict[str, Path]) -> None:
+    adapted = Adapted(tiny_models["qwen3"])
+    adapter = adapted.create("one", rank=rank, train_unembed=False)
+    name = next(name for name in adapter.pairs if name.endswith("q_proj"))
+    a, b = adapter.matrices(name)
+    folded = Factors(Site((name,), (b.shape[1],)), [adapter], One(adapter.scale)).folded
+    x = torch.randn(4, a.shape[1])
+    assert relative_error(x @ folded.a @ folded.b, adapter.scale * (x @ a.t() @ b)) < 1e-6
+    own = adapter.weights.untyped_storage().data_ptr()
+    assert own not in {folded.a.untyped_storage().data_ptr(), folded.b.untyped_storage().data_ptr()}

@@ -485,6 +485,13 @@ def test_who_goes_on_after_a_stop_string_finds_the_next(lettered: Adapted) -> No
     assert found == [first, second]
 
 
+def test_text_that_comes_with_a_stop_string_may_begin_the_next(lettered: Adapted) -> None:
+    tokenizer = AutoTokenizer.from_pretrained(lettered.directory)
+    tokens = tokenizer.encode("the") + tokenizer.encode("re")
+    follower = StopStrings(tokenizer, ("t", "here"), [])
+    assert [number for number, token in enumerate(tokens) if follower.found_after(token)][-1] == len(tokens) - 1
+
+
 def test_characters_in_bytes_are_read_whole_whatever_came_before() -> None:
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"<unk>": 256}
     tokenizer = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))

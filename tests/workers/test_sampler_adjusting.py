@@ -1,7 +1,9 @@
 """min_p, min_tokens, penalties, biases and constraints, each against what it says."""
 
+import gc
 import json
 import re
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -207,3 +209,36 @@ def test_the_largest_numbers_that_can_be_asked_for_do_no_harm(adapted: Adapted) 
     assert all(len(found[one.job_id].sequences[0].tokens) == NUM_TOKENS for one in jobs)
     beside = sample(new_sampler(adapted), asked("beside"))
     assert found["beside"].sequences[0].tokens.tolist() == beside.tokens.tolist()
+
+
+def test_stop_tokens_that_do_not_exist_stop_nothing_and_harm_nobody(adapted: Adapted) -> None:
+    odd = (2**63, 2**80, -1, -600, VOCAB, VOCAB + 5)
+    jobs = [asked("odd", stop_token_ids=odd), asked("late", stop_token_ids=odd, min_tokens=3), asked("beside")]
+    found = finish(new_sampler(adapted), *jobs)
+    wanted = sample(new_sampler(adapted), asked("beside")).tokens.tolist()
+    assert [found[one.job_id].sequences[0].tokens.tolist() for one in jobs] == [wanted] * 3
+
+
+def test_many_stop_tokens_are_looked_up_by_their_own_job(adapted: Adapted) -> None:
+    stops = tuple(range(0, VOCAB, 3))
+    few, many = asked("few", stop_token_ids=stops[:20]), asked("many", stop_token_ids=stops * 50)
+    sampler = new_sampler(adapted)
+    found = finish(sampler, few, many)
+    assert sampler._table.stops.shape[1] <= 32
+    for one, own in ((few, stops[:20]), (many, stops)):
+        free = sample(new_sampler(adapted), asked("free", max_tokens=NUM_TOKENS)).tokens.tolist()
+        first = next((number for number, token in enumerate(free) if token in own), NUM_TOKENS - 1)
+        assert found[one.job_id].sequences[0].tokens.tolist() == free[: first + 1]
+
+
+def test_nothing_of_a_job_or_its_adapter_is_held_when_it_has_ended(adapted: Adapted) -> None:
+    adapted.adapters.copy("one", "leaving")
+    sampler = new_sampler(adapted)
+    large, small = asked("a", "leaving", topk_sample_logprobs=VOCAB), asked("b", "leaving", topk_sample_logprobs=1)
+    top = finish(sampler, large, small)["b"].sequences[0].topk_logprobs
+    assert top.token_ids.shape == (NUM_TOKENS, 1) and top.token_ids.base is None
+    held = [weakref.ref(adapted.adapters.get("leaving")), weakref.ref(large)]
+    adapted.adapters.drop("leaving")
+    del large
+    gc.collect()
+    assert [one() for one in held] == [None, None]

@@ -125,3 +125,15 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
         assert_same(finished[one.job_id], answer(new_sampler(adapted), one))
     whole = answer(new_sampler(adapted), late[1])
     np.testing.assert_allclose(finished["scored"].prompt_logprobs, whole.prompt_logprobs, atol=1e-5)
+
+
+def test_what_a_sample_leaves_does_not_push_out_its_own_beginning(adapted: Adapted) -> None:
+    """Of 1024 tokens slots have 512 and 64, the beginning 320, and the prefixes of four others the rest."""
+    sampler, turn = new_sampler(adapted, kv_cache_bytes=1024 * BYTES_PER_TOKEN), job("a", prompt(320), max_tokens=40)
+    sampler.slice(Slice((turn,), (), 0))
+    for seed in range(4):
+        sampler.slice(Slice((job(f"other {seed}", prompt(BLOCK + 1, seed), max_tokens=2),), (), 0))
+        sampler.slice(Slice((), (), 0))
+    sampled = finish(sampler)["a"].sequences[0].tokens
+    again = answer(sampler, job("b", np.concatenate([prompt(320), sampled]), max_tokens=2))
+    assert again.prompt_cache_hit_tokens == 11 * BLOCK

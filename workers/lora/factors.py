@@ -61,7 +61,7 @@ class Factors:
     @cached_property
     def folded(self) -> Folded:
         """Copies, which hold nothing of the adapters: it may be kept while they are paged out."""
-        a, bs = self._new_a().mT.contiguous(), self._stacks(1)
+        a, bs = self._new_a().mT.clone(memory_format=torch.contiguous_format), self._stacks(1)
         b = a.new_zeros(*a.shape[:-2], a.shape[-1], sum(self._site.out_features))
         for ranks, columns, of_layer in zip(stretches([b.shape[-2] for b in bs]), self._site.columns, bs, strict=True):
             b[..., ranks, columns] = of_layer
@@ -76,9 +76,11 @@ class Factors:
         matrices = [adapter.all_factors() for adapter in self._adapters]
         return [self._stack([each[name][which] for each in matrices]) for name in self._site.names]
 
-    def _scales(self, like: Tensor) -> Tensor:
-        scales = like.new_tensor([adapter.scale for adapter in self._adapters])
-        return scales.view(-1, 1, 1) if like.dim() == 3 else scales
+    def _scales(self, like: Tensor) -> Tensor | float:
+        """In float32 whatever the factors are in, as where gradients are wanted."""
+        if like.dim() == 2:
+            return self._adapters[0].scale
+        return torch.tensor([adapter.scale for adapter in self._adapters], device=like.device).view(-1, 1, 1)
 
 
 def stretches(sizes: Sequence[int]) -> tuple[slice, ...]:

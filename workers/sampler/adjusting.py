@@ -41,24 +41,25 @@ class Adjusting:
 
     def _add_biases(self, logits: Tensor) -> None:
         for row in self._biased:
-            biases = self._params[row].logit_bias or {}
-            ids = torch.tensor(list(biases), device=self._device)
-            logits[row].index_add_(0, ids, torch.tensor(list(biases.values()), device=self._device))
+            ids, values = self._rows[row].job.biases
+            logits[row].index_add_(0, self._tensor(ids), self._tensor(values))
 
     def _forbid_stops(self, logits: Tensor, table: Table) -> None:
         """Where a constraint allows nothing else, the sample ends all the same."""
         for row in self._unfinished:
-            stops = self._rows[row].job.request.stop_token_ids
+            stops = self._rows[row].job.stop_token_ids
             if table.count[self._rows[row].line] < self._params[row].min_tokens and stops:
-                kept = logits[row].clone().index_fill_(0, torch.tensor(stops, device=self._device), -torch.inf)
+                forbidden = np.fromiter(stops, np.int64, len(stops))
+                kept = logits[row].clone().index_fill_(0, self._tensor(forbidden), -torch.inf)
                 if bool((kept > -torch.inf).any()):
                     logits[row] = kept
 
     def _penalize_repetition(self, logits: Tensor, table: Table) -> None:
         for row in self._repeating:
             line = self._rows[row].line
-            seen = np.concatenate([self._rows[row].job.prompt, table.tokens[line, : table.count[line]]])
-            ids, penalty = torch.from_numpy(np.unique(seen)).to(self._device), self._params[row].repetition_penalty
+            sampled = table.tokens[line, : table.count[line]]
+            seen = np.union1d(self._rows[row].job.prompt_vocabulary, sampled)
+            ids, penalty = self._tensor(seen), self._params[row].repetition_penalty
             own = logits[row, ids]
             logits[row, ids] = torch.where(own > 0, own / penalty, own * penalty)
 
@@ -67,5 +68,7 @@ class Adjusting:
             line, params = self._rows[row].line, self._params[row]
             ids, counts = np.unique(table.tokens[line, : table.count[line]], return_counts=True)
             penalties = params.presence_penalty + params.frequency_penalty * counts
-            where = torch.from_numpy(ids.astype(np.int64)).to(self._device)
-            logits[row, where] -= torch.from_numpy(penalties).to(logits)
+            logits[row, self._tensor(ids.astype(np.int64))] -= self._tensor(penalties.astype(np.float32))
+
+    def _tensor(self, array: np.ndarray) -> Tensor:
+        return torch.from_numpy(array).to(self._device)

@@ -117,6 +117,12 @@ class Decoding:
         self._device = device
         self._on_shelves = list(self._by_shelf(cache))
 
+    def steps_until_end(self, table: Table) -> int:
+        """For so many steps no row reaches its limit or the end of its slot."""
+        tokens = table.limit[self.lines] - table.count[self.lines] - 1
+        room = self._capacities - table.length[self.lines]
+        return int(np.minimum(tokens, room).min())
+
     def outgrown(self, table: Table) -> list[Row]:
         """Those whose slot has no room for the token that runs now, the oldest first."""
         full = np.flatnonzero(table.length[self.lines] > self._capacities)

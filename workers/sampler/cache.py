@@ -126,6 +126,7 @@ class Cache:
 
         Older ones go for it; slots only when most of the budget is slots that nobody uses.
         """
+        known = self.prefixes.find(namespace, tokens, len(tokens))
         first, digests = self.prefixes.missing(namespace, tokens)
         num_bytes = len(digests) * BLOCK * self.bytes_per_token
         if not digests or num_bytes > self.budget_bytes // 2:
@@ -133,8 +134,9 @@ class Cache:
         if self._free_bytes() < num_bytes and 2 * (self._slot_bytes() - self.held_bytes()) > self.budget_bytes:
             for seats in self._seats.values():
                 seats.shelf.resize(len(seats.taken))
-        self._drop_prefixes(num_bytes)
-        if self._free_bytes() >= num_bytes:
+        of_known = sum(run.num_bytes for run in {stretch.run for stretch in known})
+        if self.budget_bytes - self._slot_bytes() - of_known >= num_bytes:
+            self._drop_prefixes(num_bytes)
             self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)
 
     def _leave(self, seat: Seat) -> None:

@@ -91,6 +91,7 @@ class Chosen:
 
     tokens: Tensor
     logprobs: Tensor
+    are_finite: bool
 
 
 def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | None = None) -> Chosen:
@@ -101,9 +102,11 @@ def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | N
     else:
         tokens = _drawn(adjusted, torch.softmax(adjusted, dim=-1), choice, uniform)
     logprobs = probabilities.gather(1, tokens[:, None]).log_()
-    if not bool((logprobs > _LOWEST_EXACT).all()):
+    are_finite = bool((logprobs > _LOWEST_EXACT).all())
+    if not are_finite:
         logprobs = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])
-    return Chosen(tokens, logprobs.squeeze(1))
+        are_finite = bool(logprobs.isfinite().all())
+    return Chosen(tokens, logprobs.squeeze(1), are_finite)
 
 
 def _drawn(logits: Tensor, probabilities: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
@@ -168,4 +171,8 @@ def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
     total = cumulative[:, -1:]
     # Rounding may carry the target up to the total itself, behind which there is no token.
     target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    return torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
+    if weights.is_cuda:
+        # Sums made side by side need not grow, and the search may then end at a token of no weight.
+        tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
+    return tokens

@@ -55,7 +55,7 @@ class Matchers:
         """Raises OperationError on a schema, expression or grammar that is not understood."""
         try:
             matcher = LLMatcher(self._tokenizer, _grammar(constraint))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise OperationError(f"the constraint is not understood: {error}") from error
         if matcher.is_error():
             raise OperationError(f"the constraint is not understood: {matcher.get_error()}")

@@ -16,7 +16,7 @@ class Drawing:
     """rows: one adapter's after the other's, at least one. lines: int64 [n], theirs in the table.
 
     runs: of their adapters. adjusting: None where no row is adjusted. watched: the places of the rows that are.
-    most_top: the most topk_sample_logprobs of any.
+    most_top: the most topk_sample_logprobs of any. stops: int64 [n, k], filled up with -1; None where nobody has any.
     """
 
     def __init__(self, rows: Sequence[Row], table: Table, vocab_size: int, device: torch.device) -> None:
@@ -27,3 +27,10 @@ class Drawing:
         self.adjusting = Adjusting(rows, vocab_size, device) if table.is_adjusted[self.lines].any() else None
         self.watched = np.flatnonzero(table.is_watched[self.lines]).tolist()
         self.most_top = max((rows[number].job.request.topk_sample_logprobs for number in self.watched), default=0)
+        stops = table.stops[self.lines]
+        self.stops = torch.from_numpy(stops).to(device) if (stops >= 0).any() else None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether no row asks for more than its tokens and their log-probabilities."""
+        return self.adjusting is None and not self.watched

@@ -1,6 +1,6 @@
 """A sampling request under way: what it asks, its samples so far, and when each of them ends."""
 
-from collections.abc import Iterator
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -10,12 +10,15 @@ from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
 from ..verbs import SampledPart, SampleJob
 from .constraint import Matcher
-from .noise import SAMPLE_STREAM, noise_key
+from .noise import SAMPLE_STREAM, noise_keys
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
 from .stopping import StopStrings
 from .text import Text
 
 NOWHERE = -1
+
+# The table compares every sample's tokens with so many; a job that has more looks its own up.
+MOST_STOP_COLUMNS = 32
 
 # Of one request.
 MOST_SAMPLES = 1 << 16
@@ -29,19 +32,27 @@ class Row:
     it waits or has ended. top: of every token so far, where they are asked for. namespace: of its keys and values.
     """
 
-    def __init__(self, job: "Job", sample: int, stops: StopStrings | None, matcher: Matcher | None) -> None:
+    def __init__(self, job: "Job", sample: int, noise_key: int) -> None:
         self.job = job
-        self.matcher = matcher
         self.sample = sample
-        self.noise_key = noise_key(job.seed, SAMPLE_STREAM, sample)
+        self.noise_key = noise_key
         self.line = NOWHERE
         self.namespace = 0
         self.tokens = np.zeros(0, np.int32)
         self.logprobs = np.zeros(0, np.float32)
         self.top: list[TopkLogprobs] = []
         self.stop_reason: Literal["stop", "length"] | None = None
-        self._stops = stops
         self._num_told = 0
+
+    @cached_property
+    def matcher(self) -> Matcher | None:
+        """What follows it, where it is constrained."""
+        return None if self.job.matcher is None else self.job.matcher.copy()
+
+    @cached_property
+    def _stops(self) -> StopStrings | None:
+        strings = self.job.request.stop_strings
+        return StopStrings(self.job.text.tokenizer, strings, self.job.prompt.tolist()) if strings else None
 
     @property
     def order(self) -> tuple[int, int]:
@@ -66,25 +77,27 @@ class Row:
     @property
     def is_watched(self) -> bool:
         """Whether each of its tokens is looked at by itself."""
-        return self._stops is not None or self.matcher is not None or self.job.request.topk_sample_logprobs > 0
+        job = self.job
+        is_text = bool(job.request.stop_strings) or job.matcher is not None
+        return is_text or job.request.topk_sample_logprobs > 0 or len(job.stop_token_ids) > MOST_STOP_COLUMNS
 
     @property
     def is_adjusted(self) -> bool:
         """Whether its tokens are chosen by other logits than the model's."""
         params = self.job.request.params
         penalties = params.repetition_penalty != 1 or params.presence_penalty or params.frequency_penalty
-        return bool(self.matcher is not None or params.logit_bias or params.min_tokens or penalties)
+        return bool(self.job.matcher is not None or params.logit_bias or params.min_tokens or penalties)
 
     def sequence(self) -> np.ndarray:
         """Prompt and tokens, int64."""
         return np.concatenate([self.job.prompt, self.tokens]) if len(self.tokens) else self.job.prompt
 
     def stops_after(self, token: int, count: int) -> bool:
-        """Whether its next token, number `count`, completes a stop string or all that its constraint allows."""
+        """Whether its next token, number `count`, ends it or completes a stop string or what its constraint allows."""
         if self.matcher is not None:
             self.matcher.advance(token)
         found = self._stops is not None and self._stops.found_after(token)
-        if self.matcher is not None and self.matcher.is_over:
+        if token in self.job.stop_token_ids or (self.matcher is not None and self.matcher.is_over):
             return True
         return found and count >= self.job.request.params.min_tokens
 
@@ -92,7 +105,8 @@ class Row:
         """Of the next token; a batch takes as many of the likeliest as any of its rows wants, so maybe too many."""
         k = self.job.request.topk_sample_logprobs
         if k:
-            self.top.append(TopkLogprobs(token_ids[:k], logprobs[:k]))
+            # Copies, lest each holds the arrays of its whole batch.
+            self.top.append(TopkLogprobs(token_ids[:k].copy(), logprobs[:k].copy()))
 
     def untold(self) -> SampledPart | None:
         """What came since it was last asked."""
@@ -123,9 +137,16 @@ class Job:
         self.prompt = request.prompt.astype(np.int64)
         room = max(1, limits.max_context_length - len(self.prompt))
         self.max_new_tokens = min(request.params.max_tokens or room, room)
+        # What the model cannot draw stops nothing.
+        self.stop_token_ids = frozenset(i for i in request.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(request) if wants_scores(request) else None
         self.num_cache_hits: int | None = None
-        self.rows = list(self._new_rows(text))
+        self.text = text
+        self.matcher = text.matchers.new(constraint) if (constraint := request.params.constraint) is not None else None
+        if request.stop_strings:
+            _ = text.tokenizer
+        keys = noise_keys(self.seed, SAMPLE_STREAM, np.arange(request.num_samples))
+        self.rows = [Row(self, sample, key) for sample, key in enumerate(keys.tolist())]
         self.num_open = len(self.rows)
 
     @property
@@ -139,8 +160,19 @@ class Job:
 
     @property
     def num_reusable(self) -> int:
-        """Tokens of the prompt that need not be run if the cache has them: the last one, and what is scored, must."""
-        return (len(self.prompt) - 1) if self.scores is None else self.scores.first_row
+        """Tokens of the prompt that need not be run if the cache has them; what is to be scored must."""
+        return len(self.prompt) if self.scores is None or self.scores.is_done else self.scores.first_row
+
+    @cached_property
+    def biases(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of logit_bias: token ids int64 and values float32."""
+        bias = self.request.params.logit_bias or {}
+        return np.fromiter(bias, np.int64, len(bias)), np.fromiter(bias.values(), np.float32, len(bias))
+
+    @cached_property
+    def prompt_vocabulary(self) -> np.ndarray:
+        """int64: the tokens of the prompt, each once."""
+        return np.unique(self.prompt)
 
     def untold(self) -> tuple[SampledPart, ...]:
         return tuple(part for row in self.rows if (part := row.untold()) is not None)
@@ -156,13 +188,6 @@ class Job:
             prompt_alt_logprobs=scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
         )
-
-    def _new_rows(self, text: Text) -> Iterator[Row]:
-        constraint, stops = self.request.params.constraint, self.request.stop_strings
-        matcher = text.matchers.new(constraint) if constraint is not None else None
-        for sample in range(self.request.num_samples):
-            own_stops = StopStrings(text.tokenizer, stops, self.prompt.tolist()) if stops else None
-            yield Row(self, sample, own_stops, matcher.copy() if matcher is not None else None)
 
 
 def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:
@@ -213,14 +238,18 @@ def _check_sizes(request: SampleJob, limits: ModelLimits) -> None:
     ):
         if k > limits.vocab_size:
             raise OperationError(f"{name} {k} exceeds the model's vocabulary of {limits.vocab_size}: lower it")
-    for name, k in (
-        ("topk_prompt_logprobs", request.topk_prompt_logprobs),
-        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k),
+    num_prompt = len(request.prompt)
+    room = max(1, limits.max_context_length - num_prompt)
+    num_sampled = min(request.params.max_tokens or room, room)
+    for name, k, num_tokens, kind in (
+        ("topk_prompt_logprobs", request.topk_prompt_logprobs, num_prompt, "prompt"),
+        ("prompt_alt_tokens_k", request.prompt_alt_tokens_k, num_prompt, "prompt"),
+        ("topk_sample_logprobs", request.topk_sample_logprobs, num_sampled, "sampled"),
     ):
-        if k * len(request.prompt) > MOST_CELLS:
+        if k * num_tokens > MOST_CELLS:
             raise OperationError(
-                f"{name} {k} at {len(request.prompt)} prompt tokens makes more than {MOST_CELLS} cells: lower it or"
-                " split the request"
+                f"{name} {k} at {num_tokens} {kind} tokens makes more than {MOST_CELLS} cells: lower it or split the"
+                " request"
             )
 
 

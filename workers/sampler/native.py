@@ -10,6 +10,7 @@ import time
 from collections import deque
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from weakref import WeakKeyDictionary
@@ -27,8 +28,9 @@ from ..model import BaseModel
 from ..operation import ModelLimits
 from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
 from .batch import AdapterRun, Batch, Decoding, Part, Prefill
+from .burst import Burst
 from .cache import SHORTEST, Cache
-from .choice import choose
+from .choice import Chosen, choose
 from .drawing import Drawing
 from .jobs import NOWHERE, Job, Row, check_request
 from .noise import uniforms
@@ -37,6 +39,15 @@ from .prompt_scores import top_logprobs
 from .table import End, Table
 from .text import Text
 from .threads import Threads
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next token of every row of a drawing. logits: float32 [rows, vocab], the model's."""
+
+    drawing: Drawing
+    logits: Tensor
+    chosen: Chosen
 
 
 class NativeSampler:
@@ -105,23 +116,27 @@ class NativeSampler:
             self._served = self._bring(self._choose_adapters(), held)
             held.enter_context(self._threads.restored())
             while self._table.num_lines or (self._waiting and self._is_served(self._waiting[0])):
-                self._iterate()
+                self._iterate(deadline)
                 if time.monotonic() >= deadline:
                     break
+        if not self._table.num_lines:
+            # It may have grown for one long sample, and the others hold adapters and jobs.
+            self._table, self._plan, self._drawing = Table(), None, None
 
-    def _iterate(self) -> None:
+    def _iterate(self, deadline: float) -> None:
         self._make_room()
         self._admit()
         batch = self._next_batch()
-        if batch.num_tokens:
-            hidden = self._run(batch)
-            self._extend(batch, hidden)
+        if batch.decoding is not None and not batch.parts:
+            self._decode(batch.decoding, deadline)
+        elif batch.num_tokens:
+            self._extend(batch, self._run(batch))
 
     # Who comes and goes
 
     def _choose_adapters(self) -> list[str]:
         """Of this slice: those of the rows under way, then those of jobs as they came, as many as the device holds."""
-        under_way = (row.job for job in self._jobs.values() for row in job.rows if row.line != NOWHERE)
+        under_way = [row.job for row in self._under_way()]
         wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs.values()))
         return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
 
@@ -204,11 +219,14 @@ class NativeSampler:
         self._table.leave(row)
         self._cache.remove(row)
         self._decoding_rows.pop(row, None)
-        self._decoding = None
+        self._decoding = self._drawing = None
         for prefill in self._prefills:
             if row in prefill.rows:
                 prefill.rows.remove(row)
         self._prefills = [prefill for prefill in self._prefills if prefill.rows]
+
+    def _under_way(self) -> list[Row]:
+        return [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
 
     # Room in the cache
 
@@ -232,7 +250,7 @@ class NativeSampler:
 
     def _preempt_youngest(self) -> None:
         """It waits again, also when it is alone and needs the place of its slot for a longer one."""
-        under_way = [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
+        under_way = self._under_way()
         youngest = max(under_way, key=lambda row: row.order)
         length = int(self._table.length[youngest.line])
         if len(under_way) == 1 and not self._cache.fits_alone(length):
@@ -297,9 +315,8 @@ class NativeSampler:
         return num_tokens > self._prefill_budget() and self._cache.fits_alone(length)
 
     def _num_reusable(self, row: Row) -> int:
-        """Tokens of its sequence that need not be run again. A prompt that was scored need not be scored again."""
-        job = row.job
-        return row.length - 1 if job.scores is None or job.scores.is_done else job.num_reusable
+        """Tokens of its sequence that need not be run again: the last one must. Who has tokens has a scored prompt."""
+        return min(row.length - 1, row.job.num_reusable + len(row.tokens))
 
     def _place(self, row: Row) -> bool:
         if self._cache.place(row, self._with_headroom(row, row.length)):
@@ -340,6 +357,27 @@ class NativeSampler:
             self._drawing = None
         return self._decoding
 
+    def _decode(self, decoding: Decoding, deadline: float) -> None:
+        """Steps of rows that decode, until one of them ends or may have to leave its slot."""
+        drawing = self._drawing = self._drawing or self._new_drawing(decoding.rows)
+        burst = Burst(decoding, drawing, self._table, self._base.device)
+        self._threads.set_for(len(decoding.rows))
+        last, segments = None, self._segments(drawing.runs)
+        with self._adapters.applied(self._plan_of(drawing.runs)):
+            while last is None:
+                hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
+                logits = self._head.logits_of_segments(hidden, segments)
+                adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._table)
+                chosen = choose(logits, drawing.choice, burst.noise(), adjusted)
+                goes_on = drawing.is_plain and burst.num_steps < burst.most_steps and burst.take(chosen)
+                if not goes_on:
+                    last = Drawn(drawing, logits, chosen)
+                elif time.monotonic() >= deadline:
+                    break
+        burst.close()
+        if last is not None:
+            self._append(last)
+
     def _run(self, batch: Batch) -> Tensor:
         """The hidden states [tokens, hidden] of the packed row."""
         self._threads.set_for(batch.num_tokens)
@@ -356,20 +394,15 @@ class NativeSampler:
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
         """The next token of every row that has run to its end."""
-        decoding, parts = batch.decoding, batch.parts
-        if decoding is not None and not parts:
-            self._drawing = self._drawing or self._new_drawing(decoding.rows)
-            self._draw(self._drawing, hidden)
-            return
-        rows = list(decoding.rows) if decoding is not None else []
+        rows = list(batch.decoding.rows) if batch.decoding is not None else []
         last = list(range(len(rows)))
-        for start, part in zip(batch.starts(), parts, strict=True):
+        for start, part in zip(batch.starts(), batch.parts, strict=True):
             self._note_computed(part, hidden[start : start + part.length])
             if part.is_last:
                 rows += part.prefill.rows
                 last += [start + part.length - 1] * len(part.prefill.rows)
         if rows:
-            self._draw(self._new_drawing(rows), hidden[self._tensor(last)])
+            self._append(self._draw(self._new_drawing(rows), hidden[self._tensor(last)]))
 
     def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
         return Drawing(rows, self._table, self._limits.vocab_size, self._base.device)
@@ -389,24 +422,27 @@ class NativeSampler:
         self._prefills.remove(prefill)
         leader, *others = prefill.rows
         if prefill.cached:
-            self._cache.keep(leader, prefill.namespace, prefill.sequence)
+            if prefill.namespace == self._namespace(prefill.job.adapter_id):
+                self._cache.keep(leader, prefill.namespace, prefill.sequence)
             self._cache.fork(leader, [row for row in others if row.needs_cache])
         for row in prefill.rows:
             row.namespace = prefill.namespace
             self._decoding_rows[row] = None
         self._decoding = None
 
-    def _draw(self, drawing: Drawing, hidden: Tensor) -> None:
+    def _draw(self, drawing: Drawing, hidden: Tensor) -> Drawn:
         """The next token of each row from its hidden state [rows, hidden]."""
-        lines = drawing.lines
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
-        noise = uniforms(self._table.noise_key[lines], self._table.length[lines])
+        noise = uniforms(self._table.noise_key[drawing.lines], self._table.length[drawing.lines])
         adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._table)
-        chosen = choose(logits, drawing.choice, torch.from_numpy(noise).to(logits), adjusted)
-        tokens = chosen.tokens.cpu().numpy()
-        ends = self._table.append(lines, tokens, chosen.logprobs.cpu().numpy())
+        return Drawn(drawing, logits, choose(logits, drawing.choice, torch.from_numpy(noise).to(logits), adjusted))
+
+    def _append(self, drawn: Drawn) -> None:
+        """Rows that end with their new token leave."""
+        drawing, tokens = drawn.drawing, drawn.chosen.tokens.cpu().numpy()
+        ends = self._table.append(drawing.lines, tokens, drawn.chosen.logprobs.cpu().numpy())
         if drawing.watched:
-            self._watch(drawing, logits, tokens, ends)
+            self._watch(drawing, drawn.logits, tokens, ends)
         ended = {drawing.rows[number]: End(ends[number]) for number in np.flatnonzero(ends).tolist()}
         for row in self._cache.from_the_back(ended):
             self._end(row, ended[row])
@@ -414,9 +450,10 @@ class NativeSampler:
     def _watch(self, drawing: Drawing, logits: Tensor, tokens: np.ndarray, ends: np.ndarray) -> None:
         """What must be looked at one by one: changes `ends` where a stop string is complete."""
         if drawing.most_top:
-            top = top_logprobs(torch.log_softmax(logits, dim=-1), drawing.most_top)
-            for row, ids, values in zip(drawing.rows, top.token_ids, top.logprobs, strict=True):
-                row.append_top(ids, values)
+            rows = [n for n in drawing.watched if drawing.rows[n].job.request.topk_sample_logprobs]
+            top = top_logprobs(torch.log_softmax(logits[rows], dim=-1), drawing.most_top)
+            for number, ids, values in zip(rows, top.token_ids, top.logprobs, strict=True):
+                drawing.rows[number].append_top(ids, values)
         for number in drawing.watched:
             row = drawing.rows[number]
             if ends[number] != End.NOT_FINITE and self._stops_after(row, int(tokens[number])):

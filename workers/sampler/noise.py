@@ -22,6 +22,11 @@ def noise_key(seed: int, *stream: int) -> int:
     return int(key[0])
 
 
+def noise_keys(seed: int, stream: int, numbers: np.ndarray) -> np.ndarray:
+    """noise_key(seed, stream, number) of each of the non-negative integers; uint64 of their shape."""
+    return _mix(np.uint64(noise_key(seed, stream)) ^ (numbers.astype(np.uint64) * _GOLDEN))
+
+
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """keys uint64 and positions (non-negative integers) broadcast; float64 in [0, 1) of their common shape."""
     counter = (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN

@@ -10,7 +10,7 @@ from torch import Tensor
 from ...schemas.sampling import TopkLogprobs
 from ..verbs import SampleJob
 from .choice import invert_cdf, is_greedy
-from .noise import ALTERNATIVE_STREAM, noise_key, uniforms
+from .noise import ALTERNATIVE_STREAM, noise_keys, uniforms
 
 _EMPTY_LOGPROB = -99999.0
 
@@ -120,9 +120,8 @@ def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, l
 def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
     """[positions, draws]"""
     assert job.params.seed is not None
-    draws = range(job.prompt_alt_tokens_k)
-    keys = [noise_key(job.params.seed, ALTERNATIVE_STREAM, draw) for draw in draws]
-    return uniforms(np.array(keys, dtype=np.uint64), positions[:, None])
+    keys = noise_keys(job.params.seed, ALTERNATIVE_STREAM, np.arange(job.prompt_alt_tokens_k))
+    return uniforms(keys, positions[:, None])
 
 
 def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:

@@ -30,9 +30,10 @@ class StopStrings:
         text = self._decode(self._tokens)
         fresh = text[len(self._read_text) :]
         searched = self._tail + fresh.rstrip(_INCOMPLETE)
-        if any(stop in searched for stop in self._stops):
+        ends = [place + len(stop) for stop in self._stops if (place := searched.find(stop)) >= 0]
+        if ends:
             # Who goes on all the same begins to search behind it.
-            self._advance("")
+            self._advance(searched[min(ends) :])
             return True
         # What is still incomplete after so many tokens is not going to be text.
         if not fresh.endswith(_INCOMPLETE) or len(self._tokens) - self._num_read > _MOST_BYTES:

@@ -5,7 +5,7 @@ from enum import IntEnum
 import numpy as np
 
 from .choice import Settings
-from .jobs import NOWHERE, Row
+from .jobs import MOST_STOP_COLUMNS, NOWHERE, Row
 
 _FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
 _NO_TOKEN = -1
@@ -57,7 +57,7 @@ class Table:
         if not self._free:
             self._add_lines()
         job, num_tokens = row.job, len(row.tokens)
-        stops = job.request.stop_token_ids
+        stops = job.stop_token_ids if len(job.stop_token_ids) <= MOST_STOP_COLUMNS else ()
         self._widen(num_tokens + 1, len(stops))
         line = row.line = self._free.pop()
         self.tokens[line, :num_tokens] = row.tokens
@@ -68,7 +68,7 @@ class Table:
         self.limit[line] = job.max_new_tokens
         self.noise_key[line] = row.noise_key
         self.stops[line] = _NO_TOKEN
-        self.stops[line, : len(stops)] = stops
+        self.stops[line, : len(stops)] = list(stops)
         params = job.request.params
         self.temperature[line], self.min_p[line] = params.temperature, params.min_p
         self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
@@ -91,8 +91,19 @@ class Table:
         row.tokens = self.tokens[row.line, :count].copy()
         row.logprobs = self.logprobs[row.line, :count].copy()
 
+    def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Several more tokens of each of the lines int64 [n], none of which ends one: tokens and logprobs [n, k]."""
+        count, num_new = self.count[lines], tokens.shape[1]
+        self._widen(int(count.max()) + num_new, 0)
+        columns = count[:, None] + np.arange(num_new)
+        self.tokens[lines[:, None], columns] = tokens
+        self.logprobs[lines[:, None], columns] = logprobs
+        self.newest[lines] = tokens[:, -1]
+        self.count[lines] += num_new
+        self.length[lines] += num_new
+
     def append(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
-        """The next token of each of the lines int64 [n]; returns its End, int8 [n]."""
+        """The next token of each of the lines int64 [n]; returns its End, int64 [n]."""
         count = self.count[lines]
         self._widen(int(count.max()) + 1, 0)
         self.tokens[lines, count] = tokens

@@ -16,7 +16,6 @@ from .lora import LoraPair, Segment
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
-from .product import frozen_product, mkldnn_linear
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +34,7 @@ class Head:
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self._unembedding = base.unembedding
-        self._product = frozen_product(base.device, base.dtype)
+        self._product = base.product
         self._chunk_rows = chunk_rows
 
     def one_of(self, number: int) -> "Head":
@@ -104,7 +103,7 @@ class Head:
     def _log_softmax(self, hidden: Tensor, segments: Sequence[Segment], room: "_Room") -> Tensor:
         """Valid until the next chunk's."""
         logits = room.whole[: len(hidden)]
-        if self._product is not mkldnn_linear and hidden.dtype == logits.dtype:
+        if self._product.is_torch and hidden.dtype == logits.dtype:
             torch.mm(hidden, self._unembedding.t(), out=logits)
             _add_pairs(logits, hidden, segments)
         else:

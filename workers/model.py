@@ -16,7 +16,8 @@ from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, CachedPacking, Packing
 from .config import WorkerConfig
-from .product import laid_out
+from .product import FrozenProduct, laid_out
+from .threads import Threads
 from .trunk import Merge, fused_trunk
 
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
@@ -45,17 +46,22 @@ def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
 class BaseModel:
     """The frozen base weights and the two things done with them: packed hidden states, and the unembedding.
 
-    trunk: everything below the unembedding; its linear layers are what `lora` wraps.
+    trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
+    weights_per_product: of a linear layer, on average.
     unembedding: [vocab, hidden], possibly tied to the embedding.
     """
 
     def __init__(self, config: WorkerConfig) -> None:
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
+        self.threads = Threads(self.device)
+        self.product = FrozenProduct(self.device, self.dtype, self.threads)
         self.model = _load(config.model.source, self.dtype, self.device)
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk)
+        linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
+        self.weights_per_product = sum(linears) / max(1, len(linears))
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")

@@ -7,11 +7,28 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
+from .threads import Threads
+
 
 class Product(Protocol):
     def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
         """x [tokens, in] W^T + bias + addend, weight [out, in]. The addend [tokens, out] is overwritten or left."""
         ...
+
+
+class FrozenProduct:
+    """The product with a base's frozen weights. is_torch: whether it is torch's own."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype, threads: Threads) -> None:
+        self._product, self._threads = frozen_product(device, dtype), threads
+        self.is_torch = self._product is torch_linear
+
+    def __call__(self, x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
+        """As Product."""
+        if self._threads.are_worth(weight.numel() * x.shape[0]):
+            with self._threads.together():
+                return self._product(x, weight, bias, addend)
+        return self._product(x, weight, bias, addend)
 
 
 def frozen_product(device: torch.device, dtype: torch.dtype) -> Product:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ..model import BaseModel
-from ..product import Product, frozen_product, laid_out
+from ..product import Product, laid_out
 from .factors import Site
 from .plan import Plan
 from .terms import Terms
@@ -65,7 +65,7 @@ class Active:
     def __init__(self, base: BaseModel) -> None:
         self._own = threading.local()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
-        self.product = frozen_product(base.device, base.dtype)
+        self.product = base.product
 
     @property
     def plan(self) -> Plan | None:

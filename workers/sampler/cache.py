@@ -54,7 +54,8 @@ class Cache:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self.bytes_per_token = 2 * self._num_layers * kv_heads * head_dim * bytes_per_value
+        self._numbers_per_token = 2 * kv_heads * head_dim  # of a layer
+        self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
         self.budget_bytes = budget_bytes
         self.prefixes = Prefixes()
         self._seats: dict[int, Seats] = {}
@@ -66,6 +67,10 @@ class Cache:
     def held_bytes(self) -> int:
         """Of the slots in use."""
         return sum(len(seats.taken) * self._bytes(seats) for seats in self._seats.values())
+
+    def numbers_per_layer(self) -> int:
+        """In the slots in use."""
+        return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
 
     def clear(self) -> None:
         self.prefixes = Prefixes()

@@ -38,7 +38,6 @@ from .prefixes import length_of
 from .prompt_scores import top_logprobs
 from .table import End, Table
 from .text import Text
-from .threads import Threads
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,6 @@ class NativeSampler:
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
-        self._threads = Threads(base)
         self._cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
@@ -114,7 +112,7 @@ class NativeSampler:
     def _run_until(self, deadline: float) -> None:
         with ExitStack() as held:
             self._served = self._bring(self._choose_adapters(), held)
-            held.enter_context(self._threads.restored())
+            held.enter_context(self._base.threads.restored())
             while self._table.num_lines or (self._waiting and self._is_served(self._waiting[0])):
                 self._iterate(deadline)
                 if time.monotonic() >= deadline:
@@ -361,7 +359,7 @@ class NativeSampler:
         """Steps of rows that decode, until one of them ends or may have to leave its slot."""
         drawing = self._drawing = self._drawing or self._new_drawing(decoding.rows)
         burst = Burst(decoding, drawing, self._table, self._base.device)
-        self._threads.set_for(len(decoding.rows))
+        self._set_threads(len(decoding.rows))
         last, segments = None, self._segments(drawing.runs)
         with self._adapters.applied(self._plan_of(drawing.runs)):
             while last is None:
@@ -380,11 +378,14 @@ class NativeSampler:
 
     def _run(self, batch: Batch) -> Tensor:
         """The hidden states [tokens, hidden] of the packed row."""
-        self._threads.set_for(batch.num_tokens)
+        self._set_threads(batch.num_tokens)
         tokens, positions = self._tensor(batch.tokens(self._table)), self._tensor(batch.positions(self._table))
         packing = batch.packing(self._table, self._cache, self._base.device)
         with self._adapters.applied(self._plan_of(batch.runs())):
             return self._base.hidden_states(tokens, positions, packing)
+
+    def _set_threads(self, num_tokens: int) -> None:
+        self._base.threads.set_for(self._base.weights_per_product, num_tokens, self._cache.numbers_per_layer())
 
     def _plan_of(self, runs: Sequence[AdapterRun]) -> Plan:
         segments = self._segments(runs)

@@ -30,6 +30,9 @@ _KINDS = ("training", "verbs", "sampling")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
+# Of the slices' length; and how much longer each is than the one before, until it has that length.
+_FIRST_SLICE, _SLICE_GROWTH = 1 / 16, 4
+
 # Verbs after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
 
@@ -74,6 +77,7 @@ class Group:
         self._cancelled: list[str] = []
         self._live: set[str] = set()
         self._lost: dict[str, str] = {}
+        self._slice_number = 0
         self._closed = False
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
@@ -279,7 +283,7 @@ class Group:
         work = Slice(
             join=tuple(waiting.job for waiting in self._joining.values()),
             cancel=tuple(self._cancelled),
-            budget_milliseconds=self._slice_milliseconds,
+            budget_milliseconds=self._next_slice_milliseconds(),
         )
         self._sampling |= self._joining
         self._joining, self._cancelled = {}, []
@@ -294,6 +298,11 @@ class Group:
         for job_id, answer in result.finished.items():
             if waiting := self._sampling.pop(job_id, None):
                 _settle(waiting.answer, answer)
+
+    def _next_slice_milliseconds(self) -> float:
+        """The first ones after a pause are short: who asks for one sample mostly asks for more right behind it."""
+        self._slice_number = self._slice_number + 1 if self._sampling else 0
+        return self._slice_milliseconds * min(1.0, _FIRST_SLICE * _SLICE_GROWTH**self._slice_number)
 
     def _note(self, key: str, verb: Verb, answer: object) -> None:
         """Here and not by the caller: a death right after the answer must find the run among the live."""

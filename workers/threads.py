@@ -9,7 +9,7 @@ import torch
 _WORTH_ALL = 4_000_000
 
 # What one thread does in a layer while the others sleep: that many microseconds at the most.
-_MOST_ALONE = 1000.0
+_MOST_ALONE = 2500.0
 
 # About what a core needs to read a number from memory, and for how many tokens a product takes no longer than that.
 _MICROSECONDS_PER_NUMBER, _TOKENS_PER_READING = 4e-4, 20

@@ -178,6 +178,7 @@ class Chunk:
     shelf: Shelf
     slot: int
     cached: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """query, key and value of the packed row; returns [stop - start, heads, head_dim]."""
@@ -187,7 +188,9 @@ class Chunk:
         values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
         k, v = keys[self.slot, None, :, :length], values[self.slot, None, :, :length]
-        mask = self._mask(length, kind.window, q)
+        if kind.window not in self._masks:
+            self._masks[kind.window] = self._mask(length, kind.window, q)
+        mask = self._masks[kind.window]
         gqa = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(q, k.contiguous(), v, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
         return out[0].transpose(0, 1)

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 import tinker
@@ -27,28 +28,29 @@ ADAM = types.AdamParams(learning_rate=1e-3)
 
 Sampler = tinker.SamplingClient
 
+_seeds = count()
+
 
 def sampling(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
     threads = os.cpu_count() or 1
-    prompts = [row[:LENGTH] for row in rows([LENGTH] * PROMPTS)]
     with ExitStack() as stack:
         local = stack.enter_context(child("local_generate"))
         server = stack.enter_context(live_server({MODEL: model}, scratch / "sampling", pool=pool, threads=threads))
         service = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key="tml-bench"))
-        local.ask({"threads": threads, "model": str(model), "rank": RANK, "prompts": prompts})
+        local.ask({"threads": threads, "model": str(model), "rank": RANK, "prompts": new_prompts(PROMPTS)})
         trainers = [
             service.create_lora_training_client(MODEL, rank=RANK, seed=seed, train_unembed=False).result(60)
             for seed in range(ADAPTERS)
         ]
         samplers = [trainer.save_weights_and_get_sampling_client().result(60) for trainer in trainers]
-        sides = _sides(local, prompts, samplers)
+        sides = _sides(local, samplers)
         for measure in sides.values():
             measure()
         seconds = {name: [] for name in sides}
         for _ in range(rounds):
             for name, measure in sides.items():
                 seconds[name].append(measure())
-        fresh = [_fresh_sampler(trainers[0], prompts[0]) for _ in range(4 * rounds)]
+        fresh = [_fresh_sampler(trainers[0], new_prompts(2)) for _ in range(4 * rounds)]
     return _section(Outcome(seconds, fresh), rounds)
 
 
@@ -68,7 +70,7 @@ MIXED, RAGGED = "8x4 samples of 64, 8 adapters", "64 clients, ragged"
 ONE, ONE_LOCAL = "1 sample of 16", "1 sample of 16, generate"
 
 
-def _sides(local: Child, prompts: list[list[int]], samplers: list[Sampler]) -> dict[str, Callable[[], float]]:
+def _sides(local: Child, samplers: list[Sampler]) -> dict[str, Callable[[], float]]:
     """Name -> a measurement of its seconds."""
     first = samplers[0]
 
@@ -78,12 +80,17 @@ def _sides(local: Child, prompts: list[list[int]], samplers: list[Sampler]) -> d
 
     return {
         BATCH_LOCAL: generate(PROMPTS, SAMPLES, LENGTH),
-        BATCH: lambda: batch_seconds([first] * PROMPTS, prompts),
-        MIXED: lambda: batch_seconds(samplers, prompts),
+        BATCH: lambda: batch_seconds([first] * PROMPTS, new_prompts(PROMPTS)),
+        MIXED: lambda: batch_seconds(samplers, new_prompts(PROMPTS)),
         RAGGED: lambda: _timed(lambda: _ragged(first)),
         ONE_LOCAL: generate(1, 1, SHORT),
-        ONE: lambda: _timed(lambda: _sample(first, prompts[0], 1, SHORT)),
+        ONE: lambda: _timed(lambda: _sample(first, new_prompts(1)[0], 1, SHORT)),
     }
+
+
+def new_prompts(number: int) -> list[list[int]]:
+    """That no sampler has seen: what it keeps of earlier ones is not measured here."""
+    return [row[:LENGTH] for row in rows([LENGTH] * number, seed=next(_seeds))]
 
 
 def batch_seconds(samplers: list[Sampler], prompts: list[list[int]]) -> float:
@@ -117,7 +124,7 @@ def _ragged_requests() -> list[tuple[list[int], int]]:
     """The prompt and the tokens wanted of each client's requests: 64 of each on average."""
     drawn = random.Random(0)
     lengths = [drawn.randint(16, 112) for _ in range(CLIENTS)]
-    return [(row[:-1], drawn.randint(16, 112)) for row in rows(lengths)]
+    return [(row[:-1], drawn.randint(16, 112)) for row in rows(lengths, seed=next(_seeds))]
 
 
 async def _ragged(sampler: Sampler) -> None:
@@ -131,15 +138,15 @@ async def _ragged(sampler: Sampler) -> None:
     await _all([client(prompt, max_tokens) for prompt, max_tokens in _ragged_requests()])
 
 
-def _fresh_sampler(trainer: tinker.TrainingClient, prompt: list[int]) -> tuple[float, float]:
-    """Seconds until the first token of weights just trained, and of one more token."""
-    trainer.forward_backward([datum(prompt)], "cross_entropy").result(60)
+def _fresh_sampler(trainer: tinker.TrainingClient, prompts: list[list[int]]) -> tuple[float, float]:
+    """Seconds until the first token of weights just trained, and of another prompt's."""
+    trainer.forward_backward([datum(prompts[0])], "cross_entropy").result(60)
     trainer.optim_step(ADAM).result(60)
     started = time.perf_counter()
     sampler = trainer.save_weights_and_get_sampling_client().result(60)
-    asyncio.run(_sample(sampler, prompt, 1, 1))
+    asyncio.run(_sample(sampler, prompts[0], 1, 1))
     first = time.perf_counter()
-    asyncio.run(_sample(sampler, prompt, 1, 1))
+    asyncio.run(_sample(sampler, prompts[1], 1, 1))
     return first - started, time.perf_counter() - first
 
 

@@ -24,6 +24,7 @@ OWN = {
     ("POST", "auth/token"),
     ("GET", "auth/apikey/me"),
     ("DELETE", "auth/apikey/me"),
+    ("GET", "/v1/models"),
 }
 """Routes that name nothing that belongs to anybody."""
 LISTINGS = {("GET", "training_runs"), ("GET", "checkpoints"), ("GET", "sessions")}
@@ -101,20 +102,26 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "GET", f"{CHECKPOINT}/external_weights_urls", None
     yield "POST", "weights_info", {"tinker_path": things.checkpoint}
     yield "POST", "copy_weights", {"source_path": things.checkpoint}
+    for name in (things.sampler_weights, things.sampler_id):
+        yield "POST", "/v1/completions", {"model": name, "prompt": [1, 2]}
+        yield "POST", "/v1/chat/completions", {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+    yield "GET", "/v1/models/{name}", None
 
 
 async def ask(client: httpx.AsyncClient, method: str, route: str, things: Things, body: object) -> httpx.Response:
     run = things.run
     names = {"session_id": run.session_id, "run_id": run.model_id, "sampler_id": things.sampler_id}
-    path = route.format(kind="weights", name="mine", file="tokenizer.json", **names)
-    return await client.request(method, path, json=body)
+    names["name"] = things.sampler_weights if route.startswith("/v1/") else "mine"
+    path = route.format(kind="weights", file="tokenizer.json", **names)
+    return await client.request(method, f"http://test{path}" if path.startswith("/") else path, json=body)
 
 
 async def test_everything_of_another_tenant_is_not_found(server: Server, things: Things) -> None:
     requests = list(requests_of_bob(things, await server.create_session(BOB)))
     for method, route, body in requests:
         answer = await ask(server.clients[BOB], method, route, things, body)
-        assert (answer.status_code, "detail" in answer.json()) == (404, True), (method, route, body, answer.text)
+        reason = "error" if route.startswith("/v1/") else "detail"
+        assert (answer.status_code, reason in answer.json()) == (404, True), (method, route, body, answer.text)
     asked = {(method, route) for method, route, _ in requests}
     assert asked | OWN | LISTINGS | PUBLIC == await described_routes(server), "every route is in one of these sets"
     assert "metrics" in await server.result(f"{things.run.model_id}:2"), "nothing of all that did anything"

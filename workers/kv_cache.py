@@ -99,7 +99,7 @@ class Shelf:
 
 
 def _new_keys(like: Tensor, num_slots: int, kv_heads: int, capacity: int, head_dim: int) -> Tensor:
-    """On the CPU the tokens of a head's dimension lie side by side: scores take two thirds of the time that way."""
+    """On the CPU the tokens of a head's dimension lie side by side: scores take a fifth less time that way."""
     if like.device.type != "cpu":
         return like.new_zeros(num_slots, kv_heads, capacity, head_dim)
     return like.new_zeros(num_slots, kv_heads, head_dim, capacity).transpose(2, 3)

@@ -39,7 +39,7 @@ def frozen_product(device: torch.device, dtype: torch.dtype) -> Product:
 def laid_out(weight: Tensor) -> Tensor:
     """A frozen weight [out, in] as the product of its kind reads it fastest: for MKL an input's weights side by side.
 
-    With up to some hundred rows that takes a quarter to a third less time, with more the same.
+    With 8 to 32 rows that takes a fifth to two fifths less time, with hundreds the same.
     """
     if weight.device.type != "cpu" or frozen_product(weight.device, weight.dtype) is not torch_linear:
         return weight

@@ -356,6 +356,15 @@ def chi_square(tokens: np.ndarray, exact: np.ndarray) -> float:
     return float((((counts - expected) ** 2 / expected).sum() - degrees) / math.sqrt(2 * degrees))
 
 
+def settings(params: list[SamplingParams]) -> Settings:
+    return Settings(
+        temperature=np.array([each.temperature for each in params], np.float32),
+        min_p=np.array([each.min_p for each in params], np.float32),
+        top_k=np.array([each.top_k for each in params]),
+        top_p=np.array([each.top_p for each in params], np.float32),
+    )
+
+
 FILTERS = [(1.0, -1, 1.0), (0.5, -1, 1.0), (1.7, 12, 1.0), (1.0, -1, 0.7), (0.8, 30, 0.9), (1.0, 5, 1.0)]
 
 
@@ -367,7 +376,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
     noise = torch.from_numpy(uniforms(keys[:, None], np.arange(NUM_DRAWS // 100)).ravel()).float()
     # Rows with other parameters beside them, as in a real batch.
     others = [SamplingParams(temperature=0), SamplingParams(temperature=1e-44), SamplingParams(top_k=1)]
-    choice = Choice.of(Settings.of([params] * NUM_DRAWS + others), 400, torch.device("cpu"))
+    choice = Choice.of(settings([params] * NUM_DRAWS + others), 400, torch.device("cpu"))
     chosen = choose(logits.expand(NUM_DRAWS + 3, -1), choice, torch.cat([noise, torch.tensor([0.99] * 3)]))
     tokens = chosen.tokens
     torch.testing.assert_close(chosen.logprobs, logits.log_softmax(-1)[tokens])
@@ -378,7 +387,7 @@ def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, 
 
 def test_a_nucleus_wider_than_the_likeliest_tokens_is_found(adapted: Adapted) -> None:
     logits = (torch.randn(1, 2000, generator=torch.Generator().manual_seed(4)) * 0.1).log_softmax(-1)
-    choice = Choice.of(Settings.of([SamplingParams(top_p=0.9)]), 2000, torch.device("cpu"))
+    choice = Choice.of(settings([SamplingParams(top_p=0.9)]), 2000, torch.device("cpu"))
     exact = filtered(logits[0], 1.0, -1, 0.9)
     likely, unlikely = exact > 0, exact == 0
     tokens = {int(choose(logits, choice, torch.tensor([u])).tokens) for u in torch.linspace(0, 0.99999, 4000).tolist()}
@@ -389,7 +398,7 @@ def test_of_equally_likely_tokens_as_many_are_kept_as_were_asked_for() -> None:
     logits = torch.tensor([[0.0, 2.0, 1.0, 1.0, 1.0, 2.0, 1.0, 0.0]]).log_softmax(-1)
 
     def drawn(**params: float) -> set[int]:
-        choice = Choice.of(Settings.of([SamplingParams.model_validate(params)]), 8, torch.device("cpu"))
+        choice = Choice.of(settings([SamplingParams.model_validate(params)]), 8, torch.device("cpu"))
         return {int(choose(logits, choice, torch.tensor([u])).tokens) for u in torch.linspace(0, 0.9999, 200).tolist()}
 
     assert [drawn(top_k=k) for k in (1, 2, 3, 5)] == [{1}, {1, 5}, {1, 5, 2}, {1, 5, 2, 3, 4}]

@@ -1,8 +1,6 @@
 """AdapterCopies: the server's own copies of the adapters that it gives to workers that only sample."""
 
 import asyncio
-import shutil
-import tempfile
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -12,6 +10,7 @@ import numpy as np
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..verbs import AdapterWeights
+from .scratch import ScratchDirectory
 
 
 @dataclass(frozen=True)
@@ -30,12 +29,11 @@ class AdapterCopy:
 class AdapterCopies:
     """By adapter id. They live in files, so that the system decides how much of them stays in memory.
 
-    directory: made if need be, and emptied of what an earlier process left there; None = a temporary one.
+    directory: see ScratchDirectory.
     """
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory
-        self._is_ready = False
+        self._scratch = ScratchDirectory(directory)
         self._copies: dict[str, AdapterCopy] = {}
         self._versions = count(1)
 
@@ -48,7 +46,7 @@ class AdapterCopies:
     async def put(self, adapter_id: str, weights: AdapterWeights) -> None:
         """A newer version of it, once it is written."""
         version = next(self._versions)
-        copy = AdapterCopy(weights.lora, version, self._prepared() / f"{version}.f32")
+        copy = AdapterCopy(weights.lora, version, self._scratch.path() / f"{version}.f32")
         await asyncio.to_thread(weights.weights.tofile, copy.file)
         earlier, self._copies[adapter_id] = self._copies.get(adapter_id), copy
         _remove(earlier)
@@ -58,17 +56,7 @@ class AdapterCopies:
         _remove(self._copies.pop(adapter_id, None))
 
     def close(self) -> None:
-        if self._is_ready and self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _prepared(self) -> Path:
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
-        if not self._is_ready:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory.mkdir(mode=0o700, parents=True)
-            self._is_ready = True
-        return self._directory
+        self._scratch.close()
 
 
 def _remove(copy: AdapterCopy | None) -> None:

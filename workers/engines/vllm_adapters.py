@@ -8,7 +8,6 @@ import contextlib
 import os
 import re
 import shutil
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,6 +17,7 @@ from pathlib import Path
 from ...schemas.errors import OperationError
 from ..group import Group
 from ..work import Verb
+from .scratch import ScratchDirectory
 from .vllm_api import VllmApi
 
 
@@ -46,8 +46,7 @@ class VllmAdapters:
     def __init__(self, api: VllmApi, training: Group, directory: Path | None) -> None:
         self._api = api
         self._training = training
-        self._directory = directory
-        self._is_ready = False
+        self._scratch = ScratchDirectory(directory)
         self._current: dict[str, Version] = {}
         self._numbers = count(1)
         self._discarding: set[asyncio.Task[None]] = set()
@@ -56,7 +55,7 @@ class VllmAdapters:
         """The newest version of it, written by `write` into an empty directory: for all requests from now on."""
         number = next(self._numbers)
         name = f"{adapter_id}-v{number}"
-        version = Version(name, self._prepared() / f"{number}-{re.sub('[^A-Za-z0-9_-]', '_', adapter_id)[-80:]}")
+        version = Version(name, self._scratch.path() / f"{number}-{re.sub('[^A-Za-z0-9_-]', '_', adapter_id)[-80:]}")
         version.directory.mkdir()
         try:
             await write(version.directory)
@@ -102,8 +101,7 @@ class VllmAdapters:
         for task in self._discarding:
             task.cancel()
         await asyncio.gather(*self._discarding, return_exceptions=True)
-        if self._is_ready and self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        self._scratch.close()
 
     def _retire(self, version: Version | None) -> None:
         if version is not None:
@@ -124,15 +122,6 @@ class VllmAdapters:
                 verb = Verb("drop_adapter", (version.name,), drops=version.name)
                 await self._training.submit(version.name, "", verb)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
-
-    def _prepared(self) -> Path:
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
-        if not self._is_ready:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory.mkdir(mode=0o700, parents=True)
-            self._is_ready = True
-        return self._directory
 
 
 async def link_files(source: Path, target: Path) -> None:

@@ -1,6 +1,5 @@
 """Choosing the next token: temperature, min-p, top-k, top-p, and the inverse of the distribution at given noise."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -31,15 +30,6 @@ class Settings:
     min_p: np.ndarray
     top_k: np.ndarray
     top_p: np.ndarray
-
-    @classmethod
-    def of(cls, params: Sequence[SamplingParams]) -> "Settings":
-        return cls(
-            temperature=np.array([each.temperature for each in params], np.float32),
-            min_p=np.array([each.min_p for each in params], np.float32),
-            top_k=np.array([each.top_k for each in params], np.int64),
-            top_p=np.array([each.top_p for each in params], np.float32),
-        )
 
 
 @dataclass(frozen=True)

@@ -360,21 +360,16 @@ class NativeSampler:
         drawing = self._drawing = self._drawing or self._new_drawing(decoding.rows)
         burst = Burst(decoding, drawing, self._table, self._base.device)
         self._set_threads(len(decoding.rows))
-        last, segments = None, self._segments(drawing.runs)
         with self._adapters.applied(self._plan_of(drawing.runs)):
-            while last is None:
+            while True:
                 hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
-                logits = self._head.logits_of_segments(hidden, segments)
-                adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._table)
-                chosen = choose(logits, drawing.choice, burst.noise(), adjusted)
-                goes_on = drawing.is_plain and burst.num_steps < burst.most_steps and burst.take(chosen)
-                if not goes_on:
-                    last = Drawn(drawing, logits, chosen)
-                elif time.monotonic() >= deadline:
+                drawn = self._draw(drawing, hidden, burst.noise())
+                goes_on = drawing.is_plain and burst.num_steps < burst.most_steps and burst.take(drawn.chosen)
+                if not goes_on or time.monotonic() >= deadline:
                     break
         burst.close()
-        if last is not None:
-            self._append(last)
+        if not goes_on:
+            self._append(drawn)
 
     def _run(self, batch: Batch) -> Tensor:
         """The hidden states [tokens, hidden] of the packed row."""
@@ -403,7 +398,9 @@ class NativeSampler:
                 rows += part.prefill.rows
                 last += [start + part.length - 1] * len(part.prefill.rows)
         if rows:
-            self._append(self._draw(self._new_drawing(rows), hidden[self._tensor(last)]))
+            drawing = self._new_drawing(rows)
+            noise = uniforms(self._table.noise_key[drawing.lines], self._table.length[drawing.lines])
+            self._append(self._draw(drawing, hidden[self._tensor(last)], torch.from_numpy(noise).to(hidden.device)))
 
     def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
         return Drawing(rows, self._table, self._limits.vocab_size, self._base.device)
@@ -431,12 +428,11 @@ class NativeSampler:
             self._decoding_rows[row] = None
         self._decoding = None
 
-    def _draw(self, drawing: Drawing, hidden: Tensor) -> Drawn:
-        """The next token of each row from its hidden state [rows, hidden]."""
+    def _draw(self, drawing: Drawing, hidden: Tensor, noise: Tensor) -> Drawn:
+        """The next token of each row from its hidden state [rows, hidden]. noise: [rows] in [0, 1)."""
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
-        noise = uniforms(self._table.noise_key[drawing.lines], self._table.length[drawing.lines])
         adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._table)
-        return Drawn(drawing, logits, choose(logits, drawing.choice, torch.from_numpy(noise).to(logits), adjusted))
+        return Drawn(drawing, logits, choose(logits, drawing.choice, noise.to(logits.dtype), adjusted))
 
     def _append(self, drawn: Drawn) -> None:
         """Rows that end with their new token leave."""

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
 
 from .training import Wire
 
@@ -31,10 +31,17 @@ class Constraint(Wire):
 
 # Of a logit: beyond this it would decide anyway.
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
+Temperature = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
+RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
+
+# Each token of a sample is searched for all of them.
+StopString = Annotated[str, Field(max_length=1000)]
+MOST_STOP_STRINGS = 64
 
 
 class SamplingParams(Wire):
-    """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens.
+    """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens. A
+    string has up to 1000 characters, and there are up to 64 of them.
 
     max_tokens absent = until the context ends. temperature 0 = greedy. top_k -1 = off.
 
@@ -45,15 +52,18 @@ class SamplingParams(Wire):
     stay those of the model without any of them.
     """
 
+    # A misspelt one would sample with a default.
+    model_config = ConfigDict(extra="forbid")
+
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
-    temperature: Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)] = 1.0
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | list[int] | None = None
+    temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    repetition_penalty: Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)] = 1.0
+    repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Shift = 0.0
     frequency_penalty: Shift = 0.0
     logit_bias: dict[int, Shift] | None = None
@@ -131,9 +141,12 @@ class SamplerInfo(Wire):
     model_path: str | None = None
 
 
+EMPTY_LOGPROB = -99999.0
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class TopkLogprobs:
-    """token_ids int32 [n, k], logprobs float32 [n, k]; an empty cell is id 0, logprob -99999."""
+    """token_ids int32 [n, k], logprobs float32 [n, k]; an empty cell is id 0, logprob EMPTY_LOGPROB."""
 
     token_ids: np.ndarray
     logprobs: np.ndarray
@@ -168,3 +181,8 @@ class SampleResponse:
     prompt_alt_tokens: np.ndarray | None = None
     prompt_alt_logprobs: np.ndarray | None = None
     prompt_cache_hit_tokens: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Sampled."""
+        return sum(len(sequence.tokens) for sequence in self.sequences)

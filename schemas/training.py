@@ -147,6 +147,9 @@ class Wire(BaseModel):
 class AdamParams(Wire):
     """One step of AdamW as torch defines it. grad_clip_norm: global norm over the adapter, 0 = off."""
 
+    # A misspelt one would train with a default.
+    model_config = ConfigDict(extra="forbid")
+
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95

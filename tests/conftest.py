@@ -29,6 +29,16 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {kind: tiny_model(kind, root / kind) for kind in KINDS}
 
 
+@pytest.fixture(params=["kernels", "torch"])
+def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs a test by kernels.c, and as where no compiler is."""
+    from trainhouse.workers import kernels
+
+    assert kernels.load_kernels() is not None, "no C compiler here: install gcc or clang"
+    if request.param == "torch":
+        monkeypatch.setattr(kernels, "load_kernels", lambda: None)
+
+
 @pytest.fixture(scope="session")
 def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Serves "tiny/chat" (a random Llama with a byte-level tokenizer); clients chunk their batches by five datums."""

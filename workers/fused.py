@@ -5,11 +5,14 @@ Norms and rotation compute in float32 whatever dtype comes in.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
+
+from .kernels import kernels_for
 
 
 @dataclass(frozen=True)
@@ -21,6 +24,10 @@ class RmsNorm:
 
     weight: Tensor
     eps: Tensor
+
+    @cached_property
+    def eps_number(self) -> float:
+        return self.eps.item()
 
 
 @dataclass(frozen=True)
@@ -69,6 +76,8 @@ def rms_norm(x: Tensor, norm: RmsNorm) -> Tensor:
     """x [tokens, size]"""
     if torch.is_grad_enabled():
         return _RmsNorm.apply(x, norm)  # pyright: ignore[reportReturnType]
+    if (kernels := kernels_for(x)) is not None:
+        return kernels.rms_norm(x, norm.weight, norm.eps_number)
     return _normalized(x, _inverse_rms(x, norm.eps), norm).to(x.dtype)
 
 
@@ -76,6 +85,8 @@ def add_rms_norm(x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tens
     """x + update, and the norm of that; all [tokens, size]."""
     if torch.is_grad_enabled():
         return _AddRmsNorm.apply(x, update, norm)  # pyright: ignore[reportReturnType]
+    if (kernels := kernels_for(x)) is not None:
+        return kernels.add_rms_norm(x, update, norm.weight, norm.eps_number)
     total = x + update
     return total, _normalized(total, _inverse_rms(total, norm.eps), norm).to(x.dtype)
 
@@ -84,6 +95,9 @@ def rotate_heads(x: Tensor, rotation: Rotation, norm: RmsNorm | None) -> Tensor:
     """x [tokens, heads, size]; where there is a norm, each head goes through it first."""
     if torch.is_grad_enabled():
         return _RotateHeads.apply(x, rotation, norm)  # pyright: ignore[reportReturnType]
+    if (kernels := kernels_for(x)) is not None:
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps_number)
+        return kernels.rotate_heads(x, rotation.cos, rotation.sin, weight, eps)
     return _rotated(x, rotation, norm)[0]
 
 
@@ -91,6 +105,8 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up: Shazeer, https://arxiv.org/abs/2002.05202."""
     if torch.is_grad_enabled():
         return _SwiGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
+    if (kernels := kernels_for(gate)) is not None:
+        return kernels.swiglu(gate, up)
     return silu(gate).mul_(up)
 
 

@@ -11,9 +11,13 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from .attention import AttentionKind, Packing, attend
+from .kernels import Groups, kernels_for
 
 # Views of a shelf are made for so many tokens more, lest each step make new ones.
 _READ_TOKENS = 16
+
+# Reading so many keys takes longer than waking up other threads.
+_WORTH_THREADS = 1 << 18
 
 
 @dataclass(frozen=True)
@@ -60,8 +64,9 @@ class Shelf:
         keys, values = self._keys[layer], self._values[layer]
         if keys is None or values is None:
             kv_heads, head_dim = like.shape[-2:]
-            keys = self._keys[layer] = _new_keys(like, self.num_slots, kv_heads, self.capacity, head_dim)
-            values = self._values[layer] = like.new_zeros(self.num_slots, kv_heads, self.capacity, head_dim)
+            shape = self.num_slots, kv_heads, self.capacity, head_dim
+            keys, values = like.new_zeros(shape), like.new_zeros(shape)
+            self._keys[layer], self._values[layer] = keys, values
         return keys, values
 
     def layers(self) -> list[tuple[Tensor, Tensor]]:
@@ -72,10 +77,10 @@ class Shelf:
         """Keeps the first slots. Moves one tensor at a time, which bounds what is held twice to half a layer."""
         kept = min(num_slots, self.num_slots)
         self._reading = {}
-        for tensors, new in ((self._keys, _new_keys), (self._values, _new_values)):
+        for tensors in (self._keys, self._values):
             for layer, old in enumerate(tensors):
                 if old is not None:
-                    larger = tensors[layer] = new(old, num_slots, *old.shape[1:])
+                    larger = tensors[layer] = old.new_zeros(num_slots, *old.shape[1:])
                     larger[:kept] = old[:kept]
         self.num_slots = num_slots
 
@@ -88,25 +93,11 @@ class Shelf:
                 other[target_slot, :, length:] = 0
 
     def copies(self, slot: int, tokens: slice) -> list[tuple[Tensor, Tensor]]:
-        """Of each layer keys and values [kv_heads, tokens, head_dim], lying in memory as they do here."""
-        return [
-            (keys.transpose(2, 3)[slot, :, :, tokens].clone().transpose(1, 2), values[slot, :, tokens].clone())
-            for keys, values in self.layers()
-        ]
+        """Of each layer keys and values [kv_heads, tokens, head_dim]."""
+        return [(keys[slot, :, tokens].clone(), values[slot, :, tokens].clone()) for keys, values in self.layers()]
 
     def num_bytes(self) -> int:
         return sum(keys.nbytes + values.nbytes for keys, values in self.layers())
-
-
-def _new_keys(like: Tensor, num_slots: int, kv_heads: int, capacity: int, head_dim: int) -> Tensor:
-    """On the CPU the tokens of a head's dimension lie side by side: scores take a fifth less time that way."""
-    if like.device.type != "cpu":
-        return like.new_zeros(num_slots, kv_heads, capacity, head_dim)
-    return like.new_zeros(num_slots, kv_heads, head_dim, capacity).transpose(2, 3)
-
-
-def _new_values(like: Tensor, *shape: int) -> Tensor:
-    return like.new_zeros(shape)
 
 
 @dataclass(eq=False)
@@ -116,6 +107,7 @@ class DecodeStep:
     rows: which tokens of the packed row they are. slots: int64 [n], the slot of each. in_order: they are 0 to n - 1.
     lengths: int64 [n], the cached tokens of each; the new one is stored behind them and attends to itself too.
     num_slots: the slots that are read, those of all n among them. span: tokens of the longest, the new one included.
+    groups: which of them begin alike. num_threads: of a step that is worth so many.
     """
 
     shelf: Shelf
@@ -125,6 +117,8 @@ class DecodeStep:
     lengths: Tensor
     num_slots: int
     span: int
+    groups: Groups
+    num_threads: int = 1
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
     def advance(self) -> None:
@@ -141,6 +135,11 @@ class DecodeStep:
         """query, key and value of the packed row; returns [n, heads, head_dim]."""
         if not isinstance(self.rows, slice) or self.rows.stop - self.rows.start < query.shape[0]:
             query, key, value = query[self.rows], key[self.rows], value[self.rows]
+        kernels = kernels_for(key)
+        if kernels is not None:
+            cached = *self.shelf.of_layer(kind.layer, key), self.slots, self.lengths, self.groups
+            num_threads = self.num_threads if self.span * key.numel() > _WORTH_THREADS else 1
+            return kernels.attend_once(query, key, value, *cached, kind.window, kind.scaling, num_threads)
         reading = self.shelf.reading(kind.layer, key, self.num_slots, self.span)
         reading.keys[self.slots, :, self.lengths] = key
         reading.values[self.slots, :, self.lengths] = value
@@ -261,7 +260,7 @@ class CachedRow:
 def _attend_once(q: Tensor, reading: Reading, mask: Tensor, scaling: float) -> Tensor:
     """q [n, heads, head_dim], mask [n * kv_heads, 1, span]; returns the shape of q.
 
-    Plain products take half the time of the fused kernel on the CPU, but would round scores to a low precision.
+    Plain products take half the time of torch's fused kernel on the CPU, but would round scores to a low precision.
     """
     num_rows, num_heads, head_dim = q.shape
     if q.dtype == torch.float32:

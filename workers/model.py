@@ -16,6 +16,7 @@ from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, CachedPacking, Packing
 from .config import WorkerConfig
+from .kernels import kernels_for
 from .product import FrozenProduct, laid_out
 from .threads import Threads
 from .trunk import Merge, fused_trunk
@@ -60,6 +61,8 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk)
+        # Now, lest the first request waits for a compiler.
+        kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
         self.weights_per_product = sum(linears) / max(1, len(linears))
         head = self.model.get_output_embeddings()

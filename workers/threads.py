@@ -18,20 +18,20 @@ _MICROSECONDS_PER_NUMBER, _TOKENS_PER_READING = 4e-4, 20
 class Threads:
     """A step of decoding is hundreds of short operations: shared by threads, each waits for the others to wake up.
 
-    alone: whether one thread does everything but large products now.
+    alone: whether one thread does everything but what is large now. most: how many there are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.alone = False
-        self._most = torch.get_num_threads() if device.type == "cpu" else 1
+        self.most = torch.get_num_threads() if device.type == "cpu" else 1
 
     def set_for(self, num_weights: float, num_tokens: int, num_cached: int) -> None:
         """Of a pass. num_weights: of a product; num_tokens: of the packed row; num_cached: numbers that a layer reads
         from the key/value cache."""
-        if self._most > 1:
+        if self.most > 1:
             readings = num_weights * max(1, num_tokens / _TOKENS_PER_READING) + num_cached
             self.alone = readings * _MICROSECONDS_PER_NUMBER < _MOST_ALONE
-            torch.set_num_threads(1 if self.alone else self._most)
+            torch.set_num_threads(1 if self.alone else self.most)
 
     def are_worth(self, num_multiplications: int) -> bool:
         """Whether a product is to be made `together`."""
@@ -40,7 +40,7 @@ class Threads:
     @contextmanager
     def together(self) -> Iterator[None]:
         """Inside, all threads work, in a pass that otherwise runs on one."""
-        torch.set_num_threads(self._most)
+        torch.set_num_threads(self.most)
         try:
             yield
         finally:
@@ -53,5 +53,5 @@ class Threads:
             yield
         finally:
             self.alone = False
-            if self._most > 1:
-                torch.set_num_threads(self._most)
+            if self.most > 1:
+                torch.set_num_threads(self.most)

@@ -3,7 +3,7 @@
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
-from ..sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ..sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
 from .formats import parse_protobuf
 from .tensors import (
     MAX_DENSE_BYTES,
@@ -18,8 +18,6 @@ from .tensors import (
     write_tensor,
 )
 from .values import JsonObject, json_numbers
-
-_EMPTY_LOGPROB = -99999.0
 
 
 def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | None = None) -> bytes:
@@ -125,6 +123,6 @@ def _sequence_to_json(sequence: SampledSequence) -> JsonObject:
 def _topk_to_json(topk: TopkLogprobs) -> list[list[list[float]] | None]:
     rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
     cells = (
-        [[token, logprob] for token, logprob in zip(*row, strict=True) if logprob != _EMPTY_LOGPROB] for row in rows
+        [[token, logprob] for token, logprob in zip(*row, strict=True) if logprob != EMPTY_LOGPROB] for row in rows
     )
     return [row or None for row in cells]

@@ -66,7 +66,8 @@ class Outcome:
 
 
 BATCH, BATCH_LOCAL = "8x4 samples of 64", "8x4 samples of 64, generate"
-MIXED, RAGGED = "8x4 samples of 64, 8 adapters", "64 clients, ragged"
+MIXED = "8x4 samples of 64, 8 adapters"
+RAGGED, RAGGED_ONE = "64 clients of 4 samples, ragged", "64 clients of 1 sample, ragged"
 ONE, ONE_LOCAL = "1 sample of 16", "1 sample of 16, generate"
 
 
@@ -82,7 +83,8 @@ def _sides(local: Child, samplers: list[Sampler]) -> dict[str, Callable[[], floa
         BATCH_LOCAL: generate(PROMPTS, SAMPLES, LENGTH),
         BATCH: lambda: batch_seconds([first] * PROMPTS, new_prompts(PROMPTS)),
         MIXED: lambda: batch_seconds(samplers, new_prompts(PROMPTS)),
-        RAGGED: lambda: _timed(lambda: _ragged(first)),
+        RAGGED: lambda: _timed(lambda: _ragged(first, SAMPLES)),
+        RAGGED_ONE: lambda: _timed(lambda: _ragged(first, 1)),
         ONE_LOCAL: generate(1, 1, SHORT),
         ONE: lambda: _timed(lambda: _sample(first, new_prompts(1)[0], 1, SHORT)),
     }
@@ -127,13 +129,13 @@ def _ragged_requests() -> list[tuple[list[int], int]]:
     return [(row[:-1], drawn.randint(16, 112)) for row in rows(lengths, seed=next(_seeds))]
 
 
-async def _ragged(sampler: Sampler) -> None:
+async def _ragged(sampler: Sampler, num_samples: int) -> None:
     """Every client sends a request at a moment of its own in the time that a batch takes."""
     drawn = random.Random(1)
 
     async def client(prompt: list[int], max_tokens: int) -> None:
         await asyncio.sleep(drawn.uniform(0, 0.3))
-        await _sample(sampler, prompt, 1, max_tokens)
+        await _sample(sampler, prompt, num_samples, max_tokens)
 
     await _all([client(prompt, max_tokens) for prompt, max_tokens in _ragged_requests()])
 
@@ -151,12 +153,13 @@ def _fresh_sampler(trainer: tinker.TrainingClient, prompts: list[list[int]]) -> 
 
 
 def _section(outcome: Outcome, rounds: int) -> Section:
-    in_batch = PROMPTS * SAMPLES * LENGTH
+    in_batch, ragged = PROMPTS * SAMPLES * LENGTH, sum(max_tokens for _, max_tokens in _ragged_requests())
     num_tokens = {
         BATCH_LOCAL: in_batch,
         BATCH: in_batch,
         MIXED: in_batch,
-        RAGGED: sum(max_tokens for _, max_tokens in _ragged_requests()),
+        RAGGED: SAMPLES * ragged,
+        RAGGED_ONE: ragged,
         ONE_LOCAL: SHORT,
         ONE: SHORT,
     }
@@ -183,6 +186,7 @@ def _section(outcome: Outcome, rounds: int) -> Section:
     ]
     notes = [
         f"Medians of {rounds} rounds; prompts of {LENGTH} tokens, temperature 1, log-probabilities on. Ragged: prompts",
-        "and samples of 16 to 112 tokens, arriving within 0.3 s.",
+        "and samples of 16 to 112 tokens, arriving within 0.3 s. A client of 4 samples asks for as many tokens to a",
+        "prompt as the batch does; one of 1 sample has four times the prompt to prefill for each token.",
     ]
     return Section("Sampling against transformers' generate", table, lines, notes)

@@ -19,6 +19,8 @@ from trainhouse.workers.fused import (
 
 from .adapted import relative_error
 
+pytestmark = pytest.mark.usefixtures("either_way")
+
 TOKENS, HEADS, SIZE, EPS = 7, 3, 8, 1e-5
 Function = Callable[..., Tensor]
 
@@ -88,8 +90,8 @@ def test_values_and_gradients_are_those_of_the_formula(name: str, dtype: torch.d
     found = evaluate(fused, arguments)
     wanted = evaluate(naive, [argument.double() for argument in arguments])
     with torch.no_grad():
-        assert torch.equal(fused(*arguments), found[0])
-    for one, other in zip(found, wanted, strict=True):
+        found.append(fused(*arguments))
+    for one, other in zip(found, [*wanted, wanted[0]], strict=True):
         assert one.dtype == dtype
         assert relative_error(one.double(), other) < tolerance
         assert relative_error(one.double() * (1 + 2 * tolerance), other) > tolerance

@@ -7,9 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.workers.attention import Packing, pack_lengths
+from trainhouse.workers.kernels import Groups
 from trainhouse.workers.kv_cache import CachedRow, Chunk, DecodeStep, Shelf, Storing
 
 from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, attend, naive, rows, split
+
+pytestmark = pytest.mark.usefixtures("either_way")
 
 QKV = tuple[Tensor, Tensor, Tensor]
 WINDOWS = [None, 4]
@@ -32,6 +35,11 @@ def fresh(shelf: Shelf, lengths: Sequence[int], slots: Sequence[int], start: int
     return CachedRow((), (), packing, start, storing)
 
 
+def alone(num_rows: int) -> Groups:
+    """No two sequences have anything in common."""
+    return Groups(torch.arange(num_rows), torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
+
+
 def step(shelf: Shelf, slots: Sequence[int], lengths: Sequence[int], first: int = 0) -> DecodeStep:
     """The next token of the sequences in these slots; they begin at token `first` of the packed row."""
     return DecodeStep(
@@ -42,6 +50,7 @@ def step(shelf: Shelf, slots: Sequence[int], lengths: Sequence[int], first: int 
         lengths=torch.tensor(lengths),
         num_slots=max(slots) + 1,
         span=max(lengths) + 1,
+        groups=alone(len(slots)),
     )
 
 

@@ -368,6 +368,7 @@ def settings(params: list[SamplingParams]) -> Settings:
 FILTERS = [(1.0, -1, 1.0), (0.5, -1, 1.0), (1.7, 12, 1.0), (1.0, -1, 0.7), (0.8, 30, 0.9), (1.0, 5, 1.0)]
 
 
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize(("temperature", "top_k", "top_p"), FILTERS)
 def test_draws_follow_the_filtered_distribution(temperature: float, top_k: int, top_p: float) -> None:
     logits = (torch.randn(400, generator=torch.Generator().manual_seed(3)) * 2).log_softmax(-1)

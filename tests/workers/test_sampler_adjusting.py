@@ -224,7 +224,7 @@ def test_many_stop_tokens_are_looked_up_by_their_own_job(adapted: Adapted) -> No
     few, many = asked("few", stop_token_ids=stops[:20]), asked("many", stop_token_ids=stops * 50)
     sampler = new_sampler(adapted)
     found = finish(sampler, few, many)
-    assert sampler._table.stops.shape[1] <= 32
+    assert sampler._schedule.table.stops.shape[1] <= 32
     for one, own in ((few, stops[:20]), (many, stops)):
         free = sample(new_sampler(adapted), asked("free", max_tokens=NUM_TOKENS)).tokens.tolist()
         first = next((number for number, token in enumerate(free) if token in own), NUM_TOKENS - 1)

@@ -16,13 +16,14 @@ import pytest
 import torch
 from peft import PeftModel
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.schemas.sampling import SampledSequence, SampleResponse
+from trainhouse.schemas.sampling import Constraint, SampledSequence, SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM
 
+from ..letters import letter_tokenizer
 from ..tiny import tiny_model
 from .jobs import MOST_SLICES, answers, job
 
@@ -45,6 +46,7 @@ ADJUSTING: tuple[dict[str, Any], ...] = (
     {"repetition_penalty": 1.3},
     {"presence_penalty": 0.8, "frequency_penalty": 0.2},
     {"logit_bias": {5: 4.0, 6: -100.0}},
+    {"constraint": Constraint(regex="[A-Z0-9]{1,60}")},
 )
 """Options that change which tokens are likely, and no log-probability."""
 BARE = "bare"
@@ -53,7 +55,9 @@ BARE = "bare"
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model("qwen3", tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    directory = tiny_model("qwen3", tmp_path_factory.mktemp("model"), vocab_size=VOCAB)
+    letter_tokenizer(VOCAB).save_pretrained(directory)
+    return directory
 
 
 def trained_worker(model: Path, kv_cache_bytes: int) -> Worker:
@@ -137,7 +141,7 @@ class Traffic:
         return self.random.integers(0, VOCAB, length).astype(np.int32)
 
     def _options(self, length: int) -> dict[str, object]:
-        """All that can be asked for but stop strings, which take a tokenizer."""
+        """All that can be asked for."""
         scored = bool(self._pick(False, False, True))
         targets = self.random.integers(-1, VOCAB, (length - 1, 3)) if self._pick(False, False, True) else None
         last_n = int(self.random.integers(1, length)) if scored and length > 1 and self._pick(False, True) else None
@@ -151,6 +155,7 @@ class Traffic:
             "min_p": self._pick(0.0, 0.0, 0.0, 0.2),
             "min_tokens": self._pick(0, 0, 0, 5),
             **self._pick({}, {}, {}, *ADJUSTING),
+            "stop_strings": self._pick((), (), ("A",), ("E", "7X")),
             "stop_token_ids": tuple(self._tokens(self._pick(0, 0, 0, 3)).tolist()),
             "prompt_logprobs": scored,
             "prompt_logprobs_last_n": last_n,
@@ -259,6 +264,8 @@ def test_the_traffic_is_of_every_kind_and_a_small_cache_makes_it_give_way(all_se
         jobs = [job for job, _ in served.answers]
         assert len(jobs) >= NUM_REQUESTS and served.num_cancelled > 3
         assert {job.adapter_id for job in jobs} == {None, *TRAINED}
+        assert sum(bool(job.stop_strings) for job in jobs) > 50
+        assert sum(job.params.constraint is not None for job in jobs) > 10
         lengths = [len(job.prompt) for job in jobs]
         assert min(lengths) < 20 and max(lengths) > 150
         reasons = [sequence.stop_reason for _, response in served.answers for sequence in response.sequences]
@@ -364,7 +371,7 @@ def test_every_sampled_token_is_one_that_its_filters_keep(served: Served) -> Non
         num_kept = ((shares > 0) & (shares.cumsum(-1) - shares < params.top_p + TOLERANCE)).sum(-1)
         assert (logprobs > falling[np.arange(len(falling)), num_kept - 1] - TOLERANCE).all()
         num_drawn += 1
-    assert min(num_greedy, num_drawn) > 20
+    assert min(num_greedy, num_drawn) > 15
 
 
 # peft asks transformers.

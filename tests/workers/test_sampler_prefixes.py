@@ -1,5 +1,7 @@
 """Common beginnings are run once, and long prompts in chunks between the steps of others; neither changes a sample."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from torch import Tensor
@@ -50,6 +52,15 @@ def test_prompts_with_a_common_beginning_share_it(adapted: Adapted) -> None:
     assert [found[one.job_id].prompt_cache_hit_tokens for one in jobs[1:]] == [3 * BLOCK] * 3
     for one in jobs[1:]:
         assert_same(found[one.job_id], answer(new_sampler(adapted), one))
+
+
+def test_nobody_is_told_what_others_have_sent(adapted: Adapted) -> None:
+    sampler, tokens = new_sampler(adapted), prompt(100)
+
+    def hits(owner: str) -> int:
+        return answer(sampler, replace(job("a", tokens, None), owner=owner)).prompt_cache_hit_tokens
+
+    assert [hits(owner) for owner in ("one", "other", "one", "other", "")] == [0, 0, 96, 96, 0]
 
 
 def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Packing, pack_lengths
+from ..kernels import Groups
 from ..kv_cache import CachedRow, Chunk, DecodeStep, Storing
 from .cache import Cache, Seats
 from .jobs import Job, Row
@@ -46,7 +47,7 @@ class Prefill:
 
 
 @dataclass(frozen=True)
-class Part:
+class PromptPart:
     """Tokens start:stop of a prefill's sequence."""
 
     prefill: Prefill
@@ -60,10 +61,6 @@ class Part:
     @property
     def tokens(self) -> np.ndarray:
         return self.prefill.sequence[self.start : self.stop]
-
-    @property
-    def adapter_id(self) -> str:
-        return self.prefill.job.adapter_id or ""
 
     @property
     def is_last(self) -> bool:
@@ -80,6 +77,7 @@ class _OnShelf:
     slots: Tensor
     in_order: bool
     num_slots: int
+    groups: Groups
 
 
 @dataclass(frozen=True)
@@ -104,17 +102,17 @@ class Decoding:
     lines: int64 [n], theirs in the table. runs: of their adapters. Of use as long as none joins, leaves or moves.
     """
 
-    def __init__(self, rows: Sequence[Row], cache: Cache, device: torch.device) -> None:
-        def place(row: Row) -> tuple[str, int, int]:
+    def __init__(self, rows: Sequence[Row], cache: Cache, device: torch.device, num_threads: int) -> None:
+        places = {}
+        for row in rows:
             seat = cache.seat(row)
             assert seat is not None
-            return row.job.adapter_id or "", seat.capacity, seat.slot
-
-        self.rows = sorted(rows, key=place)
+            places[row] = row.job.adapter_key, seat.capacity, seat.slot
+        self.rows = sorted(rows, key=places.__getitem__)
         self.lines = np.array([row.line for row in self.rows], dtype=np.int64)
         self.runs = runs_of((row.job.adapter_id, 1) for row in self.rows)
-        self._capacities = np.array([place(row)[1] for row in self.rows])
-        self._device = device
+        self._capacities = np.array([places[row][1] for row in self.rows])
+        self._device, self._num_threads = device, num_threads
         self._on_shelves = list(self._by_shelf(cache))
 
     def steps_until_end(self, table: Table) -> int:
@@ -144,6 +142,7 @@ class Decoding:
                 slots=torch.tensor(slots, device=self._device),
                 in_order=slots == list(range(len(slots))),
                 num_slots=max(slots) + 1,
+                groups=_groups([self.rows[number] for number in members], self._device),
             )
 
     def steps(self, table: Table) -> list[DecodeStep]:
@@ -160,9 +159,22 @@ class Decoding:
                     lengths=torch.from_numpy(lengths).to(self._device),
                     num_slots=part.num_slots,
                     span=int(lengths.max()) + 1,
+                    groups=part.groups,
+                    num_threads=self._num_threads,
                 )
             )
         return steps
+
+
+def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
+    """The samples of one prompt, prefilled with the same weights, have it in common."""
+    together: dict[tuple[Job, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        together.setdefault((row.job, row.namespace), []).append(number)
+    order = [number for members in together.values() for number in members]
+    bounds = np.cumsum([0, *(len(members) for members in together.values())])
+    num_shared = [len(job.prompt) for job, _ in together]
+    return Groups(*(torch.tensor(numbers, device=device) for numbers in (order, bounds, num_shared)))
 
 
 @dataclass(frozen=True)
@@ -170,16 +182,16 @@ class Batch:
     """decoding: None where no row decodes. parts: in the order of the packed row, those that start anew last."""
 
     decoding: Decoding | None
-    parts: Sequence[Part]
+    parts: Sequence[PromptPart]
 
     @classmethod
-    def of(cls, decoding: Decoding | None, parts: Sequence[Part], cache: Cache) -> "Batch":
-        def capacity(part: Part) -> int:
+    def of(cls, decoding: Decoding | None, parts: Sequence[PromptPart], cache: Cache) -> "Batch":
+        def capacity(part: PromptPart) -> int:
             seat = cache.seat(part.prefill.rows[0]) if part.prefill.cached else None
             return 0 if seat is None else seat.capacity
 
-        def place(part: Part) -> tuple[bool, str, int, int]:
-            return part.start == 0, part.adapter_id, part.length, capacity(part)
+        def place(part: PromptPart) -> tuple[bool, str, int, int]:
+            return part.start == 0, part.prefill.job.adapter_key, part.length, capacity(part)
 
         return cls(decoding, sorted(parts, key=place))
 
@@ -224,16 +236,16 @@ class Batch:
         )
 
 
-def _chunk(start: int, part: Part, cache: Cache) -> Chunk:
+def _chunk(start: int, part: PromptPart, cache: Cache) -> Chunk:
     seat = cache.seat(part.prefill.rows[0])
     assert seat is not None
     return Chunk(start, start + part.length, seat.shelf, seat.slot, part.start)
 
 
-def _storing(fresh: Sequence[tuple[int, Part]], cache: Cache, device: torch.device) -> Iterator[Storing]:
+def _storing(fresh: Sequence[tuple[int, PromptPart]], cache: Cache, device: torch.device) -> Iterator[Storing]:
     """Neighbours of one length and shelf together."""
 
-    def kind(placed: tuple[int, Part]) -> tuple[int, int]:
+    def kind(placed: tuple[int, PromptPart]) -> tuple[int, int]:
         seat = cache.seat(placed[1].prefill.rows[0]) if placed[1].prefill.cached else None
         return placed[1].length, 0 if seat is None else seat.capacity
 

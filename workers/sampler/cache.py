@@ -139,7 +139,7 @@ class Cache:
         if self._free_bytes() < num_bytes and 2 * (self._slot_bytes() - self.held_bytes()) > self.budget_bytes:
             for seats in self._seats.values():
                 seats.shelf.resize(len(seats.taken))
-        of_known = sum(run.num_bytes for run in {stretch.run for stretch in known})
+        of_known = sum(stored.num_bytes for stored in {stretch.stored for stretch in known})
         if self.budget_bytes - self._slot_bytes() - of_known >= num_bytes:
             self._drop_prefixes(num_bytes)
             self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)

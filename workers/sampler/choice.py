@@ -7,12 +7,10 @@ import torch
 from torch import Tensor
 
 from ...schemas.sampling import SamplingParams
+from ..kernels import kernels_for
 
 # Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
 _NUCLEUS_HEAD = 256
-
-# The logarithm of a smaller probability is that of a number with fewer digits.
-_LOWEST_EXACT = -80.0
 
 # Dividing by less overflows before it could make a difference.
 _LOWEST_TEMPERATURE = 1e-5
@@ -36,13 +34,12 @@ class Settings:
 class Choice:
     """How each of n rows chooses, as tensors: made once for a batch that decodes together.
 
-    temperature: float32 [n, 1], 1 where greedy; None when all are 1. greedy: bool [n], None when no row is.
-    min_p_rows, top_k_rows, top_p_rows: int64, the rows that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1]
-    and top_p float32 [rows, 1].
+    temperature: float32 [n], 0 where greedy. is_greedy: bool [n]. min_p_rows, top_k_rows, top_p_rows: int64, the rows
+    that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1] and top_p float32 [rows, 1].
     """
 
-    temperature: Tensor | None
-    greedy: Tensor | None
+    temperature: Tensor
+    is_greedy: Tensor
     all_greedy: bool
     min_p_rows: Tensor
     min_p: Tensor
@@ -54,7 +51,6 @@ class Choice:
     @classmethod
     def of(cls, settings: Settings, vocab_size: int, device: torch.device) -> "Choice":
         greedy = settings.temperature < _LOWEST_TEMPERATURE
-        temperature = np.where(greedy, np.float32(1), settings.temperature)
         with_min_p = np.flatnonzero((settings.min_p > 0) & ~greedy)
         with_k = np.flatnonzero((settings.top_k > 0) & (settings.top_k < vocab_size) & ~greedy)
         with_p = np.flatnonzero((settings.top_p < 1) & ~greedy)
@@ -63,8 +59,8 @@ class Choice:
             return torch.from_numpy(values).to(device)
 
         return cls(
-            temperature=tensor(temperature[:, None]) if (temperature != 1).any() else None,
-            greedy=tensor(greedy) if greedy.any() else None,
+            temperature=tensor(np.where(greedy, np.float32(0), settings.temperature)),
+            is_greedy=tensor(greedy),
             all_greedy=bool(greedy.all()),
             min_p_rows=tensor(with_min_p),
             min_p=tensor(settings.min_p[with_min_p, None]),
@@ -73,6 +69,11 @@ class Choice:
             top_p_rows=tensor(with_p),
             top_p=tensor(settings.top_p[with_p, None]),
         )
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row chooses among some tokens only."""
+        return bool(len(self.min_p_rows) or len(self.top_k_rows) or len(self.top_p_rows))
 
 
 @dataclass(frozen=True)
@@ -86,26 +87,25 @@ class Chosen:
 
 def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | None = None) -> Chosen:
     """logits float32 [n, vocab], uniform float32 [n] in [0, 1). adjusted: logits to choose by, if others."""
-    probabilities = torch.softmax(logits, dim=-1)
-    if adjusted is None:
-        tokens = _drawn(logits, probabilities, choice, uniform)
+    kernels = kernels_for(logits)
+    if kernels is not None and adjusted is None and not choice.filters:
+        tokens, logprobs = kernels.choose(logits, choice.temperature, uniform)
     else:
-        tokens = _drawn(adjusted, torch.softmax(adjusted, dim=-1), choice, uniform)
-    logprobs = probabilities.gather(1, tokens[:, None]).log_()
-    are_finite = bool((logprobs > _LOWEST_EXACT).all())
-    if not are_finite:
-        logprobs = torch.log_softmax(logits, dim=-1).gather(1, tokens[:, None])
-        are_finite = bool(logprobs.isfinite().all())
-    return Chosen(tokens, logprobs.squeeze(1), are_finite)
+        tokens = _drawn(logits if adjusted is None else adjusted, choice, uniform)
+        logprobs = _logprobs_of(tokens, logits)
+    return Chosen(tokens, logprobs, bool(logprobs.isfinite().all()))
 
 
-def _drawn(logits: Tensor, probabilities: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
+def _logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """float32 [n], at temperature 1."""
+    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
+
+
+def _drawn(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
     if choice.all_greedy:
         return logits.argmax(-1)
-    if choice.temperature is not None:
-        probabilities = torch.softmax(logits / choice.temperature, dim=-1)
-    elif len(choice.min_p_rows) or len(choice.top_k_rows) or len(choice.top_p_rows):
-        probabilities = probabilities.clone()
+    divisor = choice.temperature.masked_fill(choice.is_greedy, 1)
+    probabilities = torch.softmax(logits / divisor[:, None], dim=-1)
     if len(choice.min_p_rows):
         probabilities[choice.min_p_rows] = keep_likely(probabilities[choice.min_p_rows], choice.min_p)
     if len(choice.top_k_rows):
@@ -113,7 +113,7 @@ def _drawn(logits: Tensor, probabilities: Tensor, choice: Choice, uniform: Tenso
     if len(choice.top_p_rows):
         probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
     tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
-    return tokens if choice.greedy is None else torch.where(choice.greedy, logits.argmax(-1), tokens)
+    return torch.where(choice.is_greedy, logits.argmax(-1), tokens)
 
 
 def keep_likely(probabilities: Tensor, min_p: Tensor) -> Tensor:

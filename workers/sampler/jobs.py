@@ -154,6 +154,11 @@ class Job:
         return self.request.adapter_id
 
     @property
+    def adapter_key(self) -> str:
+        """To sort by: "" for the base model."""
+        return self.adapter_id or ""
+
+    @property
     def weights(self) -> str:
         """What it samples, for messages."""
         return "the base model" if self.adapter_id is None else f"adapter {self.adapter_id}"

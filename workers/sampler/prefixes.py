@@ -1,7 +1,7 @@
 """Prefixes: keys and values of sequences seen before, found again by the tokens they stand for.
 
-Tokens are counted in blocks, each known by the hash of its tokens and of all before them. What is stored at once is a
-run of blocks: it is kept, and given up, as a whole.
+Tokens are counted in blocks, each known by the hash of its tokens and of all before them. Blocks that are stored at
+once are kept, and given up, together.
 """
 
 from collections import OrderedDict
@@ -19,7 +19,7 @@ BLOCK = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Run:
+class StoredBlocks:
     """Consecutive blocks. layers: keys and values [kv_heads, blocks * BLOCK, head_dim]."""
 
     digests: Sequence[bytes]
@@ -32,9 +32,9 @@ class Run:
 
 @dataclass(frozen=True)
 class Stretch:
-    """Blocks first:stop of a run."""
+    """Blocks first:stop of those stored together."""
 
-    run: Run
+    stored: StoredBlocks
     first: int
     stop: int
 
@@ -44,8 +44,8 @@ class Prefixes:
 
     def __init__(self) -> None:
         self.num_bytes = 0
-        self._runs: OrderedDict[Run, None] = OrderedDict()
-        self._places: dict[bytes, tuple[Run, int]] = {}
+        self._stored: OrderedDict[StoredBlocks, None] = OrderedDict()
+        self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
 
     def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
         """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
@@ -56,12 +56,12 @@ class Prefixes:
                 break
             places.append(place)
         stretches = [
-            Stretch(run, members[0][1], members[-1][1] + 1)
-            for run, members in ((run, list(members)) for run, members in groupby(places, key=lambda place: place[0]))
+            Stretch(stored, members[0][1], members[-1][1] + 1)
+            for stored, members in ((stored, list(m)) for stored, m in groupby(places, key=lambda place: place[0]))
         ]
         # The beginning is of use without what follows it, so it is to stay longer.
         for stretch in reversed(stretches):
-            self._runs.move_to_end(stretch.run)
+            self._stored.move_to_end(stretch.stored)
         return stretches
 
     def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
@@ -73,19 +73,19 @@ class Prefixes:
     def add(self, digests: Sequence[bytes], shelf: Shelf, slot: int, first_block: int) -> None:
         """Copies the blocks from where the slot has them."""
         part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
-        run = Run(tuple(digests), shelf.copies(slot, part))
-        self._runs[run] = None
-        self.num_bytes += run.num_bytes
-        self._places |= {digest: (run, number) for number, digest in enumerate(digests)}
+        stored = StoredBlocks(tuple(digests), shelf.copies(slot, part))
+        self._stored[stored] = None
+        self.num_bytes += stored.num_bytes
+        self._places |= {digest: (stored, number) for number, digest in enumerate(digests)}
 
     def drop_oldest(self) -> bool:
         """Whether there was one."""
-        if not self._runs:
+        if not self._stored:
             return False
-        run, _ = self._runs.popitem(last=False)
-        self.num_bytes -= run.num_bytes
-        for digest in run.digests:
-            if self._places[digest][0] is run:
+        stored, _ = self._stored.popitem(last=False)
+        self.num_bytes -= stored.num_bytes
+        for digest in stored.digests:
+            if self._places[digest][0] is stored:
                 del self._places[digest]
         return True
 
@@ -97,11 +97,11 @@ def length_of(stretches: Sequence[Stretch]) -> int:
 
 def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
     """Fills the slot from its beginning and clears the rest of it."""
-    for layer, (first_keys, _) in enumerate(stretches[0].run.layers):
+    for layer, (first_keys, _) in enumerate(stretches[0].stored.layers):
         for kind, cached in enumerate(shelf.of_layer(layer, first_keys.transpose(0, 1))):
             stop = 0
             for stretch in stretches:
-                part = stretch.run.layers[layer][kind][:, stretch.first * BLOCK : stretch.stop * BLOCK]
+                part = stretch.stored.layers[layer][kind][:, stretch.first * BLOCK : stretch.stop * BLOCK]
                 cached[slot, :, stop : stop + part.shape[1]] = part
                 stop += part.shape[1]
             cached[slot, :, stop:] = 0

@@ -1,0 +1,238 @@
+"""kernels.c against torch's operations, in shapes that fill its blocks and others; and where no compiler is."""
+
+import logging
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import silu
+from trainhouse.workers import kernels as kernels_module
+from trainhouse.workers.kernels import Groups, Kernels, kernels_for, load_kernels
+
+TOLERANCE = 3e-6
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Kernels:
+    loaded = load_kernels()
+    assert loaded is not None, "no C compiler here: install gcc or clang"
+    return loaded
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def naive_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    return weight * x / (x.pow(2).mean(-1, keepdim=True) + eps).sqrt()
+
+
+def assert_near(found: Tensor, wanted: Tensor) -> None:
+    """And not so near that a small error would pass."""
+    torch.testing.assert_close(found, wanted, rtol=TOLERANCE, atol=TOLERANCE)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(found + 3 * TOLERANCE * (1 + wanted.abs().max()), wanted, rtol=0, atol=TOLERANCE)
+
+
+@pytest.mark.parametrize(("rows", "size"), [(1, 1), (3, 20), (5, 256), (300, 257)])
+def test_norms(kernels: Kernels, rows: int, size: int) -> None:
+    x, update, weight = random(rows, size), random(rows, size, seed=1), random(size, seed=2)
+    assert_near(kernels.rms_norm(x, weight, 1e-5), naive_norm(x, weight, 1e-5))
+    total, normed = kernels.add_rms_norm(x, update, weight, 1e-5)
+    assert torch.equal(total, x + update)
+    assert_near(normed, naive_norm(x + update, weight, 1e-5))
+
+
+@pytest.mark.parametrize(("heads", "size"), [(1, 2), (3, 20), (4, 128)])
+@pytest.mark.parametrize("norm", [None, "shared", "of each head"])
+def test_rotation_of_part_of_a_wider_row(kernels: Kernels, heads: int, size: int, norm: str | None) -> None:
+    x = random(7, heads + 2, size)[:, :heads]
+    angles = random(7, 1, size // 2, seed=1)
+    cos, sin = torch.cat((angles, angles), -1).cos(), angles.sin()
+    weight = None if norm is None else random(*([] if norm == "shared" else [heads]), size, seed=2)
+    normed = x if weight is None else naive_norm(x, weight, 1e-5)
+    first, second = normed.chunk(2, -1)
+    wanted = torch.cat((first * angles.cos() - second * sin, second * angles.cos() + first * sin), -1)
+    assert_near(kernels.rotate_heads(x, cos, sin, weight, 1e-5), wanted)
+
+
+@pytest.mark.parametrize("size", [1, 20, 768])
+def test_swiglu_of_parts_of_a_wider_row(kernels: Kernels, size: int) -> None:
+    both = 5 * random(9, 2 * size)
+    gate, up = both.split(size, dim=-1)
+    assert_near(kernels.swiglu(gate, up), silu(gate) * up)
+    assert_near(kernels.swiglu(gate.contiguous(), up), silu(gate) * up)
+    far = torch.tensor([[-1e4, -90.0, 90.0, 1e4]])
+    assert kernels.swiglu(far, torch.ones(1, 4)).tolist() == [pytest.approx([0, 0, 90, 1e4], abs=1e-30)]
+
+
+LENGTHS = [0, 1, 15, 16, 63, 64, 100, 130]
+CAPACITY = 140
+
+
+def attended(
+    kernels: Kernels, size: int, window: int | None, groups: Groups, num_threads: int, slots: list[int]
+) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Of a step the output; and query, keys, values and slots. Sequences 6 and 7 begin alike in 80 tokens."""
+    heads, kv_heads, rows = 6, 2, len(LENGTHS)
+    keys, values = random(rows, kv_heads, CAPACITY, size, seed=3), random(rows, kv_heads, CAPACITY, size, seed=4)
+    keys[slots[7], :, :80], values[slots[7], :, :80] = keys[slots[6], :, :80], values[slots[6], :, :80]
+    query, key, value = (random(rows, n, size, seed=5 + n) for n in (heads, kv_heads, kv_heads + 1))
+    value = value[:, :kv_heads]
+    new = query, key, value, keys, values, torch.tensor(slots), torch.tensor(LENGTHS)
+    out = kernels.attend_once(*new, groups, window, size**-0.5, num_threads)
+    for row, (slot, length) in enumerate(zip(slots, LENGTHS, strict=True)):
+        assert torch.equal(keys[slot, :, length], key[row]) and torch.equal(values[slot, :, length], value[row])
+    return out, (query, keys, values, torch.tensor(slots))
+
+
+def naive_attention(query: Tensor, keys: Tensor, values: Tensor, slots: Tensor, window: int | None) -> Tensor:
+    outs = []
+    for row, length in enumerate(LENGTHS):
+        first = max(0, length + 1 - window) if window else 0
+        k, v = (x[slots[row], :, first : length + 1].repeat_interleave(3, 0).double() for x in (keys, values))
+        scores = (query[row, :, None].double() @ k.mT) * query.shape[-1] ** -0.5
+        outs.append((scores.softmax(-1) @ v)[:, 0])
+    return torch.stack(outs).float()
+
+
+def groups_of(*members: list[int], num_shared: int = 80) -> Groups:
+    order = [row for rows in members for row in rows]
+    bounds = [0]
+    for rows in members:
+        bounds.append(bounds[-1] + len(rows))
+    shared = [num_shared if len(rows) > 1 else 0 for rows in members]
+    return Groups(torch.tensor(order), torch.tensor(bounds), torch.tensor(shared))
+
+
+APART = groups_of(*([row] for row in range(len(LENGTHS))))
+TOGETHER = groups_of([3], [7, 6], [0], [1], [2], [4], [5])
+
+
+@pytest.mark.parametrize("size", [4, 20, 32, 80, 128, 200])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("groups", [APART, TOGETHER], ids=["apart", "together"])
+def test_attention(kernels: Kernels, size: int, window: int | None, groups: Groups) -> None:
+    slots = [3, 1, 0, 2, 7, 5, 6, 4]
+    for num_threads in (1, 2):
+        out, cached = attended(kernels, size, window, groups, num_threads, slots)
+        assert_near(out, naive_attention(*cached, window))
+
+
+def test_what_a_group_shares_is_read_from_its_first_sequence(kernels: Kernels) -> None:
+    """And what it does not share, or is less than a whole tile of, is not: else the others' keys would not matter."""
+    wrong = groups_of([7, 6], *([row] for row in range(6)), num_shared=100)
+    out, cached = attended(kernels, 32, None, wrong, 1, list(range(8)))
+    wanted = naive_attention(*cached, None)
+    assert_near(out[[0, 1, 2, 3, 4, 5, 7]], wanted[[0, 1, 2, 3, 4, 5, 7]])
+    far = groups_of([5, 6], [7], *([row] for row in range(5)), num_shared=64)
+    out, _ = attended(kernels, 32, None, far, 1, list(range(8)))
+    assert (out[6] - wanted[6]).abs().max() > 0.01
+
+
+def test_a_row_does_not_depend_on_the_others_nor_on_sharing(kernels: Kernels) -> None:
+    alone = attended(kernels, 128, None, APART, 1, list(range(8)))[0]
+    assert torch.equal(alone, attended(kernels, 128, None, TOGETHER, 2, list(range(8)))[0])
+
+
+def test_what_is_not_finite_stays_in_its_row(kernels: Kernels) -> None:
+    clean = random(4, 32)
+    dirty = clean.clone()
+    dirty[1, 3], dirty[2, 0] = math.nan, math.inf
+    weight = torch.ones(32)
+    for function in (
+        lambda x: kernels.rms_norm(x, weight, 1e-5),
+        lambda x: kernels.swiglu(x, x),
+        lambda x: kernels.choose(x, torch.ones(4), torch.full((4,), 0.5))[1][:, None],
+    ):
+        before, after = function(clean), function(dirty)
+        assert torch.equal(before[[0, 3]], after[[0, 3]])
+        assert not after[1].isfinite().all() and not after[2].isfinite().all()
+
+
+def chosen(kernels: Kernels, logits: Tensor, temperature: float, uniform: Tensor) -> Tensor:
+    rows = len(uniform)
+    tokens, logprobs = kernels.choose(logits.expand(rows, -1), torch.full((rows,), temperature), uniform)
+    assert_near(logprobs, logits.log_softmax(-1)[tokens])
+    return tokens
+
+
+@pytest.mark.parametrize("vocab", [2, 15, 16, 1000, 40_000])
+@pytest.mark.parametrize("temperature", [0.3, 1.0, 2.0])
+def test_a_token_is_chosen_where_the_cumulated_probabilities_pass_the_noise(
+    kernels: Kernels, vocab: int, temperature: float
+) -> None:
+    logits = random(vocab)
+    cumulated = (logits.double() / temperature).softmax(-1).cumsum(-1)
+    uniform = torch.rand(2000, generator=torch.Generator().manual_seed(1))
+    tokens = chosen(kernels, logits, temperature, uniform)
+    upper = cumulated[tokens]
+    lower = torch.where(tokens > 0, cumulated[(tokens - 1).clamp(min=0)], 0)
+    assert (uniform <= upper + 1e-6).all() and (uniform >= lower - 1e-6).all()
+    other = chosen(kernels, logits, 1.3 * temperature, uniform)
+    assert not torch.equal(tokens, other)
+
+
+def test_the_ends_of_the_noise_choose_tokens_that_have_probability(kernels: Kernels) -> None:
+    logits = torch.full((100,), -math.inf)
+    logits[[7, 50]] = torch.tensor([0.0, 1.0])
+    tokens, logprobs = kernels.choose(logits.expand(2, -1), torch.ones(2), torch.tensor([0.0, 1 - 2**-24]))
+    assert tokens.tolist() == [7, 50]
+    assert_near(logprobs, logits.log_softmax(-1)[tokens])
+
+
+def test_without_temperature_the_first_of_the_likeliest_is_chosen(kernels: Kernels) -> None:
+    logits = torch.zeros(3, 50)
+    logits[1, [20, 30]] = 2.0
+    logits[2, 49] = 1.0
+    tokens, _ = kernels.choose(logits, torch.zeros(3), torch.full((3,), 0.9))
+    assert tokens.tolist() == [0, 20, 49]
+
+
+def test_many_rows_are_shared_by_threads(kernels: Kernels) -> None:
+    logits, uniform = random(64, 5000), torch.rand(64, generator=torch.Generator().manual_seed(0))
+    together = kernels.choose(logits, torch.ones(64), uniform)
+    for row in range(64):
+        one = kernels.choose(logits[row : row + 1], torch.ones(1), uniform[row : row + 1])
+        assert one[0] == together[0][row] and one[1] == together[1][row]
+
+
+def test_they_are_for_float32_on_the_cpu_alone() -> None:
+    assert kernels_for(torch.empty(1)) is not None
+    assert kernels_for(torch.empty(1, dtype=torch.bfloat16)) is None
+    assert kernels_for(torch.empty(1, device="meta")) is None
+
+
+@pytest.fixture
+def unloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """As in a new process with an empty cache, which this returns."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(kernels_module, "load_kernels", kernels_module.load_kernels.__wrapped__)
+    return tmp_path
+
+
+def test_they_are_compiled_once_for_all_processes(unloaded: Path) -> None:
+    assert kernels_module.load_kernels() is not None
+    (library,) = (unloaded / "trainhouse").iterdir()
+    made = library.stat().st_mtime_ns
+    assert kernels_module.load_kernels() is not None
+    assert [path.stat().st_mtime_ns for path in (unloaded / "trainhouse").iterdir()] == [made]
+
+
+@pytest.mark.parametrize("compiler", ["/nowhere/cc", "false"])
+def test_where_nothing_compiles_torch_does_it_and_the_log_says_so(
+    unloaded: Path, compiler: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CC", compiler)
+    with caplog.at_level(logging.WARNING):
+        assert kernels_module.kernels_for(torch.empty(1)) is None
+    assert compiler in caplog.text
+    assert not list((unloaded / "trainhouse").iterdir())
+
+
+def test_a_home_that_cannot_be_written_does_not_matter(unloaded: Path) -> None:
+    # Not by its mode, which root may ignore.
+    (unloaded / "trainhouse").touch()
+    assert kernels_module.load_kernels() is not None

@@ -1,0 +1,329 @@
+/* What a forward pass does between its matrix products, in float32, each in one pass over memory: see kernels.py.
+ *
+ * Rows of the inputs may lie apart (strides, in numbers); the numbers of a row lie side by side. Sums are made in an
+ * order that does not depend on the other rows. What is not finite stays so, and stays in its row.
+ */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+/* Fewer numbers than this are not worth waking up other threads for. */
+#define WORTH_THREADS 65536
+
+/* Sixteen numbers, which lie anywhere: compilers make of it what the processor has. */
+#define LANES 16
+typedef float lanes __attribute__((vector_size(64), aligned(4), may_alias));
+#define AT(pointer) (*(lanes *)(pointer))
+
+/* exp to 2 units in the last place, as compilers can vectorize it; 0 for what is below the least normal number. */
+static inline float exponential(float x) {
+    float clamped = x > 88.0f ? 88.0f : x;
+    clamped = clamped < -87.0f ? -87.0f : clamped;
+    /* x = n ln 2 + r: adding and taking away 1.5 * 2^23 rounds to a whole number. */
+    float shifted = clamped * 1.44269504088896341f + 12582912.0f;
+    float n = shifted - 12582912.0f;
+    float r = clamped - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    int32_t bits;
+    memcpy(&bits, &shifted, sizeof bits);
+    /* The low bits of the shifted number are n; what is not a number stays one through p. */
+    bits = (bits + 127) << 23;
+    float power;
+    memcpy(&power, &bits, sizeof power);
+    return x < -87.0f ? 0.0f : p * power;
+}
+
+static inline float squares(const float *x, int64_t size) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += x[i] * x[i];
+    return sum;
+}
+
+/* total = x + update (total and update may be absent), out = the norm of that; all [rows, size]. */
+void add_rms_norm(float *out, float *total, const float *x, const float *update, const float *weight, float eps,
+                  int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *summed = x + row * size;
+        if (update != NULL) {
+            float *own = total + row * size;
+#pragma omp simd
+            for (int64_t i = 0; i < size; i++) own[i] = summed[i] + update[row * size + i];
+            summed = own;
+        }
+        float inverse = 1.0f / sqrtf(squares(summed, size) / (float)size + eps);
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[row * size + i] = summed[i] * inverse * weight[i];
+    }
+}
+
+/* x [rows, heads, size], rows `stride` apart -> out, side by side: each head normed, if there are weights [size] (or
+ * [heads, size]: `weight_stride` is then size, else 0), and rotated by cos [rows, size] and sin [rows, size / 2]. */
+void rotate_heads(float *out, const float *x, int64_t stride, const float *weight, int64_t weight_stride, float eps,
+                  const float *cosines, const float *sines, int64_t rows, int64_t heads, int64_t size) {
+    int64_t half = size / 2;
+#pragma omp parallel for if (rows * heads * size > WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *cosine = cosines + row * size, *sine = sines + row * half;
+        for (int64_t head = 0; head < heads; head++) {
+            const float *first = x + row * stride + head * size, *second = first + half;
+            float *to = out + (row * heads + head) * size;
+            if (weight != NULL) {
+                const float *w = weight + head * weight_stride;
+                float inverse = 1.0f / sqrtf(squares(first, size) / (float)size + eps);
+#pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
+                    float real = first[i] * inverse * w[i], imaginary = second[i] * inverse * w[half + i];
+                    to[i] = real * cosine[i] - imaginary * sine[i];
+                    to[half + i] = imaginary * cosine[half + i] + real * sine[i];
+                }
+            } else {
+#pragma omp simd
+                for (int64_t i = 0; i < half; i++) {
+                    to[i] = first[i] * cosine[i] - second[i] * sine[i];
+                    to[half + i] = second[i] * cosine[half + i] + first[i] * sine[i];
+                }
+            }
+        }
+    }
+}
+
+/* out [rows, size] = silu(gate) * up, whose rows are `stride` apart. */
+void swiglu(float *out, const float *gate, const float *up, int64_t stride, int64_t rows, int64_t size) {
+#pragma omp parallel for if (rows * size > WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *g = gate + row * stride, *u = up + row * stride;
+#pragma omp simd
+        for (int64_t i = 0; i < size; i++) out[row * size + i] = g[i] / (1.0f + exponential(-g[i])) * u[i];
+    }
+}
+
+/* Attention goes through the keys so many at a time. */
+#define TILE 64
+
+/* A query under way: of the keys so far the largest score, the sum of exp(score - largest), and the values [size]
+ * weighed by those. */
+struct query {
+    const float *vector;
+    float *weighed, largest, sum;
+};
+
+static inline float dot(const float *a, const float *b, int64_t size) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < size; i++) sum += a[i] * b[i];
+    return sum;
+}
+
+/* The sums of neighbours: first those of a, then those of b. */
+static inline lanes neighbours(lanes a, lanes b) {
+    return __builtin_shufflevector(a, b, 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30) +
+           __builtin_shufflevector(a, b, 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31);
+}
+
+/* The dot products of a query with sixteen keys [16, size]; size is a multiple of sixteen. */
+static inline lanes sixteen_dots(const float *query, const float *keys, int64_t size) {
+    lanes sums[LANES] = {{0}};
+    for (int64_t d = 0; d < size; d += LANES) {
+        lanes q = AT(query + d);
+#pragma GCC unroll 16
+        for (int t = 0; t < LANES; t++) sums[t] += q * AT(keys + t * size + d);
+    }
+#pragma GCC unroll 8
+    for (int t = 0; t < 8; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
+#pragma GCC unroll 4
+    for (int t = 0; t < 4; t++) sums[t] = neighbours(sums[2 * t], sums[2 * t + 1]);
+    return neighbours(neighbours(sums[0], sums[1]), neighbours(sums[2], sums[3]));
+}
+
+/* Of `count` keys [count, size], behind which there is `room` for more. */
+static inline void score(float *scores, const float *query, const float *keys, int64_t count, int64_t room,
+                         int64_t size) {
+    int64_t t = 0;
+    if (size % LANES == 0)
+        for (; t < count && count + room - t >= LANES; t += LANES)
+            AT(scores + t) = sixteen_dots(query, keys + t * size, size);
+    for (; t < count; t++) scores[t] = dot(query, keys + t * size, size);
+}
+
+/* weighed[d] += weights[t] * values[t, d], for `width` lanes of d. */
+static inline __attribute__((always_inline)) void weigh_lanes(const int width, float *weighed, const float *weights,
+                                                              const float *values, int64_t count, int64_t size) {
+    lanes sums[8];
+    for (int i = 0; i < width; i++) sums[i] = AT(weighed + i * LANES);
+    for (int64_t t = 0; t < count; t++)
+        for (int i = 0; i < width; i++) sums[i] += weights[t] * AT(values + t * size + i * LANES);
+    for (int i = 0; i < width; i++) AT(weighed + i * LANES) = sums[i];
+}
+
+/* The same for all of d. */
+static inline void weigh(float *weighed, const float *weights, const float *values, int64_t count, int64_t size) {
+    int64_t d = 0;
+    for (; d + 8 * LANES <= size; d += 8 * LANES) weigh_lanes(8, weighed + d, weights, values + d, count, size);
+    for (; d + 4 * LANES <= size; d += 4 * LANES) weigh_lanes(4, weighed + d, weights, values + d, count, size);
+    for (; d + LANES <= size; d += LANES) weigh_lanes(1, weighed + d, weights, values + d, count, size);
+    for (; d < size; d++)
+        for (int64_t t = 0; t < count; t++) weighed[d] += weights[t] * values[t * size + d];
+}
+
+/* The query sees `count` keys and values more, at most TILE, behind which there is `room`. */
+static inline void see(struct query *query, const float *keys, const float *values, int64_t count, int64_t room,
+                       int64_t size, float scaling) {
+    float scores[TILE], largest = query->largest, sum = 0.0f;
+    score(scores, query->vector, keys, count, room, size);
+#pragma omp simd reduction(max : largest)
+    for (int64_t t = 0; t < count; t++) {
+        scores[t] *= scaling;
+        largest = scores[t] > largest ? scores[t] : largest;
+    }
+    if (largest > query->largest) {
+        float smaller = exponential(query->largest - largest);
+        query->largest = largest;
+        query->sum *= smaller;
+#pragma omp simd
+        for (int64_t d = 0; d < size; d++) query->weighed[d] *= smaller;
+    }
+#pragma omp simd reduction(+ : sum)
+    for (int64_t t = 0; t < count; t++) {
+        scores[t] = exponential(scores[t] - largest);
+        sum += scores[t];
+    }
+    query->sum += sum;
+    weigh(query->weighed, scores, values, count, size);
+}
+
+/* A step of decoding: one new token of each of many sequences. Its key and value go behind the lengths[row] tokens that
+ * slot slots[row] holds, and its query sees them and itself, or the last `window` of them if that is not 0.
+ *
+ * query and out [rows, heads, size], key and value [rows, kv_heads, size]; rows of each its stride apart, those of out
+ * side by side. keys and values [slots, kv_heads, capacity, size].
+ *
+ * order [rows] lists the rows group by group, bounds [groups + 1] says where each begins: the sequences of a group have
+ * their first shared[group] tokens in common, which are read from the slot of its first. Returns 0, or 1 without memory.
+ */
+int attend_once(float *out, const float *query, int64_t query_stride, const float *key, int64_t key_stride,
+                const float *value, int64_t value_stride, float *keys, float *values, const int64_t *slots,
+                const int64_t *lengths, const int64_t *order, const int64_t *bounds, const int64_t *shared,
+                int64_t groups, int64_t heads, int64_t kv_heads, int64_t size, int64_t capacity, int64_t window,
+                float scaling, int threads) {
+    int64_t per_row = heads / kv_heads;
+    int failed = 0;
+#pragma omp parallel for collapse(2) schedule(dynamic) num_threads(threads) if (threads > 1) reduction(| : failed)
+    for (int64_t group = 0; group < groups; group++)
+        for (int64_t kv_head = 0; kv_head < kv_heads; kv_head++) {
+            const int64_t *members = order + bounds[group];
+            int64_t num_rows = bounds[group + 1] - bounds[group], num = num_rows * per_row;
+            struct query *queries = malloc(num * sizeof(struct query));
+            float *weighed = calloc(num * size, sizeof(float));
+            if (queries == NULL || weighed == NULL) {
+                failed = 1;
+                free(queries), free(weighed);
+                continue;
+            }
+            for (int64_t q = 0; q < num; q++) {
+                int64_t head = members[q / per_row] * query_stride + (kv_head * per_row + q % per_row) * size;
+                queries[q] = (struct query){query + head, weighed + q * size, -INFINITY, 0.0f};
+            }
+            int64_t common = window || num_rows == 1 ? 0 : shared[group] / TILE * TILE;
+            int64_t first = (slots[members[0]] * kv_heads + kv_head) * capacity * size;
+            for (int64_t t = 0; t < common; t += TILE)
+                for (int64_t q = 0; q < num; q++)
+                    see(queries + q, keys + first + t * size, values + first + t * size, TILE, 0, size, scaling);
+            for (int64_t member = 0; member < num_rows; member++) {
+                int64_t row = members[member], last = lengths[row];
+                int64_t slot = (slots[row] * kv_heads + kv_head) * capacity * size;
+                float *k = keys + slot, *v = values + slot;
+                memcpy(k + last * size, key + row * key_stride + kv_head * size, size * sizeof(float));
+                memcpy(v + last * size, value + row * value_stride + kv_head * size, size * sizeof(float));
+                struct query *own = queries + member * per_row;
+                for (int64_t t = window && last >= window ? last + 1 - window : common; t <= last; t += TILE) {
+                    int64_t count = last + 1 - t < TILE ? last + 1 - t : TILE;
+                    for (int64_t q = 0; q < per_row; q++)
+                        see(own + q, k + t * size, v + t * size, count, capacity - t - count, size, scaling);
+                }
+                for (int64_t q = 0; q < per_row; q++) {
+                    float *to = out + (row * heads + kv_head * per_row + q) * size, inverse = 1.0f / own[q].sum;
+#pragma omp simd
+                    for (int64_t d = 0; d < size; d++) to[d] = own[q].weighed[d] * inverse;
+                }
+            }
+            free(queries), free(weighed);
+        }
+    return failed;
+}
+
+/* Choosing goes through a vocabulary in this many blocks at the most. */
+#define BLOCKS 1024
+
+/* The sum of exp((logits - largest) / temperature) for each block of `block` tokens; returns that of all. */
+static inline double block_sums(float *sums, const float *logits, float largest, float inverse_temperature,
+                                int64_t vocab, int64_t block) {
+    double total = 0.0;
+    for (int64_t start = 0, i = 0; start < vocab; start += block, i++) {
+        int64_t stop = start + block < vocab ? start + block : vocab;
+        float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+        for (int64_t t = start; t < stop; t++) sum += exponential((logits[t] - largest) * inverse_temperature);
+        sums[i] = sum;
+        total += sum;
+    }
+    return total;
+}
+
+/* The token at which the cumulated exp((logits - largest) / temperature) pass `target`. Rounding may leave none: then
+ * the last that has any weight. */
+static inline int64_t token_at(double target, const float *sums, const float *logits, float largest,
+                               float inverse_temperature, int64_t vocab, int64_t block) {
+    int64_t last = 0;
+    double before = 0.0;
+    for (int64_t start = 0, i = 0; start < vocab; start += block, i++) {
+        if (before + sums[i] > target || start + block >= vocab) {
+            int64_t stop = start + block < vocab ? start + block : vocab;
+            double sum = before;
+            for (int64_t t = start; t < stop; t++) {
+                float weight = exponential((logits[t] - largest) * inverse_temperature);
+                sum += weight;
+                last = weight > 0.0f ? t : last;
+                if (sum > target && weight > 0.0f) return t;
+            }
+        }
+        before += sums[i];
+    }
+    return last;
+}
+
+/* One token for each row of logits [rows, vocab]: the likeliest where the temperature is 0, else the one at which the
+ * cumulated probabilities pass uniform[row]. logprobs: those at temperature 1, NaN where a logit is. */
+void choose(int64_t *tokens, float *logprobs, const float *logits, const float *temperatures, const float *uniform,
+            int64_t rows, int64_t vocab) {
+    int64_t block = (vocab + BLOCKS - 1) / BLOCKS;
+    block = block < LANES ? LANES : (block + LANES - 1) / LANES * LANES;
+#pragma omp parallel for if (rows * vocab > WORTH_THREADS)
+    for (int64_t row = 0; row < rows; row++) {
+        const float *own = logits + row * vocab;
+        float sums[BLOCKS], largest = -INFINITY, temperature = temperatures[row];
+#pragma omp simd reduction(max : largest)
+        for (int64_t t = 0; t < vocab; t++) largest = own[t] > largest ? own[t] : largest;
+        double total = block_sums(sums, own, largest, 1.0f, vocab, block);
+        int64_t token = 0;
+        if (temperature == 0.0f) {
+            while (token < vocab - 1 && own[token] != largest) token++;
+        } else {
+            float inverse = 1.0f / temperature;
+            double mass = inverse == 1.0f ? total : block_sums(sums, own, largest, inverse, vocab, block);
+            token = token_at(uniform[row] * mass, sums, own, largest, inverse, vocab, block);
+        }
+        tokens[row] = token;
+        logprobs[row] = own[token] - largest - (float)log(total);
+    }
+}

@@ -1,0 +1,192 @@
+"""Kernels: kernels.c, compiled for this machine at first use where it has a C compiler, and called on tensors.
+
+A step of decoding is hundreds of short operations; here each does in one pass what torch does in two to ten. Where
+there is no compiler, on other devices and for other types than float32, torch's own operations do the same.
+"""
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_name("kernels.c")
+_FLAGS = ("-O3", "-march=native", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-shared", "-fPIC")
+_COMPILE_SECONDS = 120
+
+_POINTER, _SIZE, _FLOAT, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_ARGUMENTS = {
+    "add_rms_norm": [*[_POINTER] * 5, _FLOAT, *[_SIZE] * 2],
+    "rotate_heads": [_POINTER, _POINTER, _SIZE, _POINTER, _SIZE, _FLOAT, _POINTER, _POINTER, *[_SIZE] * 3],
+    "swiglu": [*[_POINTER] * 3, *[_SIZE] * 3],
+    "attend_once": [_POINTER, *[_POINTER, _SIZE] * 3, *[_POINTER] * 7, *[_SIZE] * 6, _FLOAT, _INT],
+    "choose": [*[_POINTER] * 5, *[_SIZE] * 2],
+}
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows of a step whose sequences begin alike. order: int64 [rows], group by group.
+
+    bounds: int64 [groups + 1], where each begins in it. num_shared: int64 [groups], the tokens that a group has in
+    common.
+    """
+
+    order: Tensor
+    bounds: Tensor
+    num_shared: Tensor
+
+
+class Kernels:
+    """float32 on the CPU, without gradients. The numbers of a row lie side by side, or a copy is made."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in _ARGUMENTS.items():
+            getattr(library, name).argtypes = arguments
+        self._library = library
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        """x [tokens, size], weight [size]"""
+        x, out = x.contiguous(), x.new_empty(x.shape)
+        self._library.add_rms_norm(
+            out.data_ptr(), None, x.data_ptr(), None, weight.data_ptr(), eps, x.shape[0], x.shape[1]
+        )
+        return out
+
+    def add_rms_norm(self, x: Tensor, update: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+        """x + update, and the norm of that; all [tokens, size]."""
+        x, update = x.contiguous(), update.contiguous()
+        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+        pointers = (tensor.data_ptr() for tensor in (out, total, x, update, weight))
+        self._library.add_rms_norm(*pointers, eps, x.shape[0], x.shape[1])
+        return total, out
+
+    def rotate_heads(self, x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+        """x [tokens, heads, size], cos [tokens, 1, size], sin [tokens, 1, size / 2], weight [size] or [heads, size]."""
+        tokens, heads, size = x.shape
+        x, out = _with_rows(x), x.new_empty(x.shape)
+        pointer, stride = (None, 0) if weight is None else (weight.data_ptr(), size if weight.dim() > 1 else 0)
+        angles = cos.data_ptr(), sin.data_ptr()
+        self._library.rotate_heads(
+            out.data_ptr(), x.data_ptr(), x.stride(0), pointer, stride, eps, *angles, tokens, heads, size
+        )
+        return out
+
+    def swiglu(self, gate: Tensor, up: Tensor) -> Tensor:
+        """silu(gate) * up; all [tokens, size]."""
+        gate, up = _with_rows(gate), _with_rows(up)
+        if gate.stride(0) != up.stride(0):
+            gate, up = gate.contiguous(), up.contiguous()
+        out = gate.new_empty(gate.shape)
+        self._library.swiglu(out.data_ptr(), gate.data_ptr(), up.data_ptr(), gate.stride(0), *gate.shape)
+        return out
+
+    def attend_once(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        slots: Tensor,
+        lengths: Tensor,
+        groups: Groups,
+        window: int | None,
+        scaling: float,
+        num_threads: int,
+    ) -> Tensor:
+        """A step of decoding. query [rows, heads, size]; key and value [rows, kv_heads, size], which are stored.
+
+        keys and values [slots, kv_heads, capacity, size], contiguous; slots and lengths int64 [rows]: where each row's
+        sequence is, and the tokens that it has so far. Returns the shape of the query.
+        """
+        query, key, value, out = _with_rows(query), _with_rows(key), _with_rows(value), query.new_empty(query.shape)
+        new = (part for tensor in (query, key, value) for part in (tensor.data_ptr(), tensor.stride(0)))
+        where = (tensor.data_ptr() for tensor in (slots, lengths, groups.order, groups.bounds, groups.num_shared))
+        sizes = len(groups.num_shared), query.shape[1], key.shape[1], query.shape[2], keys.shape[2], window or 0
+        failed = self._library.attend_once(
+            out.data_ptr(), *new, keys.data_ptr(), values.data_ptr(), *where, *sizes, scaling, num_threads
+        )
+        if failed:
+            raise MemoryError(f"attention of {query.shape[0]} rows: no memory for its sums")
+        return out
+
+    def choose(self, logits: Tensor, temperature: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
+        """A token of each row, int64 [n], and its log-probability at temperature 1, float32 [n], NaN if a logit is.
+
+        logits [n, vocab]; temperature [n], 0 = the likeliest; uniform [n], which the cumulated probabilities must pass.
+        """
+        rows, vocab = logits.shape
+        logits = logits.contiguous()
+        tokens, logprobs = logits.new_empty(rows, dtype=torch.int64), logits.new_empty(rows)
+        pointers = (tensor.data_ptr() for tensor in (tokens, logprobs, logits, temperature, uniform))
+        self._library.choose(*pointers, rows, vocab)
+        return tokens, logprobs
+
+
+def kernels_for(x: Tensor) -> Kernels | None:
+    """None where torch's own operations are to be used."""
+    return load_kernels() if x.dtype == torch.float32 and x.is_cpu else None
+
+
+@cache
+def load_kernels() -> Kernels | None:
+    """Compiles them, which takes a second or two, unless an earlier process has."""
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        _log.warning("no C compiler here: sampling on the CPU takes up to twice as long. Install gcc or clang")
+        return None
+    try:
+        return Kernels(ctypes.CDLL(str(_compiled(compiler))))
+    except (OSError, subprocess.SubprocessError) as error:
+        said = error.stderr.decode(errors="replace") if isinstance(error, subprocess.CalledProcessError) else error
+        _log.warning("%s does not compile kernels.c, sampling on the CPU takes up to twice as long: %s", compiler, said)
+        return None
+
+
+def _compiled(compiler: str) -> Path:
+    library = _directory() / f"kernels-{_digest(compiler)}.so"
+    if not library.exists():
+        # Under a name of its own first: other processes may be at the same.
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            made = Path(scratch) / library.name
+            command = [compiler, *_FLAGS, "-o", str(made), str(_SOURCE), "-lm"]
+            subprocess.run(command, check=True, capture_output=True, timeout=_COMPILE_SECONDS)
+            made.replace(library)
+    return library
+
+
+def _directory() -> Path:
+    """The user's cache, or where there is none a directory of this process."""
+    directory = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="trainhouse-"))
+    return directory if os.access(directory, os.W_OK) else Path(tempfile.mkdtemp(prefix="trainhouse-"))
+
+
+def _digest(compiler: str) -> str:
+    """Of all that the compiled code depends on; a home may be shared by machines of several kinds."""
+    processors = Path("/proc/cpuinfo")
+    lines = processors.read_text().splitlines() if processors.exists() else []
+    features = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    parts = (_SOURCE.read_text(), compiler, *_FLAGS, platform.machine(), features)
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
+
+
+def _with_rows(x: Tensor) -> Tensor:
+    """The numbers of each row side by side, the rows as they are."""
+    rest = x.stride()[1:]
+    return x if rest in ((1,), (x.shape[-1], 1)) else x.contiguous()

@@ -1,0 +1,245 @@
+"""Schedule: which rows wait, which have their sequence run, which decode; and the room of each in the cache.
+
+Rows are admitted in the order in which they came. When the cache is full the youngest go back to wait and are
+prefilled again later.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable
+
+import torch
+
+from ...schemas.errors import OperationError
+from ..config import WorkerConfig
+from .batch import Batch, Decoding, Prefill, PromptPart
+from .cache import SHORTEST, Cache
+from .jobs import NOWHERE, Job, Row
+from .namespaces import Namespaces
+from .prefixes import length_of
+from .table import Table
+
+
+class NoRoom(OperationError):
+    """The row would not fit into an empty cache."""
+
+    def __init__(self, row: Row, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
+class Schedule:
+    """table: a line for each row under way, which has its sequence run or decodes."""
+
+    def __init__(
+        self, cache: Cache, namespaces: Namespaces, config: WorkerConfig, device: torch.device, num_threads: int
+    ) -> None:
+        self.cache = cache
+        self.table = Table()
+        self._namespaces = namespaces
+        self._config = config
+        self._device, self._num_threads = device, num_threads
+        self._served: Collection[str] = ()
+        self._waiting: deque[Row] = deque()
+        self._prefills: list[Prefill] = []
+        self._decoding_rows: dict[Row, None] = {}
+        self._decoding: Decoding | None = None
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether no row is under way, and the first that waits cannot be admitted."""
+        return not self.table.num_lines and not (self._waiting and self._is_served(self._waiting[0]))
+
+    def under_way(self) -> list[Row]:
+        return [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
+
+    def serve(self, adapter_ids: Collection[str]) -> None:
+        """From now on rows of these adapters and of the base model are admitted."""
+        self._served = adapter_ids
+
+    def check(self, row: Row) -> None:
+        """Raises OperationError on what asks for too much room, also when it could be known only later."""
+        asked = row.job.request.params.max_tokens
+        # Without max_tokens a sample may end long before the context does.
+        length = row.longest_cached if asked else row.length + 1
+        if row.needs_cache and not self.cache.fits_alone(length):
+            raise self._no_room(row, length)
+
+    def wait(self, rows: Iterable[Row]) -> None:
+        """Behind all others."""
+        self._waiting.extend(rows)
+
+    def next_batch(self) -> Batch:
+        """What runs next, empty if nothing can. Raises NoRoom; whoever removes that row may go on."""
+        self._make_room()
+        self._admit()
+        budget, parts = self._prefill_budget(), []
+        for prefill in self._prefills:
+            length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
+            if length > 0:
+                parts.append(PromptPart(prefill, prefill.computed, prefill.computed + length))
+                budget -= length
+        return Batch.of(self._current_decoding(), parts, self.cache)
+
+    def end_prefill(self, prefill: Prefill) -> None:
+        """Its rows decode from now on."""
+        self._prefills.remove(prefill)
+        leader, *others = prefill.rows
+        if prefill.cached:
+            if prefill.namespace == self._namespaces.of(prefill.job):
+                self.cache.keep(leader, prefill.namespace, prefill.sequence)
+            self.cache.fork(leader, [row for row in others if row.needs_cache])
+        for row in prefill.rows:
+            row.namespace = prefill.namespace
+            self._decoding_rows[row] = None
+        self._decoding = None
+
+    def end(self, row: Row) -> None:
+        """It leaves; what it has in the cache is kept for the next turn of a conversation."""
+        if self.cache.seat(row) is not None and row.namespace == self._namespaces.of(row.job):
+            self.table.note(row)
+            # The newest token has not run yet.
+            self.cache.keep(row, row.namespace, row.sequence()[:-1])
+        self._release(row)
+
+    def remove(self, job: Job) -> None:
+        """Wherever its rows are; those that have ended are ignored."""
+        for row in job.rows:
+            self._release(row)
+        self._waiting = deque(row for row in self._waiting if row.job is not job)
+
+    def clear(self) -> None:
+        self._waiting.clear()
+        self._prefills.clear()
+        self._decoding_rows.clear()
+        self._decoding = None
+        self.table = Table()
+        self.cache.clear()
+
+    def _is_served(self, row: Row) -> bool:
+        return row.job.adapter_id is None or row.job.adapter_id in self._served
+
+    def _release(self, row: Row) -> None:
+        """Rows that are not under way are ignored."""
+        if row.line == NOWHERE:
+            return
+        self.table.leave(row)
+        self.cache.remove(row)
+        self._decoding_rows.pop(row, None)
+        self._decoding = None
+        for prefill in self._prefills:
+            if row in prefill.rows:
+                prefill.rows.remove(row)
+        self._prefills = [prefill for prefill in self._prefills if prefill.rows]
+
+    def _no_room(self, row: Row, length: int) -> NoRoom:
+        needed = length * self.cache.bytes_per_token
+        return NoRoom(
+            row,
+            f"a sequence of {length} tokens needs {needed} bytes of key/value cache, more than kv_cache_bytes"
+            f" {self.cache.budget_bytes}: lower max_tokens, shorten the prompt or start the server with a larger"
+            " --kv-cache-bytes",
+        )
+
+    # Room for rows that decode
+
+    def _make_room(self) -> None:
+        """For one more token of every row that decodes; where there is none, the youngest give way."""
+        decoding = self._current_decoding()
+        for row in decoding.outgrown(self.table) if decoding is not None else ():
+            while row in self._decoding_rows and not self._grow(row):
+                self._preempt_youngest()
+
+    def _current_decoding(self) -> Decoding | None:
+        if self._decoding_rows and self._decoding is None:
+            self._decoding = Decoding(list(self._decoding_rows), self.cache, self._device, self._num_threads)
+        return self._decoding
+
+    def _grow(self, row: Row) -> bool:
+        length = int(self.table.length[row.line])
+        if not self.cache.grow(row, self._with_headroom(row, length)) and not self.cache.grow(row, length):
+            return False
+        self._decoding = None
+        return True
+
+    def _with_headroom(self, row: Row, length: int) -> int:
+        """So that it need not move again at once."""
+        return max(length, min(length + SHORTEST, row.longest_cached))
+
+    def _preempt_youngest(self) -> None:
+        """It waits again, also when it is alone and needs the place of its slot for a longer one."""
+        under_way = self.under_way()
+        youngest = max(under_way, key=lambda row: row.order)
+        length = int(self.table.length[youngest.line])
+        if len(under_way) == 1 and not self.cache.fits_alone(length):
+            raise self._no_room(youngest, length)
+        self._release(youngest)
+        self._waiting.appendleft(youngest)
+
+    # Admission
+
+    def _admit(self) -> None:
+        """Waiting rows in their order, until one does not fit or prompts enough are under way.
+
+        One whose adapter is not served lets none pass, lest it wait for ever.
+        """
+        budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
+        while self._waiting and self.table.num_lines < self._config.head_chunk_tokens:
+            row = self._waiting[0]
+            if not self._is_served(row):
+                return
+            if self._prefills and self._prefills[-1].takes(row):
+                admitted = self._follow(self._prefills[-1], row)
+            elif budget <= 0:
+                return
+            else:
+                admitted = self._begin(row)
+                budget -= self._prefills[-1].remaining if admitted else 0
+            if not admitted and self.table.num_lines:
+                return
+            if not admitted:
+                raise self._no_room(row, row.length + 1)
+
+    def _prefill_budget(self) -> int:
+        """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""
+        return self._config.prefill_chunk_tokens if self._decoding_rows else self._config.micro_batch_tokens
+
+    def _follow(self, prefill: Prefill, row: Row) -> bool:
+        if row.needs_cache and not self._place(row):
+            return False
+        prefill.rows.append(row)
+        self._enter(row)
+        return True
+
+    def _begin(self, row: Row) -> bool:
+        sequence, namespace = row.sequence(), self._namespaces.of(row.job)
+        known = self.cache.prefixes.find(namespace, sequence, self._num_reusable(row))
+        needs_slot = row.needs_cache or self._is_long(len(sequence) - length_of(known), len(sequence))
+        cached = (needs_slot or bool(known)) and self._place(row)
+        if needs_slot and not cached:
+            return False
+        if cached and known:
+            self.cache.restore(row, known)
+        prefill = Prefill([row], sequence, cached, namespace, computed=length_of(known) if cached else 0)
+        if row.job.num_cache_hits is None:
+            row.job.num_cache_hits = prefill.computed
+        self._prefills.append(prefill)
+        self._enter(row)
+        return True
+
+    def _is_long(self, num_tokens: int, length: int) -> bool:
+        """Whether it is to run in chunks, as all do that are not longer than the whole cache."""
+        return num_tokens > self._prefill_budget() and self.cache.fits_alone(length)
+
+    def _num_reusable(self, row: Row) -> int:
+        """Tokens of its sequence that need not be run again: the last one must. Who has tokens has a scored prompt."""
+        return min(row.length - 1, row.job.num_reusable + len(row.tokens))
+
+    def _place(self, row: Row) -> bool:
+        if self.cache.place(row, self._with_headroom(row, row.length)):
+            return True
+        # Beside others it would have to give way again soon.
+        return not self.table.num_lines and self.cache.place(row, row.length + 1)
+
+    def _enter(self, row: Row) -> None:
+        self._waiting.popleft()
+        self.table.enter(row)

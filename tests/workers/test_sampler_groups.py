@@ -18,6 +18,8 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardReques
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.engines.company import Company, Standing
+from trainhouse.workers.group import Backoff
 from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
@@ -178,6 +180,33 @@ def test_requests_of_a_sampler_worker_that_dies_are_run_again(dispatch: WorkerDi
     runner.run(check())
 
 
+def test_a_stream_of_weights_that_moved_on_ends_with_its_worker(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    """Run again, it would go on as another sample."""
+
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "moved-on")
+        await dispatch.copy_adapter(run_id, "moving-on")
+        told: list[SampledPart] = []
+        long = job("long", "moving-on", 900, streams=True)
+        sampling = asyncio.create_task(dispatch.sample("tiny", long, told.extend))
+        while sum(len(part.tokens) for part in told) < 20:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+        await train(dispatch, run_id, 3)
+        await dispatch.copy_adapter(run_id, "moving-on")
+        for pid in dispatch.pids("tiny")[1:]:
+            os.kill(pid, signal.SIGKILL)
+        with pytest.raises(OperationError, match="came out otherwise than what was streamed of it") as failed:
+            await sampling
+        assert failed.value.category == "server"
+        await until_all_are_back(dispatch)
+        await dispatch.drop_adapter("moving-on")
+        await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
 def test_a_dropped_adapter_leaves_the_workers_and_the_disk(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
@@ -280,15 +309,101 @@ def test_requests_go_to_the_group_with_the_fewest_tokens_in_flight() -> None:
     run(check())
 
 
+async def until_all_are_back(dispatch: WorkerDispatch) -> None:
+    while dispatch.status("tiny") is not None:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+
+
+def test_a_server_may_end_while_a_dead_worker_is_buried() -> None:
+    async def check() -> None:
+        async with running(recording(workers=1)) as dispatch:
+            dying = asyncio.create_task(dispatch.sample("tiny", job("dies")))
+            while dispatch.status("tiny") is None or "restarting" not in str(dispatch.status("tiny")):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        with pytest.raises(OperationError, match="shutting down"):
+            await dying
+
+    run(check())
+
+
 def test_a_request_that_ends_every_worker_that_runs_it_fails_and_the_others_go_on() -> None:
     async def check() -> None:
         async with running(recording()) as dispatch:
             innocent = asyncio.create_task(dispatch.sample("tiny", job("innocent", max_tokens=100)))
-            with pytest.raises(OperationError, match="given to 3 sampler workers and each of them died") as failed:
+            with pytest.raises(OperationError, match="3 sampler workers died of sampling request dies while") as failed:
                 await dispatch.sample("tiny", job("dies"))
             assert failed.value.category == "server"
             await innocent
-            assert dispatch.status("tiny") is None or "restarting" in str(dispatch.status("tiny"))
+            await until_all_are_back(dispatch)
+
+    run(check())
+
+
+def test_those_that_were_beside_a_request_of_which_the_worker_dies_go_on() -> None:
+    """However often it dies: of one of them alone it never did."""
+
+    async def check() -> None:
+        async with running(recording(workers=1)) as dispatch:
+            engine: Any = dispatch._engines["tiny"]
+            [replica] = engine._replicas
+            replica.group._backoff = Backoff(first=0.05)
+            innocent = [asyncio.create_task(dispatch.sample("tiny", job(f"job-{i}", max_tokens=30))) for i in range(6)]
+            with pytest.raises(OperationError, match="3 sampler workers died of sampling request dies"):
+                await dispatch.sample("tiny", job("dies"))
+            await asyncio.gather(*innocent)
+            assert replica.group.num_deaths == 1 + 3 and replica.num_tokens == 0
+            await until_all_are_back(dispatch)
+
+    run(check())
+
+
+def test_suspects_run_in_ever_smaller_company_and_alone_at_last() -> None:
+    async def check() -> None:
+        company, standings = Company(), [Standing() for _ in range(20)]
+        most_at_once: list[int] = []
+
+        async def attempt(standing: Standing) -> None:
+            """While the culprit is there everybody dies with it."""
+            async with company.joined(standing):
+                await asyncio.sleep(0.01)
+                most_at_once.append(len(company._there))
+                if culprit in company._there:
+                    company.died(standing)
+
+        async def all_attempt() -> int:
+            most_at_once.clear()
+            await asyncio.gather(*(attempt(each) for each in standings))
+            return max(most_at_once)
+
+        culprit = standings[7]
+        assert [await all_attempt() for _ in range(2)] == [20, 5]
+        suspects = [each for each in standings if each.most_together == 1]
+        assert culprit in suspects and len(suspects) == 5 and not any(each.num_strikes for each in standings)
+        for _ in range(3):
+            await all_attempt()
+        assert culprit.num_strikes == 3 and sum(each.num_strikes for each in standings) == 3
+
+    run(check())
+
+
+def test_who_gives_up_waiting_for_company_leaves_its_place() -> None:
+    async def check() -> None:
+        company, alone = Company(), Standing(most_together=1)
+
+        async def stay(standing: Standing) -> None:
+            async with company.joined(standing):
+                await asyncio.sleep(1000)
+
+        tasks = [asyncio.create_task(stay(each)) for each in (Standing(), alone, Standing())]
+        await asyncio.sleep(0.01)
+        assert len(company._there) == 1
+        tasks[1].cancel()
+        await asyncio.sleep(0.01)
+        assert len(company._there) == 2 and alone not in company._there
+        for each in tasks:
+            each.cancel()
+        await asyncio.wait(tasks)
+        assert not company._there and not company._waiting
 
     run(check())
 

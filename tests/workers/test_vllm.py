@@ -19,6 +19,7 @@ from trainhouse.tests.live import save_byte_tokenizer
 from trainhouse.tests.tiny import tiny_model
 from trainhouse.workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.engines import vllm
 from trainhouse.workers.engines.vllm_process import VllmProcess
 from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
 
@@ -287,6 +288,65 @@ def test_the_end_token_stops_nothing_that_is_to_stop_at_nothing(
     runner.run(check())
 
 
+def test_vllm_reads_an_adapter_once(dispatch: WorkerDispatch, runner: asyncio.Runner) -> None:
+    """Its files are away as soon as the first token is there."""
+
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "read-once")
+        await dispatch.copy_adapter(run_id, "once")
+        engine: Any = dispatch._engines["tiny"]
+        files = engine._adapters._current["once"].directory
+        asked = job("long", "once", 200, streams=True)
+        begun = asyncio.Event()
+        sampling = asyncio.create_task(dispatch.sample("tiny", asked, lambda _: begun.set()))
+        await begun.wait()
+        files.rename(files.with_name("elsewhere"))
+        _, pid = dispatch.pids("tiny")
+        assert len((await sampling).sequences[0].tokens) == 200
+        assert_close(await dispatch.sample("tiny", replace(asked, streams=False)), await sampling)
+        assert dispatch.pids("tiny") == [dispatch.pids("tiny")[0], pid]
+        files.with_name("elsewhere").rename(files)
+        await dispatch.drop_adapter("once")
+        await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
+def test_tokens_of_a_prompt_that_vllm_had_are_told_to_who_sent_them(
+    dispatch: WorkerDispatch, runner: asyncio.Runner
+) -> None:
+    async def check() -> None:
+        run_id = await trained_run(dispatch, "cached")
+        await dispatch.copy_adapter(run_id, "cached")
+        prompt = np.resize(TOKENS, 600).astype(np.int32)
+        for number, (adapter_id, streams) in enumerate((("cached", False), ("cached", True), (None, False))):
+            first = job("first", adapter_id, 4, prompt=prompt, streams=streams, owner=f"tenant-{number}")
+            jobs = [first, replace(first, num_samples=2), replace(first, owner=f"other-{number}")]
+            told = [(await dispatch.sample("tiny", each)).prompt_cache_hit_tokens for each in jobs]
+            assert told[0] == told[2] == 0 and told[1] >= 512
+        await dispatch.drop_adapter("cached")
+        await dispatch.drop_run(run_id)
+
+    runner.run(check())
+
+
+def test_many_top_logprobs_come_in_pieces_and_are_the_same(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def check() -> None:
+        asked = job("top", None, 30, num_samples=3, topk_sample_logprobs=7)
+        whole = await dispatch.sample("tiny", asked)
+        monkeypatch.setattr(vllm, "_MOST_CELLS_AT_ONCE", 100)
+        pieces = await dispatch.sample("tiny", asked)
+        assert_close(whole, pieces)
+        for one, other in zip(whole.sequences, pieces.sequences, strict=True):
+            assert one.topk_logprobs is not None and other.topk_logprobs is not None
+            assert one.topk_logprobs.token_ids.shape == other.topk_logprobs.token_ids.shape == (30, 7)
+            np.testing.assert_allclose(one.topk_logprobs.logprobs, other.topk_logprobs.logprobs, atol=LOGPROBS_WITHIN)
+
+    runner.run(check())
+
+
 def test_an_adapter_moves_forward_and_old_versions_are_unloaded(
     dispatch: WorkerDispatch, native: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
@@ -393,6 +453,9 @@ async def until_adapters_are(dispatch: WorkerDispatch, number: int) -> None:
         ({"prompt": np.zeros(0, np.int32)}, "the prompt is empty"),
         ({"params": SamplingParams(seed=7, temperature=2.5)}, r"temperature 2\.5 exceeds vLLM's 2: lower it, or"),
         ({"stop_strings": ("",)}, "a stop string is empty"),
+        ({"params": SamplingParams(seed=7, presence_penalty=2.5)}, r"presence_penalty must be in \[-2, 2\], got 2\.5"),
+        ({"params": SamplingParams(seed=7, max_tokens=2, min_tokens=3)}, "min_tokens must be less than or equal to"),
+        ({"params": SamplingParams(seed=7, logit_bias=dict.fromkeys(range(1025), 1.0))}, "logit_bias has 1025 tokens"),
         ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "prompt_logprobs_last_n 3"),
         ({"adapter_id": "nobody"}, "adapter nobody is gone"),
     ],
@@ -485,8 +548,8 @@ def test_a_server_at_a_url_that_forgot_its_adapters_gets_them_again(
 
     async def check() -> None:
         server = server_of(dispatch)
-        vllm = VllmConfig(urls=(server.url,), api_key=server.api_key)
-        config = DispatchConfig((model,), sampling=SamplingConfig(vllm=vllm, directory=str(tmp_path)))
+        there = VllmConfig(urls=(server.url,), api_key=server.api_key)
+        config = DispatchConfig((model,), sampling=SamplingConfig(vllm=there, directory=str(tmp_path)))
         other = WorkerDispatch(config)
         await other.start(lambda _: None)
         try:
@@ -512,14 +575,14 @@ def test_an_adapter_that_vllm_cannot_hold_is_refused_with_the_remedy(
 ) -> None:
     async def check() -> None:
         server = server_of(dispatch)
-        vllm = VllmConfig(urls=(server.url,), api_key=server.api_key)
-        sampling = SamplingConfig(vllm=vllm, directory=str(tmp_path))
+        there = VllmConfig(urls=(server.url,), api_key=server.api_key)
+        sampling = SamplingConfig(vllm=there, directory=str(tmp_path))
         other = WorkerDispatch(DispatchConfig((replace(model, max_lora_rank=16),), sampling=sampling))
         await other.start(lambda _: None)
         try:
             await other.create_run("tiny", RunSpec("wide", LoraConfig(rank=16, seed=0)), "tenant")
             await other.copy_adapter("wide", "wide")
-            with pytest.raises(OperationError, match=r"vLLM does not load adapter wide-v1 .*16.*--max-lora-rank"):
+            with pytest.raises(OperationError, match=r"vLLM does not load adapter wide-v1-.*16.*--max-lora-rank"):
                 await other.sample("tiny", job("asked", "wide"))
         finally:
             await other.close()

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..verbs import AdapterWeights
+from .engine import gone, not_kept
 from .scratch import ScratchDirectory
 
 
@@ -40,14 +40,17 @@ class AdapterCopies:
     def get(self, adapter_id: str) -> AdapterCopy:
         """The newest version. Raises OperationError."""
         if adapter_id not in self._copies:
-            raise OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
+            raise gone(adapter_id)
         return self._copies[adapter_id]
 
     async def put(self, adapter_id: str, weights: AdapterWeights) -> None:
-        """A newer version of it, once it is written."""
+        """A newer version of it, once it is written. Raises OperationError."""
         version = next(self._versions)
-        copy = AdapterCopy(weights.lora, version, self._scratch.path() / f"{version}.f32")
-        await asyncio.to_thread(weights.weights.tofile, copy.file)
+        try:
+            copy = AdapterCopy(weights.lora, version, await self._scratch.path() / f"{version}.f32")
+            await _write(copy.file, weights.weights)
+        except OSError as error:
+            raise not_kept(adapter_id, error) from None
         earlier, self._copies[adapter_id] = self._copies.get(adapter_id), copy
         _remove(earlier)
 
@@ -57,6 +60,24 @@ class AdapterCopies:
 
     def close(self) -> None:
         self._scratch.close()
+
+
+async def _write(file: Path, weights: np.ndarray) -> None:
+    """All of it, or nothing is left there, also when the caller goes away."""
+    writing = asyncio.create_task(asyncio.to_thread(_write_now, file, weights))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        writing.add_done_callback(lambda done: file.unlink() if done.exception() is None else None)
+        raise
+
+
+def _write_now(file: Path, weights: np.ndarray) -> None:
+    try:
+        weights.tofile(file)
+    except BaseException:
+        file.unlink(missing_ok=True)
+        raise
 
 
 def _remove(copy: AdapterCopy | None) -> None:

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
 from ..group import OnProgress
 from ..verbs import SampleJob
@@ -52,3 +53,12 @@ class Engine(Protocol):
     async def memory(self) -> dict[str, dict[str, int]]:
         """Name -> bytes by purpose, of its own processes that are up."""
         ...
+
+
+def gone(adapter_id: str) -> OperationError:
+    """What a request is told whose adapter is not there."""
+    return OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
+
+
+def not_kept(adapter_id: str, error: OSError) -> OperationError:
+    return OperationError(f"adapter {adapter_id} cannot be kept for sampling: {error}", "server")

@@ -5,9 +5,11 @@ a newer version as soon as there is one, and all that it still needs again after
 """
 
 import asyncio
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import OperationError
@@ -15,11 +17,11 @@ from ...schemas.sampling import SampleResponse
 from ..group import Group, OnProgress
 from ..verbs import AdapterWeights, SampleJob
 from ..work import Verb
+from .company import MOST_STRIKES, Company, Standing
 from .copies import AdapterCopies
 from .underway import Told, Underway
 
-# A request that ends every worker that runs it is not given to more than these.
-_MOST_ATTEMPTS = 3
+logger = logging.getLogger(__name__)
 
 
 class SamplerGroups:
@@ -74,17 +76,15 @@ class SamplerGroups:
         await asyncio.gather(*(replica.move_forward(adapter_id) for replica in self._replicas))
 
     async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
-        for _ in range(_MOST_ATTEMPTS):
-            replica = self._next_replica()
-            num_deaths = replica.group.num_deaths
+        standing = Standing()
+        while standing.num_strikes < MOST_STRIKES:
             try:
-                return await replica.sample(job, told.from_the_start())
-            except OperationError:
-                if replica.group.num_deaths == num_deaths:
-                    raise
+                return await told.run(partial(self._next_replica().sample, job, standing))
+            except _WorkerDied:
+                continue
         raise OperationError(
-            f"sampling request {job.job_id} was given to {_MOST_ATTEMPTS} sampler workers and each of them died: see"
-            " the server's log; a shorter prompt or fewer samples need less memory",
+            f"{MOST_STRIKES} sampler workers died of sampling request {job.job_id} while they had no other: see the"
+            " server's log; a shorter prompt or fewer samples need less memory",
             "server",
         )
 
@@ -92,31 +92,43 @@ class SamplerGroups:
         return min(self._replicas, key=lambda replica: (replica.group.restarting, replica.num_tokens))
 
 
+class _WorkerDied(Exception):
+    """Over the request, or beside it."""
+
+
 class _Replica:
-    """One sampler group and the adapters that it has. num_tokens: in flight, as far as they can be known."""
+    """One sampler group and the adapters that it has. num_tokens: that it has or that wait for it, as far as known."""
 
     def __init__(self, group: Group, copies: AdapterCopies) -> None:
         self.group = group
         self.num_tokens = 0
         self._copies = copies
+        self._company = Company()
         # Adapter id -> the worker (by the deaths before it) that got it, and its version.
         self._held: dict[str, tuple[int, int]] = {}
         self._bringing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def sample(self, job: SampleJob, on_progress: OnProgress | None) -> SampleResponse:
+    async def sample(self, job: SampleJob, standing: Standing, on_progress: OnProgress | None) -> SampleResponse:
+        """Raises _WorkerDied, having said so of its standing, and OperationError."""
         with self._counted(job):
-            if job.adapter_id is not None:
-                await self._bring(job.adapter_id)
-            return await self.group.sample(job, on_progress)
+            async with self._company.joined(standing):
+                num_deaths = self.group.num_deaths
+                try:
+                    if job.adapter_id is not None:
+                        await self._bring(job.adapter_id)
+                    return await self.group.sample(job, on_progress)
+                except OperationError:
+                    if self.group.num_deaths == num_deaths:
+                        raise
+                    self._company.died(standing)
+                    raise _WorkerDied from None
 
     async def move_forward(self, adapter_id: str) -> None:
-        """The newest version replaces one that is held. A worker that dies over it gets it when it is next wanted."""
-        num_deaths = self.group.num_deaths
+        """The newest version replaces one that is held. Where that fails, it is tried again when it is next wanted."""
         try:
             await self._bring(adapter_id, only_if_held=True)
-        except OperationError:
-            if self.group.num_deaths == num_deaths:
-                raise
+        except OperationError as error:
+            logger.warning("%s did not take the newest version of adapter %s: %s", self.group.name, adapter_id, error)
 
     async def drop(self, adapter_id: str) -> None:
         async with self._bringing[adapter_id]:
@@ -127,6 +139,8 @@ class _Replica:
         self._bringing.pop(adapter_id, None)
 
     async def _bring(self, adapter_id: str, only_if_held: bool = False) -> None:
+        """Raises OperationError."""
+        self._copies.get(adapter_id)  # no lock is kept for one that is gone
         async with self._bringing[adapter_id]:
             if only_if_held and not self._holds(adapter_id):
                 return

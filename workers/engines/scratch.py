@@ -1,5 +1,6 @@
 """ScratchDirectory: a directory whose files nobody needs once this process has ended."""
 
+import asyncio
 import shutil
 import tempfile
 from pathlib import Path
@@ -9,18 +10,26 @@ class ScratchDirectory:
     """directory: made when first asked for, emptied of what an earlier process left there; None = a temporary one."""
 
     def __init__(self, directory: Path | None) -> None:
-        self._directory = directory
-        self._is_ready = False
+        self._asked = directory
+        self._made: Path | None = None
+        self._making = asyncio.Lock()
 
-    def path(self) -> Path:
-        if self._directory is None:
-            self._directory = Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
-        if not self._is_ready:
-            shutil.rmtree(self._directory, ignore_errors=True)
-            self._directory.mkdir(mode=0o700, parents=True)
-            self._is_ready = True
-        return self._directory
+    async def path(self) -> Path:
+        """Raises OSError."""
+        async with self._making:
+            if self._made is None:
+                self._made = await asyncio.to_thread(_make, self._asked)
+            return self._made
 
     def close(self) -> None:
-        if self._is_ready and self._directory is not None:
-            shutil.rmtree(self._directory, ignore_errors=True)
+        if self._made is not None:
+            shutil.rmtree(self._made, ignore_errors=True)
+
+
+def _make(directory: Path | None) -> Path:
+    if directory is None:
+        return Path(tempfile.mkdtemp(prefix="trainhouse-adapters-"))
+    shutil.rmtree(directory, ignore_errors=True)
+    # What could not be removed is there still.
+    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    return directory

@@ -1,14 +1,19 @@
 """Sampling requests under way: cancelling them by id, and running them again without telling a token twice."""
 
 import asyncio
-from collections import Counter
-from collections.abc import Coroutine
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
+from typing import Any
+
+import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
 from ..group import OnProgress
 from ..verbs import SampledPart
+
+Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]
 
 
 class Underway:
@@ -45,42 +50,84 @@ class Underway:
         if task := self._tasks.get(job_id):
             task.cancel()
 
-    def close(self) -> None:
-        """Fails what is under way."""
+    async def close(self) -> None:
+        """Fails what is under way, and waits for its end."""
         self._closed = True
-        for task in self._tasks.values():
-            task.cancel()
+        await end_all(self._tasks.values())
 
 
 class Told:
     """What a job's caller was told already. A request that is run again tells all of it again: that is left out.
 
-    The same seed gives the same tokens, unless the adapter has moved on meanwhile.
+    The same seed gives the same tokens, unless the adapter has moved on meanwhile, or vLLM had another batch.
     """
 
     def __init__(self, on_progress: OnProgress | None) -> None:
         self._on_progress = on_progress
-        self._num_told: Counter[int] = Counter()
+        self._told: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
-    def from_the_start(self) -> OnProgress | None:
-        """For one run of the request; None when nobody listens."""
+    async def run(self, attempt: Attempt) -> SampleResponse:
+        """One run of the request. Raises OperationError as soon as it draws other tokens than were told."""
         if self._on_progress is None:
+            return await attempt(None)
+        repetition = _Repetition({sample: np.concatenate(parts) for sample, parts in self._told.items()})
+        task = asyncio.create_task(attempt(lambda parts: self._tell(repetition, parts)))
+        try:
+            await asyncio.wait({task, repetition.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not repetition.failed.done():
+                repetition.check(task.result())
+            if repetition.failed.done():
+                raise OperationError(
+                    "the sample was begun again after what drew it had died, and came out otherwise than what was"
+                    " streamed of it: send the request again",
+                    "server",
+                )
+            return task.result()
+        finally:
+            await end_all([task])
+
+    def _tell(self, repetition: "_Repetition", parts: tuple[SampledPart, ...]) -> None:
+        fresh = tuple(rest for part in parts if (rest := repetition.rest(part)) is not None)
+        if fresh and not repetition.failed.done():
+            for part in fresh:
+                self._told[part.sample].append(part.tokens)
+            assert self._on_progress is not None
+            self._on_progress(fresh)
+
+
+class _Repetition:
+    """One run, and what was told before it, by sample. failed: once it is seen to contradict that."""
+
+    def __init__(self, told: Mapping[int, np.ndarray]) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told = told
+        self._num_seen: Counter[int] = Counter()
+
+    def rest(self, part: SampledPart) -> SampledPart | None:
+        """What was not told."""
+        start = self._num_seen[part.sample]
+        self._num_seen[part.sample] += len(part.tokens)
+        told = self._told.get(part.sample, part.tokens[:0])[start : start + len(part.tokens)]
+        self._compare(part.tokens[: len(told)], told)
+        if len(told) == len(part.tokens):
             return None
-        listener, num_seen = self._on_progress, Counter[int]()
+        return _behind(part, len(told)) if len(told) else part
 
-        def tell(parts: tuple[SampledPart, ...]) -> None:
-            if fresh := tuple(rest for part in parts if (rest := self._rest(part, num_seen)) is not None):
-                listener(fresh)
+    def check(self, response: SampleResponse) -> None:
+        for sample, told in self._told.items():
+            self._compare(response.sequences[sample].tokens[: len(told)], told)
 
-        return tell
+    def _compare(self, tokens: np.ndarray, told: np.ndarray) -> None:
+        if not np.array_equal(tokens, told) and not self.failed.done():
+            self.failed.set_result(None)
 
-    def _rest(self, part: SampledPart, num_seen: Counter[int]) -> SampledPart | None:
-        num_known = self._num_told[part.sample] - num_seen[part.sample]
-        num_seen[part.sample] += len(part.tokens)
-        if num_known >= len(part.tokens):
-            return None
-        self._num_told[part.sample] = num_seen[part.sample]
-        return part if num_known <= 0 else _behind(part, num_known)
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels them, and waits until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
 
 
 def _behind(part: SampledPart, start: int) -> SampledPart:

@@ -1,12 +1,14 @@
 """VllmAdapters: versions of adapters in directories that vLLM reads, each under a name of its own.
 
-A name never changes its weights, so vLLM's prefix cache stays right, and a request keeps the version it began with.
+A name never changes its weights, not even when another server of ours comes to the same vLLM, so vLLM's prefix cache
+stays right, and a request keeps the version it began with.
 """
 
 import asyncio
 import contextlib
 import os
 import re
+import secrets
 import shutil
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -17,24 +19,33 @@ from pathlib import Path
 from ...schemas.errors import OperationError
 from ..group import Group
 from ..work import Verb
+from .engine import gone, not_kept
 from .scratch import ScratchDirectory
+from .underway import end_all
 from .vllm_api import VllmApi
+
+_READS_ON_SECONDS = 5.0
+"""So long vLLM may still begin what was cancelled, and end when it does not find the files."""
+
+_UNLOADING_SECONDS = 5.0
+"""So much time there is for it at the end."""
 
 
 @dataclass(eq=False)
 class Version:
     """One version of an adapter. num_users: requests under way.
 
-    vllm_start: that of the vLLM which has it; training_deaths: those before the training worker which has it; -1: none.
+    vllm_start: that of the vLLM which has it; training_deaths: those before the training worker which has it.
     """
 
     name: str
     directory: Path
     num_users: int = 0
     is_current: bool = True
-    vllm_start: int = -1
-    training_deaths: int = -1
-    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    vllm_start: int | None = None
+    training_deaths: int | None = None
+    giving_to_vllm: asyncio.Lock = field(default_factory=asyncio.Lock)
+    giving_to_training: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class VllmAdapters:
@@ -49,14 +60,17 @@ class VllmAdapters:
         self._scratch = ScratchDirectory(directory)
         self._current: dict[str, Version] = {}
         self._numbers = count(1)
+        self._server_id = secrets.token_hex(4)
         self._discarding: set[asyncio.Task[None]] = set()
 
     async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> None:
         """The newest version of it, written by `write` into an empty directory: for all requests from now on."""
-        number = next(self._numbers)
-        name = f"{adapter_id}-v{number}"
-        version = Version(name, self._scratch.path() / f"{number}-{re.sub('[^A-Za-z0-9_-]', '_', adapter_id)[-80:]}")
-        version.directory.mkdir()
+        name = f"{adapter_id}-v{next(self._numbers)}-{self._server_id}"
+        try:
+            version = Version(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
+            version.directory.mkdir()
+        except OSError as error:
+            raise not_kept(adapter_id, error) from None
         try:
             await write(version.directory)
         except BaseException:
@@ -74,7 +88,7 @@ class VllmAdapters:
         """The newest version, which stays until the end of the block. Raises OperationError."""
         version = self._current.get(adapter_id)
         if version is None:
-            raise OperationError(f"adapter {adapter_id} is gone: its sampler was closed or never saved")
+            raise gone(adapter_id)
         version.num_users += 1
         try:
             yield version
@@ -84,13 +98,16 @@ class VllmAdapters:
 
     async def give_to_vllm(self, version: Version, start: int) -> None:
         """start: the number of vLLM's. Raises as VllmApi."""
-        async with version.loading:
+        if version.vllm_start == start:
+            return
+        async with version.giving_to_vllm:
             if version.vllm_start != start:
                 await self._api.load_adapter(version.name, version.directory)
                 version.vllm_start = start
 
     async def give_to_training(self, version: Version) -> None:
-        async with version.loading:
+        """In turns with passes and saves, for which vLLM need not wait. Raises OperationError."""
+        async with version.giving_to_training:
             num_deaths = self._training.num_deaths
             if version.training_deaths != num_deaths:
                 verb = Verb("load_adapter", (version.name, str(version.directory)), creates=version.name)
@@ -98,9 +115,11 @@ class VllmAdapters:
                 version.training_deaths = num_deaths
 
     async def close(self) -> None:
-        for task in self._discarding:
-            task.cancel()
-        await asyncio.gather(*self._discarding, return_exceptions=True)
+        """Takes back what vLLM has of them: one at a URL goes on without us."""
+        await end_all(self._discarding)
+        unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(unloading, _UNLOADING_SECONDS)
         self._scratch.close()
 
     def _retire(self, version: Version | None) -> None:
@@ -115,13 +134,17 @@ class VllmAdapters:
             task.add_done_callback(self._discarding.discard)
 
     async def _discard(self, version: Version) -> None:
-        if version.vllm_start >= 0:
-            await self._api.unload_adapter(version.name)
-        if version.training_deaths >= 0 and not self._training.forget_lost(version.name):
+        await self._unload(version)
+        if version.training_deaths is not None and not self._training.forget_lost(version.name):
             with contextlib.suppress(OperationError):  # at the end of the server
                 verb = Verb("drop_adapter", (version.name,), drops=version.name)
                 await self._training.submit(version.name, "", verb)
+        await asyncio.sleep(_READS_ON_SECONDS)
         await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
+
+    async def _unload(self, version: Version) -> None:
+        if version.vllm_start is not None:
+            await self._api.unload_adapter(version.name)
 
 
 async def link_files(source: Path, target: Path) -> None:

@@ -4,6 +4,7 @@ Prompts and samples are token ids both ways, so no text is tokenized twice. Log-
 temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
 """
 
+import asyncio
 import contextlib
 import json
 from collections.abc import AsyncGenerator, AsyncIterator
@@ -11,17 +12,24 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 import numpy as np
 
 from ...schemas.errors import OperationError
-from ...schemas.sampling import TopkLogprobs
+from ...schemas.sampling import EMPTY_LOGPROB, TopkLogprobs
 from ..verbs import SampleJob
+from .vllm_server import VllmServer
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
-_EMPTY_LOGPROB = -99999.0
+
+# vLLM closes idle connections after 5 seconds: one that is used in that moment breaks off.
+_KEPT_ALIVE_SECONDS = 2.0
+
+# An answer beyond it is read in a thread.
+_LARGE_BYTES = 256 << 10
+
 SAID_AS_THEY_ARE = ("top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
 SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "logit_bias", *SAID_AS_THEY_ARE})
 """The fields of SamplingParams that reach vLLM."""
@@ -36,6 +44,10 @@ class VllmGone(Exception):
     def __init__(self, message: str, reached: bool) -> None:
         super().__init__(message)
         self.reached = reached
+
+
+class VllmFailed(VllmGone):
+    """It answered with an error of its own."""
 
 
 class UnknownModel(Exception):
@@ -72,14 +84,12 @@ class Piece:
     finish_reason: str | None
 
 
-class VllmServer(Protocol):
-    """Whom to ask. The URL of one of ours is another one after it was started again."""
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer, or an event of it. num_cached: of the prompt's tokens, how many vLLM's cache had, if it says."""
 
-    @property
-    def url(self) -> str: ...
-
-    @property
-    def api_key(self) -> str | None: ...
+    pieces: list[Piece]
+    num_cached: int | None
 
 
 class VllmApi:
@@ -87,7 +97,7 @@ class VllmApi:
 
     def __init__(self, server: VllmServer) -> None:
         self._server = server
-        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_ALIVE_SECONDS)
         self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
 
     async def close(self) -> None:
@@ -95,7 +105,7 @@ class VllmApi:
 
     async def model(self, name: str) -> VllmModel:
         """The one served under this name, else the only one that there is. Raises OperationError."""
-        cards = (await self._ask("GET", "/v1/models"))["data"]
+        cards = json.loads(await self._ask("GET", "/v1/models"))["data"]
         bases = [card for card in cards if card.get("parent") is None]
         found = [card for card in bases if card["id"] == name] or (bases if len(bases) == 1 else [])
         if not found:
@@ -107,12 +117,15 @@ class VllmApi:
         return VllmModel(found[0]["id"], found[0]["max_model_len"])
 
     async def load_adapter(self, name: str, directory: Path) -> None:
-        # In place, so that asking twice for the same is no mistake.
-        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": True}
+        """No-op where it has one of that name."""
+        # Not in place: vLLM would read the files again in every step of a request.
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
         try:
             await self._ask("POST", "/v1/load_lora_adapter", body)
-        except (OperationError, VllmGone) as error:
-            if isinstance(error, VllmGone) and not await self.is_healthy():
+        except (OperationError, VllmFailed) as error:
+            if "has already been loaded" in str(error):
+                return
+            if isinstance(error, VllmFailed) and not await self.is_healthy():
                 raise
             raise OperationError(
                 f"vLLM does not load adapter {name} from {directory}: {error}; it must see that directory, run with"
@@ -120,9 +133,9 @@ class VllmApi:
                 "server",
             ) from None
 
-    async def is_healthy(self) -> bool:
+    async def is_healthy(self, within_seconds: float = 10.0) -> bool:
         try:
-            return (await self._client.get(f"{self._server.url}/health", timeout=_TIMEOUT.connect)).is_success
+            return (await self._client.get(f"{self._server.url}/health", timeout=within_seconds)).is_success
         except httpx.TransportError:
             return False
 
@@ -131,14 +144,14 @@ class VllmApi:
         with contextlib.suppress(OperationError, UnknownModel, VllmGone):
             await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
 
-    async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> list[Piece]:
+    async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> Answer:
         """The samples, whole."""
         answer = await self._ask("POST", "/v1/completions", _body(job, ask, model, max_tokens))
-        return [_piece(choice, job) for choice in answer["choices"]]
+        return await _read(answer, job)
 
-    async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[list[Piece], None]:
+    async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[Answer, None]:
         """The samples as they grow."""
-        body = _body(job, ask, model, max_tokens) | {"stream": True}
+        body = _body(job, ask, model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
         request = self._request("POST", "/v1/completions", body)
         async with self._reaching(), aclosing(await self._client.send(request, stream=True)) as response:
             if not response.is_success:
@@ -146,17 +159,14 @@ class VllmApi:
                 _refuse(response)
             async for line in response.aiter_lines():
                 if line.startswith("data: {"):
-                    event = json.loads(line.removeprefix("data: "))
-                    if "error" in event:
-                        raise VllmGone(str(event["error"].get("message", event["error"])), reached=True)
-                    yield [_piece(choice, job) for choice in event["choices"]]
+                    yield await _read(line.removeprefix("data: "), job)
 
-    async def _ask(self, method: str, path: str, body: object = None) -> Any:
+    async def _ask(self, method: str, path: str, body: object = None) -> bytes:
         async with self._reaching():
             response = await self._client.send(self._request(method, path, body))
         if not response.is_success:
             _refuse(response)
-        return response.json() if "json" in response.headers.get("content-type", "") else None
+        return response.content
 
     def _request(self, method: str, path: str, body: object) -> httpx.Request:
         key = self._server.api_key
@@ -202,12 +212,33 @@ def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, ob
         "logprobs": job.topk_sample_logprobs,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
+        # What prompts others have sent would show in the time of an answer, and in what of a prompt was cached.
+        **({"cache_salt": job.owner} if job.owner else {}),
     }
 
 
 def _spread(seed: int) -> int:
     """62 bits, far from those of the next seed: the samples of seed 1 are not those of seed 0, shifted by one."""
     return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
+
+
+async def _read(text: str | bytes, job: SampleJob) -> Answer:
+    """Raises VllmFailed with an error that comes as an event."""
+    if len(text) < _LARGE_BYTES:
+        return _answer(json.loads(text), job)
+    return await asyncio.to_thread(lambda: _answer(json.loads(text, parse_float=_number), job))
+
+
+def _number(text: str) -> float:
+    """Between calls of Python others get their turn; left to itself json keeps the interpreter to the end."""
+    return float(text)
+
+
+def _answer(answer: dict[str, Any], job: SampleJob) -> Answer:
+    if "error" in answer:
+        raise VllmFailed(str(answer["error"].get("message", answer["error"])), reached=True)
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return Answer([_piece(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
 
 
 def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
@@ -223,7 +254,7 @@ def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
 
 def _top(rows: list[dict[str, float]], k: int) -> TopkLogprobs:
     """Of each token: the sampled one is among them, whether it is one of the k likeliest or not."""
-    top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), _EMPTY_LOGPROB, np.float32))
+    top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY_LOGPROB, np.float32))
     for position, row in enumerate(rows):
         _fill(top, position, {int(token.removeprefix("token_id:")): logprob for token, logprob in row.items()})
     return top
@@ -239,7 +270,7 @@ def _refuse(response: httpx.Response) -> None:
     """Raises what the status means."""
     message = _message(response)
     if response.status_code >= 500:
-        raise VllmGone(f"answered {response.status_code}: {message}", reached=True)
+        raise VllmFailed(f"answered {response.status_code}: {message}", reached=True)
     if response.status_code == 404 and "does not exist" in message:
         raise UnknownModel(message)
     raise OperationError(f"vLLM refuses the request: {message}", "user" if response.status_code == 400 else "server")

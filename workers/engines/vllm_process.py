@@ -10,15 +10,17 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 
+from ...schemas.errors import OperationError
 from ..config import VllmConfig, WorkerConfig
 from ..footprint import runs_on_cpu
 from ..group import Backoff
+from .vllm_log import VllmLog
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +34,10 @@ _MOST_ADAPTERS_ON_DEVICE = 8
 class VllmProcess:
     """`vllm serve` of one base model on a free loopback port. It ends with this process, however that ends.
 
-    url, api_key: for whoever asks it. num_starts: ever higher; what an earlier one held is gone.
+    A VllmServer, for which requests wait until it is back.
     """
+
+    patience_seconds: float | None = None
 
     def __init__(self, model: WorkerConfig, config: VllmConfig, directory: Path | None) -> None:
         """directory: for its log; None = that of the system for temporary files."""
@@ -43,9 +47,10 @@ class VllmProcess:
         self.name = f"vLLM of {model.model.name}"
         self._model = model
         self._config = config
-        self._log = (directory or Path(tempfile.gettempdir()) / f"trainhouse-{os.getpid()}") / "vllm.log"
+        self._log = VllmLog((directory or Path(tempfile.gettempdir()) / f"trainhouse-{os.getpid()}") / "vllm.log")
         self._running: _Running | None = None
         self._ready = asyncio.Event()
+        self._crash: BaseException | None = None
         self._backoff = Backoff()
         self._watch: asyncio.Task[None] | None = None
 
@@ -63,11 +68,16 @@ class VllmProcess:
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Raises ValueError with the reason when it does not come up."""
-        on_progress(f"starting {self.name}, which logs to {self._log} ...")
+        on_progress(f"starting {self.name}, which logs to {self._log.file} ...")
         started = time.monotonic()
-        await self._start()
+        try:
+            self._log.begin()
+            await self._start()
+        except OSError as error:
+            raise ValueError(f"{self.name} does not start: {error}") from error
         on_progress(f"{self.name} ready in {time.monotonic() - started:.1f} s at {self.url}")
         self._watch = asyncio.create_task(self._keep_running())
+        self._watch.add_done_callback(self._watch_ended)
 
     async def close(self) -> None:
         if self._watch is not None:
@@ -76,39 +86,52 @@ class VllmProcess:
         await self._stop()
 
     async def ready(self) -> None:
-        """Waits while it is starting again."""
+        """Waits while it is starting again. Raises OperationError."""
         await self._ready.wait()
+        if self._crash is not None:
+            raise OperationError(f"{self.name} is out of service after an internal error: {self._crash}", "server")
 
     async def _keep_running(self) -> None:
         while True:
             assert self._running is not None
             status = await self._running.process.wait()
             self._ready.clear()
-            logger.error("%s ended with status %d: %s", self.name, status, _last_error(self._log))
+            logger.error("%s ended with status %d: %s", self.name, status, self._log.last_error())
             while not await self._try_to_start():
                 pass
+
+    def _watch_ended(self, watch: "asyncio.Task[None]") -> None:
+        """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
+        if not watch.cancelled():
+            self._crash = watch.exception()
+            logger.critical("the watch over %s crashed", self.name, exc_info=self._crash)
+            self._ready.set()
 
     async def _try_to_start(self) -> bool:
         await asyncio.sleep(self._backoff.next_delay())
         try:
             await self._start()
-        except ValueError as error:
-            logger.error("%s", error)
+        except (ValueError, OSError) as error:
+            logger.error("%s does not come back: %s", self.name, error)
+            # However long it took: it has served for no time.
+            self._backoff.started()
             return False
         logger.warning("%s is back at %s", self.name, self.url)
         return True
 
     async def _start(self) -> None:
+        """Raises ValueError with the reason, and OSError."""
         await self._stop()
         self.num_starts += 1
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
         self._running = await _run(self._command(port), self._environment(), self._log)
-        self._backoff.started()
         try:
             await asyncio.wait_for(self._until_healthy(), _START_SECONDS)
         except TimeoutError:
-            raise ValueError(f"{self.name} does not answer after {_START_SECONDS:.0f} s: see {self._log}") from None
+            reason = f"{self.name} does not answer after {_START_SECONDS:.0f} s: see {self._log.file}"
+            raise ValueError(reason) from None
+        self._backoff.started()
         self._ready.set()
 
     async def _until_healthy(self) -> None:
@@ -119,7 +142,7 @@ class VllmProcess:
                     if (await client.get("/health")).is_success:
                         return
                 if self._running.process.returncode is not None:
-                    raise ValueError(f"{self.name} does not start: {_last_error(self._log)}")
+                    raise ValueError(f"{self.name} does not start: {self._log.last_error()}")
                 await asyncio.sleep(_POLL_SECONDS)
 
     async def _stop(self) -> None:
@@ -149,7 +172,7 @@ class VllmProcess:
         }
         if model.max_context_length is not None:
             flags["max-model-len"] = model.max_context_length
-        switches = ["--enable-lora", "--disable-uvicorn-access-log"]
+        switches = ["--enable-lora", "--disable-uvicorn-access-log", "--enable-prompt-tokens-details"]
         if _lacks_tokenizer(model.model.source):
             switches.append("--skip-tokenizer-init")
         named = [text for name, value in flags.items() for text in (f"--{name}", str(value))]
@@ -174,7 +197,7 @@ class VllmProcess:
                 "KMP_BLOCKTIME": "0",
             }
         elif devices := re.findall(r"cuda:([0-9]+)", self._model.device):
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+            environment["CUDA_VISIBLE_DEVICES"] = _visible_devices([int(device) for device in devices])
         return os.environ | environment
 
 
@@ -186,9 +209,9 @@ class _Running:
     pid: int
 
 
-async def _run(command: list[str], environment: Mapping[str, str], log: Path) -> _Running:
-    log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with log.open("wb") as output:
+async def _run(command: list[str], environment: Mapping[str, str], log: VllmLog) -> _Running:
+    """Raises ValueError and OSError."""
+    with log.open() as output:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-IS",
@@ -202,8 +225,22 @@ async def _run(command: list[str], environment: Mapping[str, str], log: Path) ->
     assert process.stdout is not None
     line = await process.stdout.readline()
     if not line:
-        raise ValueError(f"{command[0]} does not run: {_last_error(log)}")
+        raise ValueError(f"{command[0]} does not run: {log.last_error()}")
     return _Running(process, int(line))
+
+
+def _visible_devices(numbers: Sequence[int]) -> str:
+    """As CUDA_VISIBLE_DEVICES has them, of those that we see ourselves: cuda:0 is our first. Raises ValueError."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        return ",".join(str(number) for number in numbers)
+    ours = [device.strip() for device in visible.split(",")]
+    for number in numbers:
+        if number >= len(ours):
+            raise ValueError(
+                f"vLLM is to use cuda:{number}, and CUDA_VISIBLE_DEVICES={visible} has {len(ours)}: name one of them"
+            )
+    return ",".join(ours[number] for number in numbers)
 
 
 def _free_port() -> int:
@@ -223,12 +260,3 @@ def _lacks_tokenizer(source: str) -> bool:
     """Of a directory; what a hub has is left to vLLM."""
     names = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "tekken.json")
     return Path(source).is_dir() and not any((Path(source) / name).exists() for name in names)
-
-
-def _last_error(log: Path) -> str:
-    """The last line that names an error, else the last line."""
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    named = [line for line in lines if re.search(r"\b[A-Za-z]*(Error|Exception)\b: ", line)]
-    last = (named or lines or ["it said nothing"])[-1]
-    without_origin = re.sub(r"^\(.*?\)( [A-Z]+ [^]]*\])?", "", last).strip()
-    return f"{without_origin} (more in {log})"

@@ -1,29 +1,36 @@
-"""The OpenAI-compatible endpoint: what `/v1/completions`, `/v1/chat/completions` and `/v1/models` take and answer."""
+"""The OpenAI-compatible endpoint: what `/v1/completions` and `/v1/chat/completions` take, `/v1/models`, and errors."""
 
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar
+import reprlib
+from collections.abc import Callable, Iterable, Mapping
+from itertools import islice
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
+    FailFast,
     Field,
     JsonValue,
-    SerializerFunctionWrapHandler,
     ValidationError,
-    model_serializer,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
     model_validator,
 )
+from pydantic_core import PydanticCustomError
 
 from .errors import RequestError
+from .sampling import RepetitionPenalty, Shift, StopString, Temperature
 
 MOST_STOP_STRINGS = 16
 MOST_LOGPROBS = 20
-
-FinishReason = Literal["stop", "length"]
+MOST_CHOICES_OF_A_PROMPT = 1024
+COMPLETION_TOKENS = 16
+"""Of a completion that does not say how many it wants."""
 
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
     "audio": (),
     "best_of": (1,),
+    "continuous_usage_stats": (False,),
     "function_call": ("auto", "none"),
     "functions": ([],),
     "include_stop_str_in_output": (False,),
@@ -42,6 +49,7 @@ _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
 """Fields that the sampler cannot do, and the values with which they ask for nothing."""
 
 _WITHOUT_EFFECT = (
+    "include_obfuscation",
     "metadata",
     "prompt_cache_key",
     "prompt_cache_retention",
@@ -53,8 +61,40 @@ _WITHOUT_EFFECT = (
 """Fields that change nothing in what is sampled, whatever they say."""
 
 
-_BRANCHES = ("[key]", "str", "list[int]", "list[str]", "list[list[int]]", "list[TextPart]")
+_BRANCHES = (
+    "[key]",
+    "str",
+    "constrained-str",
+    "list[int]",
+    "list[str]",
+    "list[constrained-str]",
+    "list[list[int]]",
+    "list[TextPart]",
+)
 """What stands among the names of fields in the place of an error, for keys and for the types that a field may have."""
+
+_PIECE = 256
+
+
+class _FirstOnly(FailFast):
+    """Of a list, the first element that is wrong is told of: an error takes up 2 KB. In a union it must have a hash."""
+
+    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
+
+
+def _in_pieces(entries: object, validate: ValidatorFunctionWrapHandler) -> dict[int, float]:
+    """As _FirstOnly does for lists: what comes behind a piece with errors is not looked at."""
+    if not isinstance(entries, dict):
+        return validate(entries)
+    items = iter(entries.items())
+    pieces = iter(lambda: dict(islice(items, _PIECE)), {})
+    return {token: bias for piece in pieces for token, bias in validate(piece).items()}
+
+
+Stop = Annotated[StopString, Field(min_length=1)]
+Tokens = Annotated[list[int], _FirstOnly()]
+Texts = Annotated[list[str], _FirstOnly()]
+LogitBias = Annotated[dict[int, Shift], WrapValidator(_in_pieces)]
 
 
 class OpenAiError(RequestError):
@@ -84,7 +124,29 @@ class ErrorBody(BaseModel):
         return cls(error=ErrorDetail(message=message, type=kind, param=param, code=code or codes.get(status)))
 
 
-class StreamOptions(BaseModel):
+def _asks_for_nothing(name: str, value: JsonValue) -> bool:
+    return value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ())
+
+
+class _Strict(BaseModel):
+    """A field that is not here is refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unknown(cls, fields: Any) -> Any:
+        """The first of them, where pydantic would tell of each."""
+        if not isinstance(fields, Mapping):
+            return fields
+        wanted = {name: value for name, value in fields.items() if not _asks_for_nothing(name, value)}
+        for name, value in wanted.items():
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown_field", "not supported here", {"name": name, "value": value})
+        return wanted
+
+
+class StreamOptions(_Strict):
     """include_usage: a last chunk with the usage of all."""
 
     include_usage: bool = False
@@ -98,58 +160,60 @@ class JsonSchemaFormat(BaseModel):
     json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(_Strict):
     """json_schema: with type json_schema. Type json_object is any JSON object."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchemaFormat | None = None
 
 
-class _Request(BaseModel):
-    """What both kinds of completion ask for. A null is an absent field, a field that is not here is refused.
+class Asking(_Strict):
+    """What both kinds of completion ask for. A null is an absent field.
 
     top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (beside the model's end tokens), ignore_eos (without
     them) and return_token_ids are known from other servers.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
     model: str
-    n: Annotated[int, Field(ge=1, le=1024)] = 1
+    n: Annotated[int, Field(ge=1, le=MOST_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: str | list[str] = []
-    stop_token_ids: list[int] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), _FirstOnly()] = []
+    stop_token_ids: Tokens = []
     ignore_eos: bool = False
     seed: int | None = None
-    temperature: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1.0
+    temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
     min_tokens: Annotated[int, Field(ge=0)] = 0
-    repetition_penalty: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    presence_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    frequency_penalty: Annotated[float, Field(allow_inf_nan=False)] = 0.0
-    logit_bias: dict[int, Annotated[float, Field(allow_inf_nan=False)]] = {}
+    repetition_penalty: RepetitionPenalty = 1.0
+    presence_penalty: Shift = 0.0
+    frequency_penalty: Shift = 0.0
+    logit_bias: LogitBias = {}
     response_format: ResponseFormat = ResponseFormat(type="text")
     return_token_ids: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _drop_what_asks_for_nothing(cls, fields: Any) -> Any:
-        if not isinstance(fields, Mapping):
-            return fields
-        return {name: value for name, value in fields.items() if not _asks_for_nothing(name, value)}
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
 
     @property
-    def most_tokens(self) -> int | None:
-        """Of a sample; None = until the context ends."""
+    def num_prompts(self) -> int:
+        return 1
+
+    @property
+    def echoes(self) -> bool:
+        """Whether choices begin with their prompt."""
+        return False
+
+    @property
+    def samples_nothing(self) -> bool:
+        """Whether the prompt alone is wanted."""
+        return False
+
+    def most_tokens(self, room: int) -> int | None:
+        """Of a sample; None = until the context ends. room: how many the prompt leaves of the context."""
         raise NotImplementedError
 
     @property
@@ -158,12 +222,13 @@ class _Request(BaseModel):
         raise NotImplementedError
 
 
-class CompletionRequest(_Request):
+class CompletionRequest(Asking):
     """prompt: one text, several, the tokens of one, or those of several. echo: the prompt is given back before the
-    completion, scored when logprobs are asked for; max_tokens may be 0 then."""
+    completion, scored when logprobs are asked for; max_tokens may be 0 then. max_tokens absent: 16, or what is left of
+    the context."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
-    max_tokens: Annotated[int, Field(ge=0)] = 16
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], _FirstOnly()]
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
 
@@ -178,8 +243,19 @@ class CompletionRequest(_Request):
                 return [one for one in several if not isinstance(one, int)]
 
     @property
-    def most_tokens(self) -> int | None:
-        return self.max_tokens
+    def num_prompts(self) -> int:
+        return len(self.prompts)
+
+    @property
+    def echoes(self) -> bool:
+        return self.echo
+
+    @property
+    def samples_nothing(self) -> bool:
+        return self.max_tokens == 0
+
+    def most_tokens(self, room: int) -> int | None:
+        return min(COMPLETION_TOKENS, room) if self.max_tokens is None else self.max_tokens
 
     @property
     def num_top(self) -> int | None:
@@ -201,17 +277,17 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: str
-    content: str | list[TextPart] | None = None
-    tool_calls: list[dict[str, JsonValue]] | None = None
+    content: str | Annotated[list[TextPart], _FirstOnly()] | None = None
+    tool_calls: Annotated[list[dict[str, JsonValue]], _FirstOnly()] | None = None
 
 
-class ChatCompletionRequest(_Request):
+class ChatCompletionRequest(Asking):
     """tools are given to the model's chat template, which also reads chat_template_kwargs; calls of them come as text.
 
     add_generation_prompt: the template ends with the beginning of the answer.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), _FirstOnly()]
     tools: list[JsonValue] = []
     tool_choice: JsonValue = "auto"
     max_tokens: Annotated[int, Field(ge=1)] | None = None
@@ -221,8 +297,7 @@ class ChatCompletionRequest(_Request):
     add_generation_prompt: bool = True
     chat_template_kwargs: dict[str, JsonValue] = {}
 
-    @property
-    def most_tokens(self) -> int | None:
+    def most_tokens(self, room: int) -> int | None:
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
 
     @property
@@ -230,7 +305,7 @@ class ChatCompletionRequest(_Request):
         return self.top_logprobs if self.logprobs else None
 
 
-Asked = TypeVar("Asked", bound=_Request)
+Asked = TypeVar("Asked", bound=Asking)
 
 
 def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
@@ -240,13 +315,16 @@ def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
-            raise _bad_request(error.errors(include_url=False)[0]) from None
+            raise _bad_request(_most_telling(error.errors(include_url=False))) from None
 
     return decode
 
 
-def _asks_for_nothing(name: str, value: JsonValue) -> bool:
-    return value is None or name in _WITHOUT_EFFECT or value in _NEUTRAL.get(name, ())
+def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
+    """Of the first field that is wrong: where it may be of several types, each tells what is wrong with it."""
+    first, *others = errors
+    of_field = [first, *(error for error in others if error["loc"][:1] == first["loc"][:1])]
+    return next((error for error in of_field if not error["type"].endswith("_type")), first)
 
 
 def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
@@ -256,130 +334,14 @@ def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
             return OpenAiError(f"the body is not valid JSON: {error['ctx']['error']}")
         case "missing":
             return OpenAiError(f"{param} is missing", param=param, code="missing_required_parameter")
-        case "extra_forbidden":
-            message = f"{param} is not supported here (it was {_shown(error['input'])}): leave it out"
+        case "unknown_field":
+            name, value = error["ctx"]["name"], reprlib.repr(error["ctx"]["value"])
+            param = name if param is None else f"{param}.{name}"
+            message = f"{param} is not supported here (it was {value}): leave it out"
             return OpenAiError(message, param=param, code="unsupported_parameter")
         case _:
-            message = f"{param or 'the body'} is {_shown(error['input'])}: {error['msg']}"
+            message = f"{param or 'the body'} is {reprlib.repr(error['input'])}: {error['msg']}"
             return OpenAiError(message, param=param, code="invalid_value")
-
-
-def _shown(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 80 else f"{text[:77]}..."
-
-
-# Answers.
-
-
-class _Answer(BaseModel):
-    """Of the fields that are None those of `left_out` are not sent, the others as null."""
-
-    left_out: ClassVar[tuple[str, ...]] = ()
-
-    @model_serializer(mode="wrap")
-    def _send(self, serialize: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        fields = serialize(self)
-        return {name: value for name, value in fields.items() if value is not None or name not in self.left_out}
-
-
-class PromptTokensDetails(BaseModel):
-    """cached_tokens: of the prompts, what the sampler had computed before."""
-
-    cached_tokens: int
-
-
-class Usage(BaseModel):
-    """A prompt counts once, however many samples are drawn from it."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: PromptTokensDetails
-
-
-class CompletionLogprobs(BaseModel):
-    """By token: its text; its log-probability, null for the first of a prompt; text -> log-probability of the likeliest
-    and of itself; and the characters of the choice's text in front of it."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(_Answer):
-    left_out = ("token_ids", "prompt_token_ids")
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-
-
-class Completion(_Answer):
-    """Also a chunk of a stream."""
-
-    left_out = ("usage",)
-
-    id: str
-    object: Literal["text_completion"] = "text_completion"
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: Usage | None = None
-
-
-class TokenLogprob(BaseModel):
-    """bytes: of the token's UTF-8, which may be a part of a character."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatTokenLogprob(TokenLogprob):
-    top_logprobs: list[TokenLogprob]
-
-
-class ChatLogprobs(BaseModel):
-    content: list[ChatTokenLogprob]
-
-
-class AnswerMessage(_Answer):
-    """A message of the assistant; in a chunk, what is added to it, the role once."""
-
-    left_out = ("role",)
-
-    role: Literal["assistant"] | None = None
-    content: str
-
-
-class ChatChoice(_Answer):
-    """message: of a whole answer. delta: of a chunk."""
-
-    left_out = ("message", "delta", "token_ids")
-
-    index: int
-    message: AnswerMessage | None = None
-    delta: AnswerMessage | None = None
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    token_ids: list[int] | None = None
-
-
-class ChatCompletion(_Answer):
-    left_out = ("usage", "prompt_token_ids")
-
-    id: str
-    object: Literal["chat.completion", "chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: Usage | None = None
-    prompt_token_ids: list[int] | None = None
 
 
 class Model(BaseModel):

@@ -45,6 +45,12 @@ class ChatTemplate:
         )
 
     @cached_property
+    def reads_tools(self) -> bool:
+        """Whether tools can change what it renders. Raises TemplateError on a source that is no template."""
+        names = _environment().parse(self._source).find_all(nodes.Name)
+        return any(name.name == "tools" and name.ctx == "load" for name in names)
+
+    @cached_property
     def _compiled(self) -> Template:
         return _environment().from_string(self._source)
 

@@ -1,21 +1,23 @@
 """OpenAI's API: completions and chats of whatever can be sampled, for the programs that are written on it."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from fastapi import APIRouter, Request, Response
 from fastapi.responses import StreamingResponse
-from pydantic import BaseModel
 from starlette.requests import ClientDisconnect
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from ...schemas.errors import OperationError, RequestError
 from ...schemas.openai import (
-    ChatCompletion,
+    Asked,
+    Asking,
     ChatCompletionRequest,
-    Completion,
     CompletionRequest,
     ErrorBody,
     Model,
@@ -23,20 +25,38 @@ from ...schemas.openai import (
     OpenAiError,
     decoder,
 )
+from ...schemas.openai_answers import ChatCompletion, Completion
 from ..auth import Tenant, TenantDependency
 from ..bodies import json_body
+from ..choices import Choices, Fragment
 from ..draws import Drawn, Draws, Grown
-from ..openai import AnyRequest, Choices, Envelope, Fragment, check, prompts_of, sample_request, stops_of
-from ..samplers import Sampler
+from ..openai_answer import Answer, Told
+from ..openai_chats import CHATS
+from ..openai_completions import COMPLETIONS
+from ..openai_kind import Kind
+from ..openai_sampling import num_bytes_of, refusal, sample_requests, stops_of
+from ..prompts import Prompt
+from ..quotas import UNORDERED, Admission
+from ..samplers import Sampler, SamplingJob, Stops, require_served
 from ..services import Services, ServicesDependency
+from ..store import CheckpointRecord
+from ..tokenizer import Tokenizer
 from .examples import BASE_MODEL, ModelPath
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])
 
+logger = logging.getLogger(__name__)
+
 _MOST_LISTED = 1000
-_MANY_TOKENS = 10_000
-"""The text of more of them is made off the event loop."""
+_LARGE_REQUEST_BYTES = 8192
+_MANY_PROMPTS = 8
+_MANY_NUMBERS = 10_000
+"""Work on more than these is done off the event loop. Numbers are tokens and the alternatives to them."""
+
+_PIECE_BYTES = 16384
+_STALLED_SECONDS = 120.0
+"""A stream of which nothing is taken for so long is given up."""
 
 Worked = TypeVar("Worked")
 
@@ -48,10 +68,21 @@ async def list_models(services: ServicesDependency, tenant: TenantDependency) ->
     Any checkpoint's path and the id of a live sampling session are taken, too.
     """
     base = [_base_model(name) for name in services.dispatch.models]
+    saved = [_checkpoint(record, tenant) for record in await _saved_for_sampling(services, tenant)]
+    return ModelList(data=[*base, *saved])
+
+
+async def _saved_for_sampling(services: Services, tenant: Tenant) -> list[CheckpointRecord]:
+    """The newest _MOST_LISTED."""
+    saved, offset = [], 0
     now = services.checkpoints.now()
-    records, _ = await services.store.list_checkpoints(tenant.id, now, 0, _MOST_LISTED)
-    saved = [record for record in records if record.kind == "sampler_weights"]
-    return ModelList(data=[*base, *(_model(one.tinker_path, one.created_at, tenant) for one in saved)])
+    while len(saved) < _MOST_LISTED:
+        records, _ = await services.store.list_checkpoints(tenant.id, now, offset, _MOST_LISTED)
+        if not records:
+            break
+        saved += [record for record in records if record.kind == "sampler_weights"]
+        offset += len(records)
+    return saved[:_MOST_LISTED]
 
 
 @router.get("/models/{name:path}")
@@ -61,8 +92,11 @@ async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: 
         return _base_model(name)
     try:
         if name.startswith("tinker://"):
-            return _model(name, (await services.checkpoints.resolve(tenant, name)).created_at, tenant)
-        return _model(name, (await services.samplers.get(tenant, name)).record.created_at, tenant)
+            record = await services.checkpoints.resolve(tenant, name)
+            require_served(services.dispatch, record.base_model)
+            return _checkpoint(record, tenant)
+        sampler = await services.samplers.named(tenant, name)
+        return Model(id=name, created=int(sampler.record.created_at), owned_by=tenant.name)
     except RequestError as error:
         raise _no_model(services, name, error) from None
 
@@ -74,7 +108,7 @@ async def retrieve_model(name: ModelPath, services: ServicesDependency, tenant: 
 )
 async def create_completion(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """Continuations of one or several prompts. With `stream` they come as server-sent events."""
-    return await _complete(request, services, tenant, decoder(CompletionRequest))
+    return await _complete(request, services, tenant, COMPLETIONS)
 
 
 @router.post(
@@ -87,36 +121,83 @@ async def create_completion(request: Request, services: ServicesDependency, tena
 )
 async def create_chat_completion(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """The assistant's next message, by the model's chat template. With `stream` it comes as server-sent events."""
-    return await _complete(request, services, tenant, decoder(ChatCompletionRequest))
+    return await _complete(request, services, tenant, CHATS)
 
 
-async def _complete(
-    request: Request, services: Services, tenant: Tenant, decode: Callable[[bytes], AnyRequest]
-) -> Response:
-    with services.quotas.admission(tenant.id) as admission:
-        submit = await receive_unordered(request, services, admission, decode)
-        asked = submit.content
-        check(asked)
-        sampler = await _sampler(services, tenant, asked.model)
-        tokenizer = await services.tokenizers.get(sampler.record.base_model)
-        prompts = await prompts_of(asked, tokenizer)
-        stops = stops_of(asked, services.dispatch.models[sampler.record.base_model].eos_token_ids)
-        jobs = [services.samplers.drawing(sampler, sample_request(asked, prompt), stops) for prompt in prompts]
-        choices, envelope = Choices(asked, tokenizer, stops, prompts), Envelope(asked, tokenizer, prompts)
-        draws = Draws(services.samplers, jobs, admission, asked.stream, len(submit.received.body))
+async def _complete(request: Request, services: Services, tenant: Tenant, kind: Kind[Asked]) -> Response:
     with ExitStack() as stack:
-        stack.callback(draws.close)
+        admission = stack.enter_context(services.quotas.admission(tenant.id))
+        submit = await receive_unordered(request, services, admission, decoder(kind.request))
+        asked = submit.content
+        kind.check(asked)
         try:
+            prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
+            _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
+            draws = Draws(services.samplers, prepared.jobs, admission, asked.stream and not asked.samples_nothing)
+            stack.callback(draws.close)
+            answer = kind.answer(asked, prepared.tokenizer, prepared.prompts)
+            choices = Choices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
             if not asked.stream:
                 drawn = await _while_connected(request, _all(draws))
-                return await _whole(envelope, choices, drawn)
-            events = draws.events()
+                return await _whole(answer, choices, drawn)
             # What fails before anything comes is answered with its status.
+            events = draws.events()
             events = _chained(await _while_connected(request, anext(events)), events)
         except OperationError as error:
-            raise OpenAiError(error.message, 400 if error.category == "user" else 503) from None
+            raise refusal(asked, error) from None
         closing = stack.pop_all()
-    return _EventStream(_stream(asked, envelope, choices, events), closing.close)
+    return _EventStream(_stream(asked, answer, choices, prepared.prompts, events), closing.close)
+
+
+@dataclass(frozen=True)
+class _Prepared:
+    """A request in the words of the samplers, one job a prompt. sizes: bytes of each."""
+
+    tokenizer: Tokenizer
+    stops: Stops
+    prompts: list[Prompt]
+    jobs: list[SamplingJob]
+    sizes: list[int]
+
+
+async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked: Asked, num_bytes: int) -> _Prepared:
+    """Raises RequestError, OperationError."""
+    sampler = await _sampler(services, tenant, asked.model)
+    model = services.dispatch.models[sampler.record.base_model]
+    tokenizer = await services.tokenizers.get(model.name)
+    stops = stops_of(asked, model.eos_token_ids)
+
+    def prepare() -> _Prepared:
+        prompts = kind.prompts(asked, tokenizer, model.max_context_length)
+        requests = sample_requests(asked, prompts, model.max_context_length)
+        jobs = [services.samplers.drawing(sampler, one, stops) for one in requests]
+        sizes = [num_bytes_of(job, model.max_context_length) for job in jobs]
+        return _Prepared(tokenizer, stops, prompts, jobs, sizes)
+
+    large = num_bytes > _LARGE_REQUEST_BYTES or asked.num_prompts > _MANY_PROMPTS
+    return await services.tokenizers.apart(prepare) if large else prepare()
+
+
+def _admit(
+    services: Services, tenant: Tenant, stack: ExitStack, first: Admission, prepared: _Prepared, num_bytes: int
+) -> None:
+    """A claim for each job, given back with the stack. num_bytes: of the body. Raises RequestError 400, 429."""
+    sizes = [max(num_bytes, prepared.sizes[0]), *prepared.sizes[1:]]
+    config = services.config
+    most_bytes = min(config.tenant_queued_bytes, config.queued_bytes // 2)
+    if len(sizes) > config.tenant_queued_operations or sum(sizes) > most_bytes:
+        raise OpenAiError(
+            f"{len(sizes)} prompts and their samples, as long as they may become, take up {sum(sizes)} bytes, and "
+            f"{config.tenant_queued_operations} prompts and {most_bytes} bytes are the most: lower n, logprobs or "
+            "max_tokens, or send several requests"
+        )
+    first.grow(sizes[0], UNORDERED)
+    others = [stack.enter_context(services.quotas.admission(tenant.id)) for _ in sizes[1:]]
+    for admission, size in zip(others, sizes[1:], strict=True):
+        admission.claim(size, UNORDERED)
+    for admission, size, job in zip((first, *others), sizes, prepared.jobs, strict=True):
+        stack.callback(admission.release)
+        admission.keep(size, len(job.prompt))
 
 
 async def _sampler(services: Services, tenant: Tenant, name: str) -> Sampler:
@@ -132,13 +213,13 @@ async def _all(draws: Draws) -> list[Drawn]:
     return sorted(drawn, key=lambda event: event.job)
 
 
-async def _whole(envelope: Envelope, choices: Choices, drawn: list[Drawn]) -> Response:
-    def make() -> str:
-        fragments = [fragment for event in drawn for fragment in choices.whole(event)]
-        return envelope.answer(fragments, choices.usage()).model_dump_json()
+async def _whole(answer: Answer, choices: Choices, drawn: list[Drawn]) -> Response:
+    def make() -> bytes:
+        told = [Told(choices.echo(event.job, event.response), choices.finish(event)) for event in drawn]
+        return answer.whole(told, choices.usage())
 
-    num_tokens = sum(len(sequence.tokens) for event in drawn for sequence in event.response.sequences)
-    body = await asyncio.to_thread(make) if num_tokens > _MANY_TOKENS else make()
+    num_numbers = sum(map(choices.num_numbers, drawn))
+    body = await _apart_if(num_numbers > _MANY_NUMBERS, make)
     return Response(body, media_type="application/json")
 
 
@@ -149,47 +230,79 @@ async def _chained(first: Grown | Drawn, rest: AsyncIterator[Grown | Drawn]) -> 
 
 
 async def _stream(
-    asked: AnyRequest, envelope: Envelope, choices: Choices, events: AsyncIterator[Grown | Drawn]
-) -> AsyncIterator[str]:
+    asked: Asking, answer: Answer, choices: Choices, prompts: Sequence[Prompt], events: AsyncIterator[Grown | Drawn]
+) -> AsyncIterator[bytes]:
     """Server-sent events; the last of a stream that broke off is an error."""
     try:
-        for fragment in choices.echoes():
-            yield _event(envelope.chunk([fragment]))
+        for job, prompt in enumerate(prompts if asked.echoes else ()):
+            echo = await _apart_if(len(prompt.token_ids) > _MANY_NUMBERS, partial(choices.echo, job))
+            async for piece in _pieces(answer, choices.echoed(job, echo)):
+                yield piece
         async for event in events:
-            for fragment in _fragments(asked, choices, event):
-                yield _event(envelope.chunk([fragment]))
+            if isinstance(event, Grown):
+                pieces = _pieces(answer, choices.grow(event))
+            else:
+                pieces = _pieces(answer, choices.finish(event), choices.num_numbers(event) > _MANY_NUMBERS)
+            async for piece in pieces:
+                yield piece
         if asked.stream_options.include_usage:
-            yield _event(envelope.chunk([], choices.usage()))
-        yield "data: [DONE]\n\n"
+            yield _event(answer.last_chunk(choices.usage()))
+        yield b"data: [DONE]\n\n"
     except OperationError as error:
-        yield _event(ErrorBody.of(error.message, 400 if error.category == "user" else 503))
+        yield _error_event(refusal(asked, error))
     except RequestError as error:
-        yield _event(ErrorBody.of(error.message, error.status))
+        yield _error_event(OpenAiError(error.message, error.status))
 
 
-def _fragments(asked: AnyRequest, choices: Choices, event: Grown | Drawn) -> list[Fragment]:
-    """Those that tell something: text may be held back."""
-    fragments = choices.grow(event) if isinstance(event, Grown) else choices.finish(event)
-    shows_tokens = asked.return_token_ids or asked.num_top is not None
-    return [one for one in fragments if one.first or one.text or one.finish_reason or shows_tokens]
+async def _pieces(answer: Answer, fragments: Iterator[Fragment], large: bool = False) -> AsyncIterator[bytes]:
+    """Server-sent events, several in a piece; others have their turn in between. large: one of them may be."""
+    while piece := await _apart_if(large, partial(_piece, answer, fragments)):
+        yield piece
+        await asyncio.sleep(0)
 
 
-def _event(content: BaseModel) -> str:
-    return f"data: {content.model_dump_json()}\n\n"
+def _piece(answer: Answer, fragments: Iterator[Fragment]) -> bytes:
+    """Empty = that was all."""
+    events, num_bytes = [], 0
+    for fragment in fragments:
+        if fragment.tells_something:
+            events.append(_event(answer.chunk(fragment)))
+            num_bytes += len(events[-1])
+            if num_bytes > _PIECE_BYTES:
+                break
+    return b"".join(events)
+
+
+async def _apart_if(large: bool, work: Callable[[], Worked]) -> Worked:
+    return await asyncio.to_thread(work) if large else work()
+
+
+def _event(content: bytes) -> bytes:
+    return b"data: " + content + b"\n\n"
+
+
+def _error_event(error: OpenAiError) -> bytes:
+    return _event(ErrorBody.of(error.message, error.status, error.param).model_dump_json().encode())
 
 
 class _EventStream(StreamingResponse):
-    """close: called when it is over, also when the client left before."""
+    """close: called when it is over, also when the client left before, or took nothing for _STALLED_SECONDS."""
 
     media_type = "text/event-stream"
 
-    def __init__(self, events: AsyncIterator[str], close: Callable[[], None]) -> None:
+    def __init__(self, events: AsyncIterator[bytes], close: Callable[[], None]) -> None:
         super().__init__(events, headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         self._close = close
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_time(message: Message) -> None:
+            async with asyncio.timeout(_STALLED_SECONDS):
+                await send(message)
+
         try:
-            await super().__call__(scope, receive, send)
+            await super().__call__(scope, receive, send_in_time)
+        except TimeoutError:
+            logger.info("a stream was given up: its client took nothing of it for %g s", _STALLED_SECONDS)
         finally:
             self._close()
 
@@ -216,8 +329,9 @@ def _base_model(name: str) -> Model:
     return Model(id=name, created=0, owned_by="trainhouse")
 
 
-def _model(name: str, created_at: float, tenant: Tenant) -> Model:
-    return Model(id=name, created=int(created_at), owned_by=tenant.name)
+def _checkpoint(record: CheckpointRecord, tenant: Tenant) -> Model:
+    owner = tenant.name if record.tenant_id == tenant.id else "somebody else"
+    return Model(id=record.tinker_path, created=int(record.created_at), owned_by=owner)
 
 
 def _no_model(services: Services, name: str, error: RequestError) -> OpenAiError:

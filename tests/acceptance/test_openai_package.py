@@ -18,7 +18,7 @@ from openai.types.chat import ChatCompletion
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from ..letters import save_letter_tokenizer
+from ..letters import SPECIAL, save_letter_tokenizer
 from ..live import LiveServer, live_server
 from ..tiny import tiny_model
 
@@ -165,6 +165,25 @@ def test_echo_scores_the_prompt_as_our_own_api_does(
     assert "".join(chunk.choices[0].text for chunk in streamed) == whole.choices[0].text
 
 
+def test_a_stream_that_echoes_and_samples_nothing_tells_of_no_sample(client: openai.OpenAI) -> None:
+    asked: dict[str, Any] = {"model": MODEL, "prompt": ["the model", "is here"], "n": 2, "max_tokens": 0, "echo": True}
+    asked |= {"stream": True, "stream_options": {"include_usage": True}, "extra_body": {"return_token_ids": True}}
+    *chunks, last = client.completions.create(**asked)
+    parts = [part for chunk in chunks for part in chunk.choices]
+    texts = ["".join(part.text for part in parts if part.index == index) for index in range(4)]
+    assert texts == ["the model", "the model", "is here", "is here"]
+    assert not any(part.token_ids for part in parts)  # pyright: ignore[reportAttributeAccessIssue]
+    assert last.usage is not None and last.usage.completion_tokens == 0
+
+
+def test_without_max_tokens_a_completion_ends_with_the_context(client: openai.OpenAI) -> None:
+    for length, num_sampled in ((1000, 16), (1020, 4)):
+        answer = client.completions.create(
+            model=MODEL, prompt=[5] * length, extra_body={"ignore_eos": True, "return_token_ids": True}
+        )
+        assert answer.usage is not None and answer.usage.completion_tokens == num_sampled
+
+
 def test_several_prompts_of_every_form_have_n_choices_each(
     client: openai.OpenAI, tokenizer: PreTrainedTokenizerFast
 ) -> None:
@@ -295,8 +314,9 @@ def check_answer(answer: ChatCompletion, native: Any, text: str) -> None:
     assert choice.message.content == text and choice.token_ids == native["tokens"]  # pyright: ignore[reportAttributeAccessIssue]
     assert choice.logprobs is not None and choice.logprobs.content is not None
     assert [one.logprob for one in choice.logprobs.content] == pytest.approx(native["logprobs"], abs=1e-4)
-    spelled = b"".join(bytes(one.bytes or []) for one in choice.logprobs.content)
-    assert spelled.decode(errors="replace").replace("<tool>", "") == text
+    named = [bytes(one.bytes or []) for one in choice.logprobs.content]
+    special = [name.encode() for name in SPECIAL]
+    assert b"".join(one for one in named if one not in special).decode(errors="replace") == text
     for one in choice.logprobs.content:
         first, second = one.top_logprobs
         assert first.logprob >= second.logprob and first.logprob >= one.logprob - 1e-4
@@ -443,6 +463,14 @@ def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]
         ({"n": 0}, "n"),
         ({"n": "two"}, "n"),
         ({"temperature": -1}, "temperature"),
+        ({"temperature": 1e31}, "temperature"),
+        ({"repetition_penalty": 5000}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-4}, "repetition_penalty"),
+        ({"presence_penalty": 1e7}, "presence_penalty"),
+        ({"frequency_penalty": -1e7}, "frequency_penalty"),
+        ({"logit_bias": {"5": 1e7}}, "logit_bias.5"),
+        ({"stream_options": {"include_all": True}}, "stream_options.include_all"),
+        ({"stop": "a" * 1001}, "stop"),
         ({"top_p": 0}, "top_p"),
         ({"logprobs": 21}, "logprobs"),
         ({"max_tokens": 0}, "max_tokens"),
@@ -450,6 +478,7 @@ def check_models(server: LiveServer, client: openai.OpenAI, names: Sequence[str]
         ({"stop": ["a"] * 17}, "stop"),
         ({"prompt": {}}, "prompt"),
         ({"echo": True, "logprobs": 1, "stream": True}, "stream"),
+        ({"prompt": [[5] * 1000] * 4, "n": 1000, "echo": True}, "echo"),
         ({"max_tokens": 5000}, None),
         ({"prompt": []}, "prompt"),
         ({"prompt": [[1, 2], []]}, None),
@@ -471,6 +500,10 @@ def test_what_cannot_be_done_is_refused_by_name(client: openai.OpenAI, fields: d
     [
         ({"response_format": {"type": "grammar"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "intger"}}}},
+            "response_format",
+        ),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"messages": []}, "messages"),
@@ -551,12 +584,16 @@ def test_a_stream_whose_session_ends_breaks_off_with_an_error(client: openai.Ope
         client.completions.create(model=sampler.sampler_id, prompt="the")
 
 
-def test_what_was_computed_before_is_told_of(client: openai.OpenAI) -> None:
+def test_what_was_computed_before_is_told_of(client: openai.OpenAI, server: LiveServer) -> None:
     asked: dict[str, Any] = {"model": MODEL, "prompt": "a prompt that nobody sent before " * 20, "max_tokens": 2}
     for repeated in (False, True):
         usage = client.completions.create(**asked).usage
         assert usage is not None and usage.prompt_tokens_details is not None
         assert bool(usage.prompt_tokens_details.cached_tokens) == repeated
+    with connect(server, "tml-somebody-else") as other:
+        usage = other.completions.create(**asked).usage
+    assert usage is not None and usage.prompt_tokens_details is not None
+    assert not usage.prompt_tokens_details.cached_tokens, "what others have sent is not told"
 
 
 def test_the_documented_example_runs(server: LiveServer) -> None:

@@ -1,6 +1,6 @@
 """The text of a sample as its tokens come: whole characters, nothing of a stop string, and the same in any pieces."""
 
-import itertools
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers
-from trainhouse.server.openai import token_text
-from trainhouse.server.sample_text import SampleText, find_stop, longest_beginning
+from trainhouse.server.sample_text import SampleText
+from trainhouse.server.stop_strings import StopSearch, StopString
 from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
 
 from ..letters import SPECIAL, VOCAB, letter_tokenizer
@@ -26,8 +26,12 @@ def spelled(text: str) -> list[int]:
     return [alphabet[bytes([byte])] for byte in text.encode()]
 
 
-def deltas(tokens: Sequence[int], stops: Sequence[str] = (), size: int = 1) -> list[str]:
-    text = SampleText(TOKENIZER, stops, {END})
+def sample_text(stops: Sequence[str] = (), min_tokens: int = 0) -> SampleText:
+    return SampleText(TOKENIZER, [StopString(stop) for stop in stops], {END}, min_tokens)
+
+
+def deltas(tokens: Sequence[int], stops: Sequence[str] = (), size: int = 1, min_tokens: int = 0) -> list[str]:
+    text = sample_text(stops, min_tokens)
     taken = []
     for start in range(0, len(tokens), size):
         text.add(tokens[start : start + size])
@@ -72,13 +76,13 @@ def test_a_character_that_stays_incomplete_is_replaced_at_the_end() -> None:
 def test_a_stop_string_and_what_follows_is_cut_wherever_tokens_end() -> None:
     tokens = spelled("one two STOP three")
     for size in range(1, len(tokens) + 1):
-        text = SampleText(TOKENIZER, ["STOP"], {END})
-        taken = []
+        text = sample_text(["STOP"])
+        taken, num_offsets = [], 0
         for start in range(0, len(tokens), size):
-            text.add(tokens[start : start + size])
+            num_offsets += len(text.add(tokens[start : start + size]))
             taken.append(text.take())
         assert "".join([*taken, text.take(last=True)]) == "one two "
-        assert text.stopped and len(text.offsets) == len(tokens)
+        assert text.stopped and num_offsets == len(tokens)
 
 
 def test_what_may_begin_a_stop_string_is_held_back_and_released() -> None:
@@ -90,18 +94,19 @@ def test_what_may_begin_a_stop_string_is_held_back_and_released() -> None:
 def test_of_several_stop_strings_the_first_to_be_complete_counts() -> None:
     assert "".join(deltas(spelled("xabcd"), ["abcd", "bc"])) == "xa"
     assert "".join(deltas(spelled("xabcd"), ["bc", "abc"])) == "x"
-    assert find_stop("xabcd", []) is None
 
 
 def test_the_text_of_the_tokens_that_nothing_stops_is_not_cut() -> None:
     tokens = spelled("STOP and STOP it")
     for size in (1, 3, len(tokens)):
-        text = SampleText(TOKENIZER, ["STOP"], {END}, min_tokens=6)
-        taken = []
-        for start in range(0, len(tokens), size):
-            text.add(tokens[start : start + size])
-            taken.append(text.take())
-        assert "".join([*taken, text.take(last=True)]) == "STOP and "
+        assert "".join(deltas(tokens, ["STOP"], size, min_tokens=6)) == "STOP and "
+
+
+def test_a_stop_string_that_begins_in_tokens_that_nothing_stops_counts_where_it_ends() -> None:
+    tokens = spelled("abCDe")
+    for size in (1, 2, 3, len(tokens)):
+        cut = ["".join(deltas(tokens, ["CD"], size, min_tokens)) for min_tokens in (3, 4, 5, 6)]
+        assert cut == ["ab", "ab", "abCDe", "abCDe"]
 
 
 STOPS = st.lists(st.text("ab😀", min_size=1, max_size=4), min_size=1, max_size=3)
@@ -118,11 +123,34 @@ def test_any_pieces_are_cut_as_the_letters_one_by_one(text: str, stops: list[str
     assert "".join(deltas(spelled(text), stops, size)) == expected
 
 
-@given(st.text("ab", max_size=8), STOPS)
-def test_the_longest_beginning_is_that_of_a_search(text: str, stops: list[str]) -> None:
-    ends = [text[-length:] for length in range(1, len(text) + 1)]
-    found = [len(end) for end, stop in itertools.product(ends, stops) if stop.startswith(end) and stop != end]
-    assert longest_beginning(text, stops) == max(found, default=0)
+@given(st.text("ab", max_size=12), st.text("ab", min_size=1, max_size=5), st.integers(0, 9), st.integers(1, 12))
+def test_a_search_finds_the_ends_and_beginnings_that_looking_at_each_place_finds(
+    text: str, stop: str, num_unstopped: int, size: int
+) -> None:
+    search = StopSearch(StopString(stop))
+    for start in range(0, len(text), size):
+        piece = text[start : start + size]
+        found = search.find(piece, num_unstopped - start)
+        ends = range(max(start, num_unstopped) + 1, start + len(piece) + 1)
+        assert found == next((end - start for end in ends if text[:end].endswith(stop)), None)
+        if found is not None:
+            return
+        begun = [length for length in range(len(stop)) if text[: start + len(piece)].endswith(stop[:length])]
+        assert search.num_begun == max(begun)
+
+
+def test_searching_what_may_begin_a_stop_string_takes_time_in_proportion_to_the_text() -> None:
+    def seconds(length: int) -> float:
+        times = []
+        for _ in range(3):
+            search = StopSearch(StopString("a" * length + "b"))
+            started = time.process_time()
+            for _ in range(length // 10):
+                assert search.find("a" * 10, 0) is None
+            times.append(time.process_time() - started)
+        return min(times)
+
+    assert seconds(80_000) < 20 * seconds(8_000), "ten times as much, where a search from the start takes a hundred"
 
 
 def test_end_and_special_tokens_are_no_text_also_within_a_stop_string() -> None:
@@ -134,21 +162,20 @@ def test_end_and_special_tokens_are_no_text_also_within_a_stop_string() -> None:
 
 def test_offsets_count_the_characters_in_front_of_each_token() -> None:
     text = SampleText(TOKENIZER)
-    text.add([*spelled("a😀b"), 0, *spelled("c")])
-    assert text.offsets == [0, 1, 1, 1, 1, 2, 3, 3]
+    assert text.add([*spelled("a😀b"), 0]) + text.add(spelled("c")) == [0, 1, 1, 1, 1, 2, 3, 3]
 
 
 def test_tokens_are_named_by_their_text_their_bytes_or_their_number() -> None:
-    assert token_text(TOKENIZER, spelled("a")[0]) == "a"
-    assert token_text(TOKENIZER, spelled("é")[0]) == "bytes:\\xc3"
-    assert token_text(TOKENIZER, VOCAB + 5) == f"token_id:{VOCAB + 5}"
-    assert token_text(TOKENIZER, END) == "</s>"
+    assert TOKENIZER.name_of(spelled("a")[0]) == "a"
+    assert TOKENIZER.name_of(spelled("é")[0]) == "bytes:\\xc3"
+    assert TOKENIZER.name_of(VOCAB + 5) == f"token_id:{VOCAB + 5}"
+    assert TOKENIZER.name_of(END) == "</s>"
 
 
 @pytest.mark.parametrize("text", ["Hello world", "Hello 😀😀 world", "é\n"])
 def test_words_with_spaces_and_bytes_of_other_tokenizers_read_as_text(text: str) -> None:
     tokenizer = byte_fallback_tokenizer()
-    tokens = tokenizer._encode(text, add_special_tokens=False)
+    tokens = tokenizer.encode(text, most_tokens=100)
     sample = SampleText(tokenizer)
     taken = []
     for token in tokens:

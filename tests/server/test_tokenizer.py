@@ -1,5 +1,6 @@
 """Tokens of texts and chats are those of transformers' AutoTokenizer, in a process that loads neither it nor torch."""
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -8,17 +9,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from psutil import Process
 from tokenizers.processors import TemplateProcessing
-from trainhouse.schemas.errors import RequestError
+from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.server import tokenizer as tokenizer_module
 from trainhouse.server.read_tokenizer import read
 from trainhouse.server.tokenizer import Chat, Tokenizer, Tokenizers
 from trainhouse.workers.config import ServedModel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..letters import letter_tokenizer
+from .api import Clock
 
 pytestmark = pytest.mark.anyio
 
+CONTEXT = 100_000
 WEATHER = {
     "type": "function",
     "function": {
@@ -89,21 +94,21 @@ async def test_a_chat_has_the_tokens_that_transformers_gives_it(
         messages, tools=tools, add_generation_prompt=prompts, return_dict=False, brief=True
     )
     asked = Chat(messages, tools, prompts, {"brief": True})
-    assert await Tokenizer(read(str(saved))).encode_chat(asked) == expected
+    assert Tokenizer(read(str(saved))).encode_chat(asked, CONTEXT) == expected
 
 
 @pytest.mark.parametrize("text", ["", "Hello </s> 😀", "long " * 5000])
 async def test_a_text_has_the_tokens_that_transformers_gives_it(saved: Path, text: str) -> None:
-    assert await Tokenizer(read(str(saved))).encode(text) == AutoTokenizer.from_pretrained(saved).encode(text)
+    assert Tokenizer(read(str(saved))).encode(text, CONTEXT) == AutoTokenizer.from_pretrained(saved).encode(text)
 
 
 async def test_a_template_that_refuses_is_told_of_with_its_reason(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
     with pytest.raises(RequestError, match="no role judge"):
-        await tokenizer.encode_chat(Chat([{"role": "judge", "content": "x"}]))
+        tokenizer.encode_chat(Chat([{"role": "judge", "content": "x"}]), CONTEXT)
     with pytest.raises(RequestError, match="does not take these messages"):
-        await tokenizer.encode_chat(Chat([{"role": "assistant", "tool_calls": 5}]))
+        tokenizer.encode_chat(Chat([{"role": "assistant", "tool_calls": 5}]), CONTEXT)
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,7 @@ async def test_a_template_does_not_leave_its_sandbox(tmp_path: Path, template: s
     saved.chat_template = template
     saved.save_pretrained(tmp_path)
     with pytest.raises(RequestError, match="does not take these messages"):
-        await Tokenizer(read(str(tmp_path))).encode_chat(Chat([{"role": "user", "content": "x"}]))
+        Tokenizer(read(str(tmp_path))).encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
 async def test_without_a_chat_template_texts_remain(tmp_path: Path) -> None:
@@ -129,21 +134,71 @@ async def test_without_a_chat_template_texts_remain(tmp_path: Path) -> None:
     saved.chat_template = None
     saved.save_pretrained(tmp_path)
     tokenizer = Tokenizer(read(str(tmp_path)))
-    assert await tokenizer.encode("x")
+    assert tokenizer.encode("x", CONTEXT)
     with pytest.raises(RequestError, match="no chat template"):
-        await tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]))
+        tokenizer.encode_chat(Chat([{"role": "user", "content": "x"}]), CONTEXT)
 
 
-async def test_a_model_without_a_tokenizer_is_told_of_and_asked_again(
+async def test_a_model_without_a_tokenizer_is_told_of_and_asked_again_after_a_minute(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    tokenizers = Tokenizers([ServedModel("tiny", str(tmp_path))])
+    clock = Clock()
+    tokenizers = Tokenizers([ServedModel("tiny", str(tmp_path))], clock)
     (tmp_path / "config.json").write_text((tiny_models["llama"] / "config.json").read_text())
     with pytest.raises(RequestError, match="needs the tokenizer of tiny"):
         await tokenizers.get("tiny")
     letter_tokenizer().save_pretrained(tmp_path)
+    clock.now += 59
+    with pytest.raises(RequestError, match="needs the tokenizer of tiny"):
+        await tokenizers.get("tiny")
+    clock.now += 1
     tokenizer = await tokenizers.get("tiny")
+    clock.now += 100
     assert tokenizer is await tokenizers.get("tiny")
+
+
+async def test_a_tokenizer_that_is_not_read_in_time_is_a_failure_of_the_server(
+    saved: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenizer_module, "_READ_SECONDS", 0.01)
+    with pytest.raises(OperationError, match="not read within") as failed:
+        await Tokenizers([ServedModel("tiny", str(saved))]).get("tiny")
+    assert failed.value.category == "server"
+
+
+async def test_a_reader_that_is_ended_is_a_failure_of_the_server(saved: Path) -> None:
+    """Ctrl-C reaches it, too, and the system kills it when memory runs out: the model has a tokenizer all the same."""
+    getting = asyncio.create_task(Tokenizers([ServedModel("tiny", str(saved))]).get("tiny"))
+    while not (readers := [one for one in Process().children() if str(saved) in one.cmdline()]):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    readers[0].kill()
+    with pytest.raises(OperationError, match="SIGKILL ended that: try again") as failed:
+        await getting
+    assert failed.value.category == "server"
+
+
+async def test_others_have_their_turn_while_a_long_text_is_tokenized(tmp_path: Path) -> None:
+    letter_tokenizer().save_pretrained(tmp_path)
+    tokenizer, tokenizers = Tokenizer(read(str(tmp_path))), Tokenizers([])
+    text = "the model is here and " * 40_000
+    tokenizing = asyncio.create_task(tokenizers.apart(lambda: tokenizer.encode(text, len(text))))
+    num_turns = 0
+    while not tokenizing.done():
+        await asyncio.sleep(0.001)
+        num_turns += 1
+    assert num_turns > 10, "or it keeps the interpreter to itself"
+    assert len(await tokenizing) > 100_000
+
+
+async def test_what_cannot_fit_the_context_is_refused_before_it_is_tokenized(tmp_path: Path) -> None:
+    letter_tokenizer().save_pretrained(tmp_path)
+    tokenizer = Tokenizer(read(str(tmp_path)))
+    longest = max(letter_tokenizer().get_vocab(), key=len)
+    assert tokenizer.encode("a" * 10 * len(longest), most_tokens=10)
+    with pytest.raises(RequestError, match="shorten it"):
+        tokenizer.encode("a" * (10 * len(longest) + 1), most_tokens=10)
+    with pytest.raises(RequestError, match="shorten it"):
+        tokenizer.encode_chat(Chat([{"role": "user", "content": "a" * 10 * len(longest)}]), most_tokens=10)
 
 
 def test_reading_and_using_a_tokenizer_loads_no_torch(tmp_path: Path) -> None:
@@ -154,7 +209,7 @@ from trainhouse.server.tokenizer import Chat, Tokenizers
 from trainhouse.workers.config import ServedModel
 async def main():
     tokenizer = await Tokenizers([ServedModel("tiny", {str(tmp_path)!r})]).get("tiny")
-    return await tokenizer.encode_chat(Chat([{{"role": "user", "content": "Hello"}}]))
+    return tokenizer.encode_chat(Chat([{{"role": "user", "content": "Hello"}}]), 100)
 tokens = asyncio.run(main())
 print(json.dumps([tokens, sorted({{"torch", "transformers"}} & set(sys.modules))]))
 """

@@ -1,0 +1,50 @@
+"""A prompt that is given back is the text that was sent, whatever its tokenizer puts in front of texts."""
+
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, normalizers, pre_tokenizers
+from trainhouse.server.prompts import Prompt
+from trainhouse.server.sample_text import SampleText
+from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
+
+SPACES = decoders.Replace("▁", " ")
+MARKS = normalizers.Replace(" ", "▁")
+KINDS = {
+    "prepends and strips, as of Llama 2": {
+        "normalizer": normalizers.Sequence([normalizers.Prepend("▁"), MARKS]),
+        "decoder": decoders.Sequence([SPACES, decoders.Fuse(), decoders.Strip(" ", 1, 0)]),
+    },
+    "replaces alone, as of Gemma": {"normalizer": MARKS, "decoder": decoders.Sequence([SPACES, decoders.Fuse()])},
+    "begins with one, as of T5": {"pre_tokenizer": pre_tokenizers.Metaspace(), "decoder": decoders.Metaspace()},
+}
+
+
+def tokenizer(kind: str) -> Tokenizer:
+    backend = Backend(models.BPE({piece: index for index, piece in enumerate("?▁Hi")}, [], unk_token="?"))
+    for name, part in KINDS[kind].items():
+        setattr(backend, name, part)
+    return Tokenizer(TokenizerFacts(backend.to_str(), {}, {}))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["Hi", " Hi", "  Hi H", ""])
+def test_an_echo_is_the_text_that_was_sent(kind: str, text: str) -> None:
+    reader = tokenizer(kind)
+    prompt = Prompt(reader.encode(text, 100), text)
+    shown = text_of(prompt, reader)
+    assert shown[prompt.num_marks(shown, reader) :] == text
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["Hi", " Hi"])
+def test_tokens_alone_are_read_as_their_tokenizer_reads_them(kind: str, text: str) -> None:
+    reader = tokenizer(kind)
+    prompt = Prompt(reader.encode(text, 100))
+    shown = text_of(prompt, reader)
+    assert shown[prompt.num_marks(shown, reader) :] == reader._backend.decode(list(prompt.token_ids))
+
+
+def text_of(prompt: Prompt, reader: Tokenizer) -> str:
+    text = SampleText(reader)
+    text.add(prompt.token_ids)
+    return text.take(last=True)

@@ -1,0 +1,80 @@
+"""OpenAI's requests: bounds are those of the samplers, and what is wrong costs no more than what is right."""
+
+import json
+import tracemalloc
+from typing import Any
+
+import pytest
+from trainhouse.schemas.openai import ChatCompletionRequest, CompletionRequest, OpenAiError, decoder
+from trainhouse.schemas.sampling import SamplingParams
+
+MANY = 50_000
+PROMPT = {"model": "m", "prompt": "x"}
+CHAT = {"model": "m", "messages": [{"role": "user", "content": "x"}]}
+
+
+def decode(fields: dict[str, Any]) -> CompletionRequest | ChatCompletionRequest:
+    return decoder(ChatCompletionRequest if "messages" in fields else CompletionRequest)(json.dumps(fields).encode())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "param"),
+    [
+        (PROMPT | {"prompt": [1.5] * MANY}, "prompt.0"),
+        (PROMPT | {"prompt": [[1, "x"]] * MANY}, "prompt.0"),
+        (PROMPT | {"prompt": [*["x"] * MANY, 5]}, "prompt"),
+        (PROMPT | {"stop": [5] * MANY}, "stop"),
+        (PROMPT | {"stop_token_ids": ["x"] * MANY}, "stop_token_ids.0"),
+        (PROMPT | {"logit_bias": {f"x{index}": 1 for index in range(MANY)}}, "logit_bias.x0"),
+        (PROMPT | {f"x{index}": 1 for index in range(MANY)}, "x0"),
+        (PROMPT | {"stream_options": {f"x{index}": 1 for index in range(MANY)}}, "stream_options.x0"),
+        (PROMPT | {"response_format": {f"x{index}": 1 for index in range(MANY)}}, "response_format.x0"),
+        (CHAT | {"messages": [{"content": "x"}] * MANY}, "messages.0.role"),
+        (CHAT | {"messages": [{"role": "user", "content": [5] * MANY}]}, "messages.0.content"),
+        (CHAT | {"messages": [{"role": "user", "tool_calls": [5] * MANY}]}, "messages.0.tool_calls.0"),
+    ],
+)
+def test_of_many_values_that_are_wrong_the_first_is_told(wrong: dict[str, Any], param: str) -> None:
+    tracemalloc.start()
+    with pytest.raises(OpenAiError) as refused:
+        decode(wrong)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert (refused.value.param or "").startswith(param)
+    assert len(str(refused.value)) < 300
+    assert peak < 400 * MANY, "an error of pydantic takes up 2 KB"
+
+
+def test_every_parameter_has_the_bounds_that_it_has_for_samplers() -> None:
+    shared = set(CompletionRequest.model_fields) & set(SamplingParams.model_fields) - {"stop", "logit_bias"}
+    assert {"temperature", "repetition_penalty", "presence_penalty", "min_p", "top_p", "top_k"} < shared
+    for value in (-1e31, -1e7, -1, -1e-4, 0, 1e-4, 0.5, 1, 2, 5000, 1e7, 1e31):
+        for name in shared - {"max_tokens"}:
+            taken = is_taken(lambda given: decode(PROMPT | given), {name: value})
+            vllms_off = name == "top_k" and value == 0
+            assert vllms_off or taken <= is_taken(SamplingParams.model_validate, {name: value}), f"{name} {value}"
+        biases = {"logit_bias": {"5": value}}
+        assert is_taken(lambda given: decode(PROMPT | given), biases) == is_taken(SamplingParams.model_validate, biases)
+
+
+def is_taken(validate: Any, given: dict[str, Any]) -> bool:
+    try:
+        validate(given)
+    except (OpenAiError, ValueError):
+        return False
+    return True
+
+
+def test_a_stop_string_has_a_longest_length_in_both_protocols() -> None:
+    for length, taken in ((1000, True), (1001, False)):
+        for stop in ("a" * length, ["x", "a" * length]):
+            assert is_taken(SamplingParams.model_validate, {"stop": stop}) == taken
+            assert is_taken(lambda given: decode(PROMPT | given), {"stop": stop}) == taken
+    assert not is_taken(SamplingParams.model_validate, {"stop": ["x"] * 65})
+
+
+@pytest.mark.parametrize(
+    "options", [{"include_usage": True, "include_obfuscation": False}, {"include_usage": None}, None]
+)
+def test_options_of_streams_that_change_nothing_are_taken(options: dict[str, Any] | None) -> None:
+    assert decode(PROMPT | {"stream": True, "stream_options": options}).stream

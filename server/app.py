@@ -18,20 +18,24 @@ from ..schemas.openai import ErrorBody, OpenAiError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .auth import Auth
-from .bodies import BodyLimit, describe_errors, describe_not_json
+from .bodies import BodyLimit, body_limits, describe_errors, describe_not_json
 from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .direct import Direct, endpoints
+from .ephemeral import EphemeralWeights
 from .futures import Futures
 from .journal import Journal
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
 from .routes import auth, checkpoints, futures, listing, models, openai, sampling, sessions, training
-from .runs import Runs, RunServices
+from .run import RunServices
+from .run_state import Recovery
+from .runs import Runs
 from .samplers import Samplers
 from .services import Services
 from .sessions import Sessions
+from .snapshots import Snapshots
 from .store import DATABASE_NAME, SqliteStore
 from .tokenizer import Tokenizers
 
@@ -40,6 +44,9 @@ logger = logging.getLogger(__name__)
 _HOUSEKEEPING_SECONDS = 30.0
 _BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
 """What clients call at every operation."""
+
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
+"""Where OpenAI's clients ask whose base URL lacks /v1."""
 
 _DESCRIPTION = """
 Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
@@ -89,13 +96,20 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
     auth = Auth(store, config.is_loopback)
     sessions = Sessions(store, config.session_expiry_seconds)
     checkpoints = Checkpoints(store, auth, config.state_dir)
-    futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds)
-    journal = Journal(config.state_dir / "journal", config.journal_segment_bytes)
+    sync = config.durability == "power"
+    futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds, sync=sync)
+    journal = Journal(config.state_dir / "journal", config.journal_segment_bytes, sync)
     recordings = Recordings(config.state_dir / "recordings")
     quotas = Quotas(config)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings)
+    weights = EphemeralWeights(config.state_dir / "ephemeral")
+    limits = body_limits(config)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights, limits)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings)
-    of_run = RunServices(futures, journal, operations, sessions, quotas, dispatch.status, config.seq_gap_seconds)
+    snapshots = Snapshots(config.state_dir / "snapshots", sync)
+    recovery = Recovery(journal, snapshots, operations, limits, config.snapshot_steps, config.snapshot_bytes)
+    of_run = RunServices(
+        futures, journal, operations, sessions, quotas, recovery, dispatch.status, config.seq_gap_seconds
+    )
     runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
     return Services(
         config=config,
@@ -122,8 +136,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.journal.close)
         stack.push_async_callback(services.recordings.close)
         await _warn_of_unknown_tenants(services)
-        await services.futures.open(services.journal.unfinished())
-        services.journal.forget_earlier()
+        await services.futures.open()
         stack.push_async_callback(services.futures.close)
         await services.checkpoints.start()
         stack.push_async_callback(services.checkpoints.close)
@@ -133,9 +146,24 @@ async def _running(services: Services) -> AsyncIterator[None]:
         services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
         await services.sessions.start()
         stack.push_async_callback(services.sessions.close)
+        await _resume(services)
+        services.sessions.watch()
         housekeeping = asyncio.create_task(_keep_house(services))
         stack.callback(housekeeping.cancel)
         yield
+
+
+async def _resume(services: Services) -> None:
+    """Takes up what an earlier process left; what nobody takes up is answered as lost."""
+    journaled = await asyncio.to_thread(services.journal.earlier)
+    held = await services.runs.resume(journaled, services.sessions.open_ids)
+    held |= await services.samplers.resume(journaled)
+    others = [one for one in journaled if one.place not in held]
+    await services.futures.lose(one.header for one in others if one.header.refused is None)
+    for one in others:
+        services.journal.release(one.place)
+    services.journal.forget_earlier()
+    await services.runs.sweep()
 
 
 async def _warn_of_unknown_tenants(services: Services) -> None:
@@ -163,7 +191,7 @@ async def _keep_house(services: Services) -> None:
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
     """In the words of whoever asks: OpenAI's clients, or all others."""
-    if request.url.path.startswith("/v1/"):
+    if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
         return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
     return JSONResponse({"detail": message}, status, headers)
 
@@ -194,6 +222,10 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     detail = error.detail
     if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
         detail = f"the base URL is {request.base_url}, without /api/v1: clients add that themselves"
+    elif error.status_code == 404 and request.url.path.startswith(_OPENAI_PATHS):
+        detail = f"OpenAI's API is at {request.base_url}v1 here: end the client's base URL with /v1"
+    elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
+        detail = f"{request.url.path} takes {allowed}, not {request.method}"
     elif error.status_code == 404 and detail == "Not Found":
         detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
     return _error(request, detail, error.status_code, error.headers)

@@ -64,7 +64,7 @@ class Auth:
             )
         tenant = await self.tenant_of(key)
         if tenant is None:
-            raise RequestError(_refusal(key), status=401)
+            raise RequestError(_refusal(key, self._was_open()), status=401)
         return tenant
 
     async def token_for(self, key: str) -> str:
@@ -125,16 +125,21 @@ class Auth:
     async def _is_open(self) -> bool:
         return self._loopback and (await self._store.count_keys()).made == 0
 
+    def _was_open(self) -> bool:
+        """When keys were last counted."""
+        return self._loopback and self._counts is not None and self._counts.made == 0
+
     async def _own_tenant(self, key_hash: str) -> Tenant:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
         await self._store.ensure_tenant(TenantRecord(tenant.id, tenant.name, time.time()))
         return tenant
 
 
-def _refusal(key: str) -> str:
+def _refusal(key: str, is_open: bool) -> str:
     if not key.startswith(KEY_PREFIX):
+        made_up = f"send any that does, such as {KEY_PREFIX}me, as no key was made here yet, or " if is_open else ""
         return (
-            f"the API key does not start with {KEY_PREFIX}, and is no token in force: use a key made by "
+            f"the API key does not start with {KEY_PREFIX}, and is no token in force: {made_up}use a key made by "
             "`trainhouse keys create NAME`"
         )
     return (

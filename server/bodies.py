@@ -11,10 +11,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..schemas.codec import PROTOBUF, decompress
 from ..schemas.errors import RequestError
+from .config import ServerConfig
 
 LARGE_BYTES = 256 << 10
 """What is larger is decoded and encoded off the event loop."""
 
+PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
 _PREFIX_BYTES = 1 << 20
 _CHECKED_BYTES = 1 << 16
 _MOST_SHOWN = 5
@@ -133,6 +135,11 @@ class BodyLimits:
     decompressed_bytes: int
 
 
+def body_limits(config: ServerConfig) -> BodyLimits:
+    """What is larger than half of the memory might never find room; it is refused, not put off."""
+    return BodyLimits(config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2))
+
+
 async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:
     """Decompressed and decoded. Raises RequestError: 413 too large, or what decompressing and `decode` raise."""
     if received.too_large:
@@ -181,6 +188,10 @@ def _describe(error: dict) -> str:
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":
         return f"{place or 'the body'} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"there is no {place}: see /docs for what there is"
+    if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
+        return f"prompt is {_shorten(repr(error['input']))}: send tokens, {PROMPT_SHAPE}"
     return f"{place or 'the body'} is {_shorten(repr(error['input']))}: {error['msg']}"
 
 

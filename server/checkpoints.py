@@ -6,9 +6,7 @@ another is the new one or the old one.
 """
 
 import asyncio
-import hashlib
 import hmac
-import json
 import logging
 import os
 import re
@@ -24,17 +22,16 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
 from .auth import Auth, Tenant
+from .manifest import listed_files, read_manifest, seal, sync_directory
 from .store import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord, Store
 
 logger = logging.getLogger(__name__)
 
-MANIFEST = "manifest.json"
 MANIFEST_FORMAT = 1
 URL_LIFETIME_SECONDS = 3600
 _STAGING = ".staging-"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _EXPIRY_PERIOD_SECONDS = 10.0
-_READ_BYTES = 1 << 20
 _SECRET_BYTES = 32
 
 
@@ -54,7 +51,7 @@ class Checkpoints:
         """Sweeps what a crash left behind, and from now on deletes what expires."""
         self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
-        runs = {_directory_name(run_id) for run_id in await self._store.list_run_ids()}
+        runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
         await asyncio.to_thread(_sweep, self._root, runs, published)
         self._aging = asyncio.create_task(self._expire_in_time())
 
@@ -73,10 +70,12 @@ class Checkpoints:
         ttl_seconds: int | None = None,
         user_metadata: dict[str, str] | None = None,
         has_optimizer: bool = False,
+        request_id: str | None = None,
     ) -> AsyncIterator[Path]:
         """An empty directory to write into; leaving the block publishes it, an exception leaves nothing.
 
-        Raises OperationError (user): a bad name, or one in use without `overwrite`. The run must be in the store.
+        request_id: of the save. Raises OperationError (user): a bad name, or one in use without `overwrite`. The run
+        must be in the store.
         """
         draft = self._draft(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
         if not overwrite:
@@ -87,8 +86,13 @@ class Checkpoints:
             if replaced is not None:
                 await asyncio.to_thread(_remove, Path(replaced.directory))
 
-        async with self._publishing(draft, insert) as staging:
+        async with self._publishing(draft, insert, request_id) as staging:
             yield staging
+
+    async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
+        """Whether this very save published it, before a crash took its answer."""
+        record = await self._find(run.run_id, kind, name)
+        return record is not None and await asyncio.to_thread(_saved_by, Path(record.directory)) == request_id
 
     async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
         """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
@@ -96,6 +100,10 @@ class Checkpoints:
         if record is None or not await self._may_read(tenant, record, access_token):
             raise _missing(path)
         return record
+
+    async def known(self, path: str) -> CheckpointRecord | None:
+        """For whoever was allowed to read it before."""
+        return await self._find(*parse_path(path))
 
     async def owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
         """The tenant's own, for changing it. checkpoint_id: KIND/NAME.
@@ -146,7 +154,7 @@ class Checkpoints:
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
         """What can be downloaded without a key for the next URL_LIFETIME_SECONDS."""
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
-        files = await asyncio.to_thread(_manifest_files, Path(checkpoint.directory))
+        files = await asyncio.to_thread(listed_files, Path(checkpoint.directory))
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
     async def signed_file(self, path: str, signed: "SignedFile") -> Path:
@@ -186,7 +194,10 @@ class Checkpoints:
 
     @asynccontextmanager
     async def _publishing(
-        self, draft: CheckpointRecord, insert: Callable[[CheckpointRecord], Awaitable[None]]
+        self,
+        draft: CheckpointRecord,
+        insert: Callable[[CheckpointRecord], Awaitable[None]],
+        request_id: str | None = None,
     ) -> AsyncIterator[Path]:
         staging = Path(draft.directory).with_name(f"{_STAGING}{secrets.token_hex(8)}")
         await asyncio.to_thread(staging.mkdir, parents=True)
@@ -195,13 +206,17 @@ class Checkpoints:
         except BaseException:
             await asyncio.to_thread(_remove, staging)
             raise
-        await _to_the_end(self._publish(staging, draft, insert))
+        await _to_the_end(self._publish(staging, draft, insert, request_id))
 
     async def _publish(
-        self, staging: Path, draft: CheckpointRecord, insert: Callable[[CheckpointRecord], Awaitable[None]]
+        self,
+        staging: Path,
+        draft: CheckpointRecord,
+        insert: Callable[[CheckpointRecord], Awaitable[None]],
+        request_id: str | None,
     ) -> None:
         try:
-            size_bytes = await asyncio.to_thread(_seal_and_rename, staging, draft)
+            size_bytes = await asyncio.to_thread(_seal_and_rename, staging, draft, request_id)
             await insert(replace(draft, size_bytes=size_bytes))
         except Exception as error:
             await asyncio.to_thread(_remove, staging, Path(draft.directory))
@@ -218,7 +233,7 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         has_optimizer: bool,
     ) -> CheckpointRecord:
-        place = self._root / _directory_name(run.run_id) / kind / f"{name}.{secrets.token_hex(4)}"
+        place = self._root / directory_name(run.run_id) / kind / f"{name}.{secrets.token_hex(4)}"
         return CheckpointRecord(
             run_id=run.run_id,
             tenant_id=run.tenant_id,
@@ -313,60 +328,36 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
         raise
 
 
-def _directory_name(run_id: str) -> str:
+def directory_name(run_id: str) -> str:
     """Run ids are made of our session ids and numbers; a colon is not for every file system."""
     assert re.fullmatch(r"[A-Za-z0-9_-]+(:[A-Za-z0-9_-]+)*", run_id), run_id
     return run_id.replace(":", "_")
 
 
-def _seal_and_rename(staging: Path, draft: CheckpointRecord) -> int:
+def _seal_and_rename(staging: Path, draft: CheckpointRecord, request_id: str | None) -> int:
     """Hashes the files, writes the manifest, makes all of it durable and renames; returns their bytes."""
-    files = {path.relative_to(staging).as_posix(): path for path in sorted(staging.rglob("*")) if path.is_file()}
-    sizes = {name: path.stat().st_size for name, path in files.items()}
-    hashes = {name: _hash_and_sync(path) for name, path in files.items()}
-    manifest = {
+    about = {
         "format": MANIFEST_FORMAT,
         "tinker_path": draft.tinker_path,
         "base_model": draft.base_model,
         "lora": draft.lora.model_dump(),
         "has_optimizer": draft.has_optimizer,
         "created_at": draft.created_at,
-        "files": {name: {"size_bytes": sizes[name], "sha256": hashes[name]} for name in files},
+        "request_id": request_id,
     }
-    with (staging / MANIFEST).open("w") as file:
-        json.dump(manifest, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    _sync_directory(staging)
+    size_bytes = seal(staging, about)
     staging.rename(draft.directory)
-    _sync_directory(staging.parent)
-    return sum(sizes.values())
+    sync_directory(staging.parent)
+    return size_bytes
 
 
-def _hash_and_sync(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            digest.update(chunk)
-        os.fsync(file.fileno())
-    return digest.hexdigest()
-
-
-def _sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _manifest_files(directory: Path) -> list[str]:
-    return list(json.loads((directory / MANIFEST).read_text())["files"])
+def _saved_by(directory: Path) -> str | None:
+    return read_manifest(directory).get("request_id")
 
 
 def _link_files(source: Path, target: Path) -> None:
     """Published files never change, so two checkpoints may share them."""
-    for name in _manifest_files(source):
+    for name in listed_files(source):
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         try:
             os.link(source / name, target / name)

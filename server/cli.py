@@ -220,7 +220,7 @@ async def _revoke_key(store: Store, options: argparse.Namespace) -> None:
 
 def _key_id(text: str) -> int:
     if not text.isdecimal():
-        raise ConfigError(f"{text!r} is not the number of a key, as `trainhouse keys list` shows it")
+        raise ConfigError(f"{text!r} is not the number of a key: give the one that `trainhouse keys list` shows")
     return int(text)
 
 

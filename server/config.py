@@ -162,6 +162,14 @@ class ServerConfig:
     session_expiry_seconds: float = knob(300.0, "end of a session without heartbeats (every 10 s)", check=above(0))
     seq_gap_seconds: float = knob(330.0, "until a missing seq_id counts as refused; SDKs retry 300", check=above(0))
     journal_segment_bytes: int = knob(64 << 20, "size at which the journal starts a new file", check=POSITIVE)
+    hang_seconds: float = knob(
+        60.0, "what a call to a worker may take beyond its work; then it is replaced", check=above(0)
+    )
+    durability: Literal["process", "power"] = knob(
+        "process", "nothing is lost by kill -9; power: waits for the disk (fsync), too"
+    )
+    snapshot_steps: int = knob(20, "optimizer steps of a run between two snapshots of it", check=POSITIVE)
+    snapshot_bytes: int = knob(256 << 20, "most bytes of its operations between them", check=POSITIVE)
     sdk_max_chunk_datums: int = knob(1024, "datums that SDKs send in one forward_backward", check=POSITIVE)
     sdk_max_chunk_bytes: int = knob(5_000_000, "bytes that SDKs send in one forward_backward", check=POSITIVE)
     sdk_compression: Literal["none", "zstd"] = knob("none", "of the forward_backward bodies that SDKs send")

@@ -14,6 +14,10 @@ from .samplers import Samplers, SamplingJob
 
 logger = logging.getLogger(__name__)
 
+MOST_HELD_BYTES = 16 << 20
+_ARRAY_BYTES = 200
+_STARTED_AT_ONCE = 16
+
 
 @dataclass(frozen=True)
 class Grown:
@@ -21,6 +25,14 @@ class Grown:
 
     job: int
     parts: tuple[SampledPart, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        """That it takes up in memory, about."""
+        tops = [part.topk_logprobs for part in self.parts if part.topk_logprobs is not None]
+        arrays = [array for part in self.parts for array in (part.tokens, part.logprobs)]
+        arrays += [array for top in tops for array in (top.token_ids, top.logprobs)]
+        return sum(_ARRAY_BYTES + array.nbytes for array in arrays)
 
 
 @dataclass(frozen=True)
@@ -32,41 +44,51 @@ class Drawn:
 
 
 class Draws:
-    """Starts the jobs, whose bytes and tokens the admission holds until `close`, which cancels those under way.
+    """Starts the jobs, until `close` cancels those under way. admission: of the tenant, who is charged for the tokens.
 
-    streams: whether what is added is told as it comes.
+    streams: whether what is added is told as it comes. Of what nobody takes only so much is kept: the rest of a job
+    comes with its end then.
     """
 
-    def __init__(
-        self, samplers: Samplers, jobs: Sequence[SamplingJob], admission: Admission, streams: bool, num_bytes: int
-    ) -> None:
+    def __init__(self, samplers: Samplers, jobs: Sequence[SamplingJob], admission: Admission, streams: bool) -> None:
         self._samplers = samplers
+        self._jobs = jobs
         self._admission = admission
         self._streams = streams
         self._events: asyncio.Queue[Grown | Drawn | Exception] = asyncio.Queue()
-        num_tokens = sum(len(job.prompt) for job in jobs)
-        admission.keep(max(num_bytes, 4 * num_tokens), num_tokens)
-        self._tasks = [asyncio.create_task(self._draw(number, job)) for number, job in enumerate(jobs)]
+        self._num_charged = [0] * len(jobs)
+        self._num_held_bytes = 0
+        self._not_told: set[int] = set()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._starting = asyncio.create_task(self._start())
 
     def close(self) -> None:
-        for task in self._tasks:
+        for task in (self._starting, *self._tasks):
             task.cancel()
-        self._admission.release()
 
     async def events(self) -> AsyncIterator[Grown | Drawn]:
         """Until all jobs are drawn. Raises OperationError, RequestError: one of them failed."""
-        num_open = len(self._tasks)
+        num_open = len(self._jobs)
         while num_open:
             event = await self._events.get()
             if isinstance(event, Exception):
                 raise event
+            if isinstance(event, Grown):
+                self._num_held_bytes -= event.num_bytes
             num_open -= isinstance(event, Drawn)
             yield event
+
+    async def _start(self) -> None:
+        for number, job in enumerate(self._jobs):
+            self._tasks.append(asyncio.create_task(self._draw(number, job)))
+            if number % _STARTED_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
     async def _draw(self, number: int, job: SamplingJob) -> None:
         on_progress = partial(self._grow, number) if self._streams else None
         try:
-            response = await self._samplers.draw(job, self._admission, on_progress)
+            response = await self._samplers.draw(job, on_progress)
+            self._charge(number, response.num_tokens - self._num_charged[number])
             self._events.put_nowait(Drawn(number, response))
         except (OperationError, RequestError) as error:
             self._events.put_nowait(error)
@@ -75,4 +97,15 @@ class Draws:
             self._events.put_nowait(OperationError(f"internal error in sampling request {job.request_id}", "server"))
 
     def _grow(self, number: int, parts: tuple[SampledPart, ...]) -> None:
-        self._events.put_nowait(Grown(number, parts))
+        event = Grown(number, parts)
+        # At once: who has read it and leaves has had it.
+        self._charge(number, sum(len(part.tokens) for part in parts))
+        if self._num_held_bytes + event.num_bytes > MOST_HELD_BYTES:
+            self._not_told.add(number)
+        if number not in self._not_told:
+            self._num_held_bytes += event.num_bytes
+            self._events.put_nowait(event)
+
+    def _charge(self, number: int, num_tokens: int) -> None:
+        self._num_charged[number] += num_tokens
+        self._admission.charge(num_tokens)

@@ -1,7 +1,7 @@
 """Futures: the results of accepted operations: created, resolved or failed, waited for, and kept for a time.
 
-A result goes to a file as soon as it is there: a small one before anybody is answered with it, so that kill -9 takes
-nothing back. Where it is there the store hears later, in batches; after that memory may let go of it.
+A result goes to a file before anybody is answered with it, so that kill -9 takes nothing back. Where it is there the
+store hears later, in batches; after that memory may let go of it.
 """
 
 import asyncio
@@ -66,8 +66,15 @@ class Future:
 class Futures:
     """By request id; `open` before anything else, `close` writes what is not written yet."""
 
-    def __init__(self, directory: Path, store: Store, ttl_seconds: float, memory_bytes: int = _MEMORY_BYTES) -> None:
-        self._segments = Segments(directory, _SEGMENT_BYTES)
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        ttl_seconds: float,
+        memory_bytes: int = _MEMORY_BYTES,
+        sync: bool = False,
+    ) -> None:
+        self._segments = Segments(directory, _SEGMENT_BYTES, sync)
         self._store = store
         self._ttl_seconds = ttl_seconds
         self._memory_bytes = memory_bytes
@@ -81,15 +88,24 @@ class Futures:
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
 
-    async def open(self, unfinished: Iterable[Header]) -> None:
-        """`unfinished`: what an earlier process accepted; whatever of it has no result is answered as lost."""
+    async def open(self) -> None:
         await self._tell_store_of_those_after(await self._store.newest_result())
-        headers = await asyncio.to_thread(lambda: {header.request_id: header for header in unfinished})
-        lost = [_lost(header) for header in headers.values() if await self._store.get_result(header.request_id) is None]
-        for future in lost:
-            future.place = await self._append_to_file(future)
-        await self._put([_record(future) for future in lost])
         self._writer = asyncio.create_task(self._write_behind())
+
+    async def lose(self, headers: Iterable[Header]) -> None:
+        """Answers what an earlier process accepted and nobody takes up."""
+        for header in {header.request_id: header for header in headers}.values():
+            if header.request_id not in self._live and not await self.has_result(header.request_id):
+                self.fail(self.create(header.request_id, header.tenant_id), _lost(header), "server")
+
+    async def has_result(self, request_id: str) -> bool:
+        """Of a request that is not being worked on."""
+        return await self._store.get_result(request_id) is not None
+
+    async def earlier_result(self, request_id: str) -> Result | None:
+        """What an earlier process answered, or was about to."""
+        record = await self._store.get_result(request_id)
+        return None if record is None else await self._read(record)
 
     @property
     def num_stored(self) -> int:
@@ -111,7 +127,6 @@ class Futures:
         if future.result is not None:
             return
         future.result, future.resolved_at = result, time.time()
-        future.done.set()
         self._append(future)
 
     def fail(self, future: Future, message: str, category: Category) -> None:
@@ -181,9 +196,12 @@ class Futures:
         if record is None or record.tenant_id != tenant_id:
             raise _unknown(request_id)
         try:
-            stored = await self._segments.read(Place.parse(record.place))
+            return await self._read(record)
         except FileNotFoundError:
             raise _unknown(request_id) from None
+
+    async def _read(self, record: ResultRecord) -> Result:
+        stored = await self._segments.read(Place.parse(record.place))
         return Result(stored.body, cast(Encoding, record.encoding))
 
     def _append(self, future: Future) -> None:
@@ -199,6 +217,7 @@ class Futures:
         return self._segments.append(_header(future, future.result), future.result.body)
 
     def _appended(self, future: Future, written: "asyncio.Future[Place]") -> None:
+        future.done.set()
         if error := written.exception():
             # Nothing is lost while this process lives: the result stays in memory, and the write is tried again.
             logger.error("result %s cannot be written (%s)", future.request_id, error)
@@ -295,14 +314,11 @@ def _record(future: Future) -> ResultRecord:
     )
 
 
-def _lost(header: Header) -> Future:
+def _lost(header: Header) -> str:
     remedy = "send it again"
     if header.kind != "sample":
         remedy = "create a new client from the last saved checkpoint and go on from there"
-    message = f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
-    future = Future(header.request_id, header.tenant_id, Pending, lambda: None)
-    future.result, future.resolved_at = failure(message, "server"), time.time()
-    return future
+    return f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
 
 
 def _unknown(request_id: str) -> RequestError:

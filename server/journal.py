@@ -1,7 +1,7 @@
 """Journal: every accepted operation as received, and every refusal, on disk before the submit is answered.
 
-A segment goes when everything in it is done. What an earlier process left is read with `unfinished` and then removed
-by `forget_earlier`: live state is not rebuilt from it yet, but its operations can be answered.
+A segment goes when nothing in it is held any more. What an earlier process left is listed by `earlier`; of that only
+what is held with `hold` stays after `forget_others`.
 """
 
 import asyncio
@@ -42,18 +42,30 @@ class Header:
 
 @dataclass(frozen=True)
 class Entry:
+    """offset: of its first byte in its segment."""
+
     header: Header
     body: bytes
+    offset: int
+
+
+@dataclass(frozen=True)
+class Journaled:
+    """Where an entry is, without its body."""
+
+    place: Place
+    header: Header
 
 
 class Journal:
-    def __init__(self, directory: Path, segment_bytes: int) -> None:
-        self._segments = Segments(directory, segment_bytes)
+    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False) -> None:
+        self._segments = Segments(directory, segment_bytes, sync)
         self._num_open: Counter[int] = Counter()
-        self._newest = -1  # the last segment of which an entry was counted; earlier ones have all of theirs counted
+        # The last segment of which an entry was counted; earlier ones have all of theirs counted.
+        self._newest = self._segments.current
 
     def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[Place]":
-        """Done once the entry survives the death of this process; fails with RequestError 503."""
+        """Done once the entry is durable; fails with RequestError 503."""
         appended: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         written = self._segments.append(vars(header), body)
         if written.done():
@@ -76,21 +88,37 @@ class Journal:
         appended.set_result(place)
 
     def release(self, place: Place) -> None:
-        """The entry is not needed any more: its operation is done and its result durable."""
+        """The entry is not needed any more: its operation is done, its result durable, its effect in a snapshot."""
         self._num_open[place.segment] -= 1
         self._delete_done()
 
-    def unfinished(self) -> Iterator[Header]:
-        """What an earlier process accepted; blocking. Some of it may be done: its results say so."""
-        for segment in self._segments.earlier:
-            for entry in read_journal(self._segments.path(segment)):
-                if entry.header.refused is None:
-                    yield entry.header
+    async def read(self, place: Place) -> Entry:
+        """Raises OSError, ValueError when it cannot be read."""
+        entry = _entry(await self._segments.read(place))
+        if entry is None:
+            raise ValueError(f"the journal's entry at {place} is of another version")
+        return entry
+
+    def earlier(self) -> list[Journaled]:
+        """What earlier processes accepted or refused; blocking, to be called once. Some of it may be done.
+
+        All of it is held, each entry until it is released; then `forget_earlier` removes what has none.
+        """
+        found = [
+            Journaled(Place(segment, entry.offset), entry.header)
+            for segment in self._segments.earlier
+            for entry in read_journal(self._segments.path(segment))
+        ]
+        self._num_open.update(one.place.segment for one in found)
+        return found
 
     def forget_earlier(self) -> None:
+        """Empty segments, and those of which nothing can be read."""
         for segment in self._segments.earlier:
-            logger.info("removing %s, left by an earlier process", self._segments.path(segment))
-            self._segments.delete(segment)
+            if not self._num_open[segment]:
+                logger.info("removing %s: nothing in it is needed", self._segments.path(segment))
+                self._segments.delete(segment)
+                del self._num_open[segment]
         self._segments.earlier = []
 
     async def close(self) -> None:
@@ -117,4 +145,5 @@ def _entry(record: Record) -> Entry | None:
     if record.header.get("version") != FORMAT_VERSION:
         return None
     known = {entry.name for entry in fields(Header)}
-    return Entry(Header(**{key: value for key, value in record.header.items() if key in known}), record.body)  # pyright: ignore[reportArgumentType]
+    header = Header(**{key: value for key, value in record.header.items() if key in known})  # pyright: ignore[reportArgumentType]
+    return Entry(header, record.body, record.offset)

@@ -2,7 +2,7 @@
 is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -27,9 +27,10 @@ from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
 from .futures import Result
+from .journaled import Request
 from .recordings import Recordings
 from .samplers import Samplers
-from .store import CheckpointRecord, RunRecord, Store
+from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
 
 
 @dataclass(frozen=True)
@@ -40,23 +41,13 @@ class CreateRun:
     optimizer: bool = False
 
 
-Request = (
-    ForwardBackwardRequest
-    | OptimStepRequest
-    | SaveWeightsRequest
-    | SaveWeightsForSamplerRequest
-    | SaveWeightsExternalRequest
-    | LoadWeightsRequest
-)
-"""An operation of a live run as a client asks for it."""
-
 Operation = CreateRun | Request
 
 
 def kind_of(operation: Operation) -> str:
     match operation:
         case CreateRun():
-            return "create_model"
+            return "create_model" if operation.checkpoint is None else "create_model_from_checkpoint"
         case ForwardBackwardRequest():
             return "forward" if operation.forward_only else "forward_backward"
         case _:
@@ -108,21 +99,24 @@ class Operations:
         self._recordings = recordings
         self.infos: dict[str, RunInfo] = {}
 
-    async def perform(self, run: RunRecord, operation: Operation) -> Result:
-        """Raises OperationError, or RequestError where the reason is one of access."""
+    async def perform(self, run: RunRecord, operation: Operation, seq_id: int) -> Result:
+        """The same seq_id again = once more after a crash, which may have come when all but the answer was done.
+
+        Raises OperationError, or RequestError where the reason is one of access.
+        """
         match operation:
             case CreateRun():
                 return await self._create(run, operation)
             case ForwardBackwardRequest():
-                return await self._forward_backward(run, operation)
+                return await self._forward_backward(run, replace(operation, seq_id=seq_id))
             case OptimStepRequest():
-                return await self._optim_step(run, operation)
+                return await self._optim_step(run, operation, seq_id)
             case SaveWeightsRequest():
-                return await self._save_weights(run, operation)
+                return await self._save_weights(run, operation, run.request_id(seq_id))
             case SaveWeightsForSamplerRequest():
-                return await self._save_for_sampler(run, operation)
+                return await self._save_for_sampler(run, operation, seq_id)
             case SaveWeightsExternalRequest():
-                return await self._save_external(run, operation)
+                return await self._save_external(run, operation, run.request_id(seq_id))
             case LoadWeightsRequest():
                 return await self._load_weights(run, operation)
 
@@ -136,15 +130,32 @@ class Operations:
         self.infos.pop(run.run_id, None)
         await self._dispatch.drop_run(run.run_id)
 
-    async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
+    async def make(self, run: RunRecord, operation: CreateRun) -> None:
+        """In the workers, as it is created. Raises OperationError."""
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
         info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), tenant.name)
         if operation.checkpoint is not None:
             await self._load(run, operation.checkpoint, operation.optimizer)
-        await self._store.insert_run(run)
         self.infos[run.run_id] = info
+
+    async def discard(self, run: RunRecord) -> None:
+        """What the workers may still have of it. Raises OperationError."""
+        await self._dispatch.drop_run(run.run_id)
+
+    async def restore(self, run: RunRecord, snapshot: Path) -> None:
+        """Of a run that has been made. Raises OperationError."""
+        await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
+
+    async def snapshot(self, run: RunRecord, directory: Path) -> None:
+        """The state behind what was handed over before, into an empty directory. Raises OperationError."""
+        await self._dispatch.snapshot_run(run.run_id, directory)
+
+    async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
+        await self.make(run, operation)
+        if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
+            await self._store.insert_run(run)
         if operation.checkpoint is not None:
             return _json(LoadWeightsResponse(path=operation.checkpoint.tinker_path, model_id=run.run_id))
         return _json(CreateModelResponse(model_id=run.run_id))
@@ -155,57 +166,62 @@ class Operations:
         output = await self._dispatch.forward_backward(operation)
         return Result(encode_forward_backward_output(output), "forward_backward")
 
-    async def _optim_step(self, run: RunRecord, operation: OptimStepRequest) -> Result:
+    async def _optim_step(self, run: RunRecord, operation: OptimStepRequest, seq_id: int) -> Result:
         if operation.optimizer_params is not None:
             raise OperationError(
                 f"optimizer {operation.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
             )
         params = operation.adam_params or AdamParams()
-        metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale))
+        metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale, seq_id=seq_id))
         return _json(OptimStepResponse(metrics=metrics))
 
-    async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest) -> Result:
+    async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest, request_id: str) -> Result:
         """The state after the last optimizer step; gradients that wait for the next one stay where they are."""
-        async with self._checkpoints.writing(
-            run,
-            "weights",
-            operation.path,
-            operation.overwrite,
-            operation.ttl_seconds,
-            operation.user_metadata,
-            has_optimizer=True,
-        ) as staging:
-            await self._dispatch.save_run(run.run_id, staging, optimizer=True)
-        return _json(SaveWeightsResponse(path=f"tinker://{run.run_id}/weights/{operation.path}"))
+        path = await self._save(run, "weights", operation.path, request_id, operation, operation.overwrite)
+        return _json(SaveWeightsResponse(path=path))
 
-    async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest) -> Result:
+    async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
         if operation.path is None:
-            sampler_id = await self._samplers.create_ephemeral(run, operation)
+            sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
             return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
-        async with self._checkpoints.writing(
-            run,
-            "sampler_weights",
-            operation.path,
-            overwrite=False,
-            ttl_seconds=operation.ttl_seconds,
-            user_metadata=operation.user_metadata,
-        ) as staging:
-            await self._dispatch.save_run(run.run_id, staging, optimizer=False)
-        return _json(SaveWeightsForSamplerResponse(path=f"tinker://{run.run_id}/sampler_weights/{operation.path}"))
+        path = await self._save(run, "sampler_weights", operation.path, run.request_id(seq_id), operation)
+        return _json(SaveWeightsForSamplerResponse(path=path))
 
-    async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest) -> Result:
+    async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest, request_id: str) -> Result:
         """PEFT files, to be downloaded through the checkpoint's external_weights_urls."""
         if operation.age_encryption_recipients:
             raise OperationError(
                 "age_encryption_recipients is not supported: leave it out, and encrypt what was downloaded"
             )
-        async with self._checkpoints.writing(
-            run, "external_weights", operation.path, overwrite=False, ttl_seconds=operation.ttl_seconds
-        ) as staging:
-            await self._dispatch.save_run(run.run_id, staging, optimizer=False)
-        path = f"tinker://{run.run_id}/external_weights/{operation.path}"
+        path = await self._save(run, "external_weights", operation.path, request_id, operation)
         saved = await self._checkpoints.resolve(Tenant(run.tenant_id, ""), path)
         return _json(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
+
+    async def _save(
+        self,
+        run: RunRecord,
+        kind: CheckpointKind,
+        name: str,
+        request_id: str,
+        operation: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+        overwrite: bool = False,
+    ) -> str:
+        """Publishes a checkpoint, unless this very request has; returns its path. Only `weights` have the optimizer."""
+        if not await self._checkpoints.was_saved(run, kind, name, request_id):
+            optimizer = kind == "weights"
+            metadata = None if isinstance(operation, SaveWeightsExternalRequest) else operation.user_metadata
+            async with self._checkpoints.writing(
+                run,
+                kind,
+                name,
+                overwrite,
+                operation.ttl_seconds,
+                metadata,
+                has_optimizer=optimizer,
+                request_id=request_id,
+            ) as staging:
+                await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+        return f"tinker://{run.run_id}/{kind}/{name}"
 
     async def _load_weights(self, run: RunRecord, operation: LoadWeightsRequest) -> Result:
         """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""

@@ -22,9 +22,12 @@ from .app import create_app
 from .auth import require_keys
 from .config import ServerConfig
 from .connections import Connection
+from .services import Services
 from .store import DATABASE_NAME, SqliteStore
 
 FORCED_STATUS = 130
+_ANSWER_SECONDS = 1.0
+"""Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
@@ -71,9 +74,7 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
 
             app = create_app(config, dispatch)
             async with app.router.lifespan_context(app):
-                await _Http(config, app, announce, app.state.services.futures.stop_waiting).run_until_cancelled(
-                    listener
-                )
+                await _Http(config, app, announce).run_until_cancelled(listener)
 
 
 @contextlib.contextmanager
@@ -192,11 +193,9 @@ async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn, with our signal handling, a call once it listens and one when it has closed its doors."""
+    """uvicorn, with our signal handling, a call once it listens, and answers for who waits when it closes its doors."""
 
-    def __init__(
-        self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None], on_closed: Callable[[], None]
-    ) -> None:
+    def __init__(self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None]) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -211,7 +210,8 @@ class _Http(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
-        self._on_closed = on_closed
+        self._services: Services = app.state.services
+        self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
         """Serves; on cancellation lets open requests end."""
@@ -230,8 +230,13 @@ class _Http(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
-        asyncio.get_running_loop().call_soon(self._on_closed)
-        await super().shutdown(sockets)
+        asyncio.get_running_loop().call_soon(self._services.futures.stop_waiting)
+        # Who is still being sampled for after uvicorn's patience gets no answer but a cut.
+        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, self._services.samplers.stop_drawing)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            stopping.cancel()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -8,9 +8,10 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +30,18 @@ from ..schemas.models import CreateSessionRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest, SampleResponse
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
-from ..workers.verbs import ModelInfo, SampledPart, SampleJob
+from ..workers.verbs import ModelInfo, SampledPart, SampleJob, WorkerLost
 from .auth import Tenant
-from .bodies import Received
+from .bodies import BodyLimits, Received
 from .checkpoints import Checkpoints
 from .completions import CLONE_SEQ_IDS, CompletionLog
+from .ephemeral import EphemeralWeights
 from .futures import Future, Futures, Result
-from .journal import Header, Journal
+from .journal import Header, Journal, Journaled
+from .journaled import decode_entry
 from .quotas import Admission
 from .recordings import Recordings
+from .segments import Place
 from .sessions import Sessions
 from .store import CheckpointRecord, RunRecord, SamplerRecord, Store
 
@@ -45,6 +49,8 @@ logger = logging.getLogger(__name__)
 
 MOST_SAMPLES = 4096
 _SEED_LIMIT = 1 << 31
+_MOST_STRIKES = 3
+_EPHEMERAL = ("snapshot", "inflight")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
@@ -53,17 +59,18 @@ OnProgress = Callable[[tuple[SampledPart, ...]], None]
 class Sampler:
     """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
 
-    first_seq_id: of the requests that leave theirs out. accepted: seq_id -> its submit being journaled, None once it
-    was. under_way: ids of the jobs that are loading or sampling. completions: by clone.
+    first_seq_id: of the requests that leave theirs out, not 0 where an earlier process has made the sampler. accepted:
+    seq_id -> its submit being journaled, None once it was. under_way: ids of the jobs that are loading or sampling.
+    completions: by clone.
     """
 
     record: SamplerRecord
     adapter_id: str | None
     first_seq_id: int = 0
-    loading: asyncio.Task[None] | None = None
+    loading: asyncio.Future[None] | None = None
     accepted: dict[int, asyncio.Task[None] | None] = field(default_factory=dict)
     under_way: set[str] = field(default_factory=set)
-    num_drawn: int = 0
+    drawing_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_joined: int = 0
     completions: dict[int, CompletionLog] = field(default_factory=dict)
 
@@ -75,9 +82,8 @@ class Sampler:
         return next_seq_id if next_seq_id not in self.accepted else max(self.accepted) + 1
 
     def next_drawing_id(self) -> str:
-        """Of a request that is answered with its samples; never a seq_id's."""
-        self.num_drawn += 1
-        return f"{self.record.sampler_id}:draw-{self.num_drawn}"
+        """Of a request that is answered with its samples; never a seq_id's. In any thread."""
+        return f"{self.record.sampler_id}:draw-{next(self.drawing_numbers)}"
 
     def join(self) -> int:
         """A number for one more client, from 1."""
@@ -104,6 +110,8 @@ class Samplers:
         futures: Futures,
         journal: Journal,
         recordings: Recordings,
+        weights: EphemeralWeights,
+        limits: BodyLimits,
     ) -> None:
         self._dispatch = dispatch
         self._store = store
@@ -112,19 +120,49 @@ class Samplers:
         self._futures = futures
         self._journal = journal
         self._recordings = recordings
+        self._weights = weights
+        self._limits = limits
         self._samplers: dict[str, Sampler] = {}
-        self._creating: dict[str, asyncio.Task[str]] = {}
+        self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
         self._one_shots: dict[_Weights, str] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._drawing: set[asyncio.Timeout] = set()
+        self._is_stopping = False
 
     async def open(self) -> None:
-        """Samplers of sessions that an earlier process left open; ephemeral ones have lost their weights."""
+        """Samplers of sessions that an earlier process left open."""
         # Microseconds, because results of an earlier process have the numbers that it counted.
         first_seq_id = int(time.time() * 1e6)
         for record in await self._store.list_open_samplers():
-            self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record), first_seq_id)
-            if record.kind in ("snapshot", "inflight"):
-                self._samplers[record.sampler_id].adapter_id = None
+            sampler = self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record), first_seq_id)
+            if record.kind in _EPHEMERAL and not self._weights.has(_adapter_id(record)):
+                sampler.adapter_id = None
+        await self._weights.sweep({sampler.adapter_id for sampler in self._samplers.values()})
+
+    async def resume(self, journaled: Iterable[Journaled]) -> set[Place]:
+        """Takes up the requests that an earlier process has not answered; returns what of the journal they need."""
+        held: set[Place] = set()
+        for one in journaled:
+            sampler = self._samplers.get(one.header.run_id)
+            if one.header.kind != "sample" or sampler is None or sampler.record.base_model not in self._dispatch.models:
+                continue
+            if not await self._futures.has_result(one.header.request_id) and one.header.seq_id not in sampler.accepted:
+                try:
+                    await self._resume(sampler, one)
+                except (RequestError, OSError, ValueError) as error:
+                    logger.error("%s cannot be taken up again: %s", one.header.request_id, error)
+                else:
+                    held.add(one.place)
+        return held
+
+    async def _resume(self, sampler: Sampler, one: Journaled) -> None:
+        header = one.header
+        request = await decode_entry(await self._journal.read(one.place), self._limits)
+        assert isinstance(request, SampleRequest)
+        model = self._dispatch.models[sampler.record.base_model]
+        job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
+        sampler.accepted[header.seq_id] = None
+        self._begin(job, one.place, None)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -139,14 +177,11 @@ class Samplers:
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
         if sampler_id in self._samplers:
             return sampler_id
-        if sampler_id not in self._creating:
-            self._creating[sampler_id] = asyncio.create_task(self._create(tenant, sampler_id, request))
-            self._creating[sampler_id].add_done_callback(lambda _: self._creating.pop(sampler_id))
-        return await asyncio.shield(self._creating[sampler_id])
+        return await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
 
-    async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest) -> str:
-        """A sampler with the weights that the run has now. Raises OperationError."""
-        sampler_id = self._ephemeral_id(run, request)
+    async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
+        """A sampler with the weights that the run has now. seq_id: the request's in the run. Raises OperationError."""
+        sampler_id = self._ephemeral_id(run, request, seq_id)
         record = SamplerRecord(
             sampler_id=sampler_id,
             session_id=run.session_id,
@@ -158,8 +193,14 @@ class Samplers:
         )
         adapter_id = _adapter_id(record)
         assert adapter_id is not None
+        async with self._weights.writing(adapter_id) as directory:
+            await self._dispatch.save_run(run.run_id, directory, optimizer=False)
+        # Behind that: who loads it anew meanwhile loads these weights.
         await self._dispatch.copy_adapter(run.run_id, adapter_id)
-        await self._add(record)
+        if sampler_id not in self._samplers:  # else a crash took the answer
+            await self._add(record)
+        if sampler := self._samplers.get(sampler_id):  # else its session has ended
+            sampler.loading = _done()
         return sampler_id
 
     async def named(self, tenant: Tenant, name: str) -> Sampler:
@@ -196,9 +237,10 @@ class Samplers:
         for adapter_id, task in loading.items():
             self._in_background(self._drop_adapter(adapter_id, task))
 
-    async def _drop_adapter(self, adapter_id: str, loading: asyncio.Task[None] | None) -> None:
+    async def _drop_adapter(self, adapter_id: str, loading: asyncio.Future[None] | None) -> None:
         if loading is not None:
             await asyncio.wait({loading})
+        await self._weights.remove(adapter_id)
         try:
             await self._dispatch.drop_adapter(adapter_id)
         except OperationError as error:
@@ -209,6 +251,13 @@ class Samplers:
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
+
+    async def _once(self, key: str | _Weights, create: Callable[[], Coroutine[None, None, str]]) -> str:
+        """What `create` answers, whoever else asks for the same meanwhile."""
+        if key not in self._creating:
+            self._creating[key] = asyncio.create_task(create())
+            self._creating[key].add_done_callback(lambda _: self._creating.pop(key))
+        return await asyncio.shield(self._creating[key])
 
     async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
         record = SamplerRecord(
@@ -237,11 +286,11 @@ class Samplers:
         require_served(self._dispatch, base_model)
         return base_model
 
-    def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest) -> str:
+    def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
         asked = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
         if request.sampling_session_seq_id is not None and asked not in self._samplers:
             return asked
-        return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{request.seq_id}"
+        return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
 
     async def _refuse_unknown(self, tenant: Tenant, sampler_id: str) -> None:
         record = await self._store.get_sampler(sampler_id)
@@ -259,12 +308,13 @@ class Samplers:
             raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
-        if seq_id not in sampler.accepted:
+        answered_before = sampler.first_seq_id and await self._futures.has_result(request_id)
+        if seq_id not in sampler.accepted and not answered_before:
             job = self._job(sampler, request, request_id)
             admission.keep(max(len(received.body), 4 * len(job.prompt)), len(job.prompt))
             accepting = self._accept(sampler, seq_id, job, received, admission)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
-        if (accepting := sampler.accepted[seq_id]) is not None:
+        if (accepting := sampler.accepted.get(seq_id)) is not None:
             await asyncio.shield(accepting)
         return SubmitResponse(
             request_id=request_id,
@@ -276,15 +326,31 @@ class Samplers:
         """A request to be answered with its samples by `draw`, under `stops` in place of its own. RequestError."""
         return self._job(sampler, request, sampler.next_drawing_id(), stops)
 
-    async def draw(
-        self, job: "SamplingJob", admission: Admission, on_progress: OnProgress | None = None
-    ) -> SampleResponse:
+    async def draw(self, job: "SamplingJob", on_progress: OnProgress | None = None) -> SampleResponse:
         """Raises OperationError, RequestError. A caller that is cancelled cancels the job. Nothing of it is kept.
 
-        on_progress: called with what comes, as it comes; the response has all of it again.
+        on_progress: called with what comes, as it comes; the response has all of it again. The caller charges for it.
         """
-        with self._sessions.held(job.sampler.record.session_id):
-            return await self._sample(job, admission, on_progress)
+        end = asyncio.timeout(0 if self._is_stopping else None)
+        self._drawing.add(end)
+        try:
+            async with end:
+                with self._sessions.held(job.sampler.record.session_id):
+                    return await self._sample(job, on_progress)
+        except TimeoutError:
+            if not end.expired():
+                raise
+            raise OperationError("the server is stopping: try again when it is back", "server") from None
+        finally:
+            self._drawing.discard(end)
+
+    def stop_drawing(self) -> None:
+        """Fails what `draw` has under way, and what it is asked for from now on."""
+        self._is_stopping = True
+        now = asyncio.get_running_loop().time()
+        for end in self._drawing:
+            if not end.expired():
+                end.reschedule(now)
 
     async def completed(
         self, tenant: Tenant, request: RetrieveFuturesRequest, seconds: float
@@ -311,7 +377,7 @@ class Samplers:
     def _in_use(self, sampler: Sampler) -> Sampler:
         """Raises RequestError 410 when its weights are lost."""
         self._sessions.heard_of(sampler.record.session_id)
-        if sampler.record.kind in ("snapshot", "inflight") and sampler.adapter_id is None:
+        if sampler.record.kind in _EPHEMERAL and sampler.adapter_id is None:
             raise RequestError(
                 f"the weights of sampler {sampler.record.sampler_id} were lost when the server restarted: "
                 "save_weights_for_sampler again, or sample a named checkpoint",
@@ -323,11 +389,14 @@ class Samplers:
         """For requests that name weights and no sampler: one for all of a tenant's, in a session that silence ends."""
         weights = _Weights(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
         if weights not in self._one_shots:
-            session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
-            own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
-            create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
-            self._one_shots[weights] = await self.create(tenant, create)
+            self._one_shots[weights] = await self._once(weights, lambda: self._create_one_shot(tenant, weights))
         return self._one_shots[weights]
+
+    async def _create_one_shot(self, tenant: Tenant, weights: _Weights) -> str:
+        session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
+        own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
+        create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
+        return await self.create(tenant, create)
 
     async def _accept(
         self, sampler: Sampler, seq_id: int, job: "SamplingJob", received: Received, admission: Admission
@@ -350,15 +419,20 @@ class Samplers:
             admission.release()
             raise
         sampler.accepted[seq_id] = None
-        future = self._futures.create(
-            job.request_id,
-            sampler.record.tenant_id,
-            partial(self._pending, sampler.record.base_model),
-            partial(self._journal.release, place),
-        )
-        performing = self._in_background(self._perform(job, future, admission))
+        performing = self._begin(job, place, admission)
         # A task that is cancelled before its first step releases nothing by itself.
         performing.add_done_callback(lambda _: admission.release())
+
+    def _begin(self, job: "SamplingJob", place: Place, admission: Admission | None) -> asyncio.Task[None]:
+        """admission: None for a request that an earlier process accepted."""
+        record = job.sampler.record
+        future = self._futures.create(
+            job.request_id,
+            record.tenant_id,
+            partial(self._pending, record.base_model),
+            partial(self._journal.release, place),
+        )
+        return self._in_background(self._perform(job, future, admission))
 
     def _job(
         self, sampler: Sampler, request: SampleRequest, request_id: str, stops: "Stops | None" = None
@@ -368,7 +442,7 @@ class Samplers:
     def _pending(self, base_model: str) -> Pending:
         return Pending(queue_state_reason=self._dispatch.status(base_model))
 
-    async def _perform(self, job: "SamplingJob", future: Future, admission: Admission) -> None:
+    async def _perform(self, job: "SamplingJob", future: Future, admission: Admission | None) -> None:
         await self._resolve(job, future, admission)
         result = future.result
         assert result is not None
@@ -381,9 +455,11 @@ class Samplers:
         clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
         job.sampler.completions_of(clone).add(completion)
 
-    async def _resolve(self, job: "SamplingJob", future: Future, admission: Admission) -> None:
+    async def _resolve(self, job: "SamplingJob", future: Future, admission: Admission | None) -> None:
         try:
-            response = await self._sample(job, admission)
+            response = await self._sample(job)
+            if admission is not None:
+                admission.charge(response.num_tokens)
             if job.request.record_stability_info:
                 await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
             self._futures.resolve(future, Result(encode_sample_response(response, job.target_layout), "sample"))
@@ -395,47 +471,83 @@ class Samplers:
             logger.exception("sampling request %s failed", job.request_id)
             self._futures.fail(future, f"internal error in sampling request {job.request_id}", "server")
         finally:
-            admission.release()
+            if admission is not None:
+                admission.release()
 
-    async def _sample(
-        self, job: "SamplingJob", admission: Admission, on_progress: OnProgress | None = None
-    ) -> SampleResponse:
+    async def _sample(self, job: "SamplingJob", on_progress: OnProgress | None = None) -> SampleResponse:
+        """Once more when the worker dies, unless it keeps dying of this request or some of it has been told."""
         sampler = job.sampler
         sampler.under_way.add(job.request_id)
+        telling = _Telling(on_progress)
+        work = job.for_worker(streams=on_progress is not None)
+        num_strikes = 0
         try:
-            await self._load(sampler)
-            work = job.for_worker(streams=on_progress is not None)
-            response = await self._dispatch.sample(sampler.record.base_model, work, on_progress)
-        except OperationError as error:
-            self._reload_next_time(sampler, error)
-            raise
+            while True:
+                loading = await self._load(sampler)
+                try:
+                    return await self._dispatch.sample(sampler.record.base_model, work, telling.tell)
+                except WorkerLost as lost:
+                    num_strikes += lost.alone
+                    self._load_again(sampler, loading)
+                    if telling.has_told or num_strikes >= _MOST_STRIKES:
+                        raise
+                except OperationError as error:
+                    if error.category == "server":
+                        self._load_again(sampler, loading)
+                    raise
         finally:
             sampler.under_way.discard(job.request_id)
-        admission.charge(sum(len(sequence.tokens) for sequence in response.sequences))
-        return response
 
-    async def _load(self, sampler: Sampler) -> None:
-        """The adapter of a checkpoint, once, for whoever comes first."""
-        if sampler.record.model_path is None:
-            return
-        if sampler.loading is None:
-            sampler.loading = asyncio.create_task(self._load_now(sampler))
-        try:
-            await asyncio.shield(sampler.loading)
-        except (OperationError, RequestError):
-            sampler.loading = None
-            raise
+    async def _load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
+        """Its adapter, once, for whoever comes first; returns that loading, None where there is nothing to load."""
+        if sampler.record.kind == "base":
+            return None
+        while True:
+            loading = sampler.loading = sampler.loading or asyncio.create_task(self._load_now(sampler))
+            try:
+                await asyncio.shield(loading)
+            except WorkerLost:
+                self._load_again(sampler, loading)
+            except (OperationError, RequestError):
+                self._load_again(sampler, loading)
+                raise
+            else:
+                return loading
 
     async def _load_now(self, sampler: Sampler) -> None:
         record = sampler.record
-        assert record.model_path is not None and sampler.adapter_id is not None
-        checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
-        await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, Path(checkpoint.directory))
+        assert sampler.adapter_id is not None
+        if record.model_path is None:
+            directory = self._weights.directory(sampler.adapter_id)
+        else:
+            checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
+            directory = Path(checkpoint.directory)
+        await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
 
-    def _reload_next_time(self, sampler: Sampler, error: OperationError) -> None:
-        """The worker may have died, and the adapter with it."""
-        if error.category == "server":
+    def _load_again(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:
+        """The worker may have died, and the adapter with it; unless somebody else has seen to that."""
+        if sampler.loading is loading:
             sampler.loading = None
+
+
+class _Telling:
+    """Passes on what samples grow by. has_told: whether there was anything."""
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self.has_told = False
+        self.tell = None if on_progress is None else self._tell
+
+    def _tell(self, parts: tuple[SampledPart, ...]) -> None:
+        assert self._on_progress is not None
+        self.has_told = True
+        self._on_progress(parts)
+
+
+def _done() -> "asyncio.Future[None]":
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done
 
 
 def require_served(dispatch: WorkerDispatch, base_model: str) -> ModelInfo:
@@ -488,15 +600,22 @@ class SamplingJob:
     """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
 
     def __init__(
-        self, request: SampleRequest, request_id: str, sampler: Sampler, model: ModelInfo, stops: Stops | None = None
+        self,
+        request: SampleRequest,
+        request_id: str,
+        sampler: Sampler,
+        model: ModelInfo,
+        stops: Stops | None = None,
+        seed: int | None = None,
     ) -> None:
-        """Raises RequestError."""
+        """seed: that was drawn before, where the request leaves it open. Raises RequestError."""
         self.request = request
         self.request_id = request_id
         self.sampler = sampler
         self.prompt = _prompt(request, model)
         self.stops = stops or _stops(request, model)
-        self._seed = draw_seed() if request.sampling_params.seed is None else request.sampling_params.seed
+        drawn = draw_seed() if seed is None else seed
+        self._seed = drawn if request.sampling_params.seed is None else request.sampling_params.seed
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
         self.target_layout: CsrLayout | None = None
@@ -525,6 +644,7 @@ class SamplingJob:
             target_prompt_tokens=self._targets,
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             streams=streams,
+            owner=self.sampler.record.tenant_id,
         )
 
 

@@ -1,10 +1,11 @@
 """Segments: a directory of append-only files of checked records, and the reader that finds where one was torn.
 
-A record is on its way to the disk once `append` returns: it survives the death of this process, not of the machine.
-Shared by the journal, the results and the recordings, each of which decides when a segment may go.
+A record that was appended survives the death of this process; with `sync` that of the machine, too. Shared by the
+journal, the results and the recordings, each of which decides when a segment may go.
 """
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -16,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
+
+from .manifest import sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +66,9 @@ class _Append:
 class Segments:
     """One writer per directory. What earlier processes left there is in `earlier` and never appended to."""
 
-    def __init__(self, directory: Path, segment_bytes: int) -> None:
+    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False) -> None:
         self._directory = directory
+        self._sync = sync
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
@@ -83,7 +87,7 @@ class Segments:
         """
         written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
-        if self._flush is None and len(body) < _SMALL_BYTES:
+        if self._flush is None and len(body) < _SMALL_BYTES and not self._sync:
             self._write_at_once(append)
             return written
         self._pending.append(append)
@@ -138,12 +142,17 @@ class Segments:
 
     def _write(self, batch: list[_Append]) -> list[Place]:
         """In the writer's thread, or while it has nothing to do."""
+        file, num_bytes = self._file, self._file_bytes
         try:
             places = [self._write_one(append) for append in batch]
             assert self._file is not None
             self._file.flush()
+            if self._sync:
+                os.fsync(self._file.fileno())
         except OSError:
-            # The file may end in half a record: nothing may follow it.
+            # The file may end in half a record: nothing may follow it. Nor may whole ones stay, which are said to have
+            # failed.
+            _cut_off(self._file, num_bytes if self._file is file else len(_MAGIC))
             self._next_segment()
             raise
         return places
@@ -161,9 +170,13 @@ class Segments:
     def _writable(self) -> BinaryIO:
         if self._file is not None and self._file_bytes >= self._segment_bytes:
             self._file.flush()
+            if self._sync:
+                os.fsync(self._file.fileno())
             self._next_segment()
         if self._file is None:
             self._file = self.path(self.current).open("xb", buffering=1 << 18)
+            if self._sync:
+                sync_directory(self._directory)
             self._file.write(_MAGIC)
             self._file_bytes = len(_MAGIC)
         return self._file
@@ -223,6 +236,13 @@ def _whole_record(file: BinaryIO, offset: int) -> Record | None:
     if zlib.crc32(body, zlib.crc32(header)) != checksum:
         return None
     return Record(json.loads(header), body, offset)
+
+
+def _cut_off(file: BinaryIO | None, num_bytes: int) -> None:
+    """What was written since. Where that fails the reader stops at the first record that is not whole."""
+    if file is not None and not file.closed:
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fileno(), num_bytes)
 
 
 def _fail(batch: list[_Append], error: OSError) -> None:

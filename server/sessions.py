@@ -49,6 +49,12 @@ class Sessions:
     async def start(self) -> None:
         now = self._clock()
         self._open = {record.session_id: _Open(record, now) for record in await self._store.list_open_sessions()}
+
+    def watch(self) -> None:
+        """From now on silence counts."""
+        now = self._clock()
+        for known in self._open.values():
+            known.heard_at = now
         self._watch = asyncio.create_task(self._expire_in_time())
 
     async def close(self) -> None:
@@ -92,6 +98,10 @@ class Sessions:
             raise RequestError(f"session {session_id} has ended ({record.end}): create a new one", status=410)
         self.heard_of(session_id)
         return record
+
+    @property
+    def open_ids(self) -> tuple[str, ...]:
+        return tuple(self._open)
 
     def is_open(self, session_id: str) -> bool:
         return session_id in self._open

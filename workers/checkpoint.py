@@ -7,6 +7,8 @@ The weights are those of the last step: gradients accumulated since are neither 
 """
 
 import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from torch import Tensor
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .lora import Adapter, Adapters
+from .lora.adapter import LEARNED
 
 FORMAT = 1
 _WEIGHTS = "adapter_model.safetensors"
@@ -26,13 +29,41 @@ _DESCRIPTION = "trainhouse.json"
 _OPTIMIZER = "optimizer.safetensors"
 
 
-def save_adapter(adapter: Adapter, directory: Path, *, optimizer: bool, base_name: str) -> None:
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """What an adapter has learned, without its gradients. vectors: float32 [P] by name, those that there are.
+
+    Its own vectors, or others that stay as they are while it goes on.
+    """
+
+    adapter: Adapter
+    vectors: Mapping[str, Tensor]
+    num_steps: int
+
+    @staticmethod
+    def by(adapter: Adapter) -> "Learned":
+        """Of an adapter on the device."""
+        live = adapter.live()
+        return Learned(adapter, {name: live[name] for name in LEARNED if name in live}, adapter.num_steps)
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
+        return replace(self, vectors={name: function(vector) for name, vector in self.vectors.items()})
+
+    def moments(self) -> dict[str, Tensor]:
+        """Before the first step an adapter has none: they are zeros, which it does not keep."""
+        if "exp_avg" in self.vectors:
+            return {name: self.vectors[name] for name in ("exp_avg", "exp_avg_sq")}
+        return {name: torch.zeros_like(self.vectors["weights"]) for name in ("exp_avg", "exp_avg_sq")}
+
+
+def save_adapter(learned: Learned, directory: Path, *, optimizer: bool, base_name: str) -> None:
     """Writes into an existing empty directory. optimizer: also what a resumed training needs."""
-    _save_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
+    adapter = learned.adapter
+    _save_tensors(directory / _WEIGHTS, adapter.named_views(learned.vectors["weights"]))
     if optimizer:
-        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, _moments(adapter)))
+        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, learned.moments()))
     _save_json(directory / _PEFT_CONFIG, _peft_config(adapter, base_name))
-    _save_json(directory / _DESCRIPTION, _describe(adapter, base_name))
+    _save_json(directory / _DESCRIPTION, _describe(learned, base_name))
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
@@ -65,13 +96,13 @@ def read_lora_config(directory: Path) -> LoraConfig:
     return LoraConfig.model_validate(_read_description(directory)["lora"])
 
 
-def _describe(adapter: Adapter, base_name: str) -> dict[str, Any]:
+def _describe(learned: Learned, base_name: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "base_model": base_name,
-        "lora": adapter.lora.model_dump(),
-        "targets": [target.name for target in adapter.targets],
-        "num_steps": adapter.num_steps,
+        "lora": learned.adapter.lora.model_dump(),
+        "targets": [target.name for target in learned.adapter.targets],
+        "num_steps": learned.num_steps,
     }
 
 
@@ -124,13 +155,6 @@ def _named_moments(adapter: Adapter, vectors: dict[str, Tensor]) -> dict[str, Te
     return {
         f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in adapter.named_views(vector).items()
     }
-
-
-def _moments(adapter: Adapter) -> dict[str, Tensor]:
-    """Before the first step an adapter has none: they are zeros, which it does not keep."""
-    if not adapter.has_moments:
-        return {"exp_avg": torch.zeros_like(adapter.weights), "exp_avg_sq": torch.zeros_like(adapter.weights)}
-    return {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}
 
 
 def _read_moments(adapter: Adapter, directory: Path) -> dict[str, Tensor]:

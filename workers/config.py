@@ -24,6 +24,8 @@ class WorkerConfig:
     kv_cache_bytes: budget of the sampler's key/value cache.
     adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
     page_directory: for the adapters on disk; None = that of the system for temporary files.
+    hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
+        and is killed and started anew.
     """
 
     model: ServedModel
@@ -39,6 +41,7 @@ class WorkerConfig:
     adapter_slots: int = 64
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
+    hang_seconds: float = 60.0
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from .group import Group, OnProgress
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
-from .work import Item, Verb
+from .work import Item, Snapshot, Verb
 
 _MOST_WEIGHT_RATIO = 1000
 
@@ -52,7 +52,7 @@ class DispatchConfig:
 
 
 class WorkerDispatch:
-    """The verbs, by run, adapter or base model. All raise OperationError; a dead worker is category "server"."""
+    """The verbs, by run, adapter or base model. All raise OperationError, which is WorkerLost when a worker died."""
 
     models: Mapping[str, ModelInfo]
 
@@ -127,6 +127,14 @@ class WorkerDispatch:
 
     async def load_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         await self._submit_verb(run_id, "load_run", str(directory), optimizer)
+
+    async def snapshot_run(self, run_id: str, directory: Path) -> None:
+        """As save_run with the optimizer, of the run as it is when the operations submitted before have ended.
+
+        Into an existing empty directory, while the worker goes on with other work. Where writing fails, what is in the
+        directory is of no use.
+        """
+        await self._home_of_run(run_id).submit(run_id, Snapshot(str(directory)))
 
     async def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights as they are now, for sampling; the same id again moves its samplers forward.

@@ -17,21 +17,27 @@ from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import gigabytes, loaded_bytes
+from .patience import Patience
 from .pool import Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .shares import PassLimits
+from .snapshots import Snapshots
+from .suspects import Suspects
 from .turns import Turns
-from .verbs import Failure, ModelInfo, Pass, SampledPart, SampleJob, Slice, SliceResult, Step
+from .verbs import Failure, ModelInfo, Pass, SampledPart, SampleJob, Slice, SliceResult, Step, WorkerLost
 from .work import Item, PassWork, Verb, Work
 
 logger = logging.getLogger(__name__)
 
-_KINDS = ("training", "verbs", "sampling")
+_KINDS = ("training", "verbs", "snapshots", "sampling")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
-# Of the slices' length; and how much longer each is than the one before, until it has that length.
-_FIRST_SLICE, _SLICE_GROWTH = 1 / 16, 4
+# Parts of the slices' length that the first ones after a pause have.
+_FIRST_SLICES = (1 / 16, 1 / 4)
+
+# Of the sampling jobs at a death, what may be together next time: fewer deaths until one is alone, or more at a time.
+_JOBS_SHRINK = 4
 
 # Verbs after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
@@ -67,8 +73,13 @@ class Group:
         self._wake = asyncio.Event()
         self._turns = Turns(_KINDS)
         self._backoff = Backoff()
-        self._queue = Queue(limits)
+        self._patience = Patience(config)
+        self._suspect_runs, self._suspect_jobs = Suspects(), Suspects(_JOBS_SHRINK)
+        self._queue = Queue(limits, self._suspect_runs)
         self._running: list[Work[Any]] = []
+        self._snapshots = Snapshots(self._wake.set)
+        # What the call under way is about: of large operations also those that wait for their next passes.
+        self._in_call: Sequence[Work[Any] | _Sampling] = ()
         # Runs whose gradients lack an operation of a call that failed as a whole, unknown to the rank, and the reason.
         self._incomplete: dict[str, str] = {}
         self._operation_ids = count()
@@ -77,8 +88,9 @@ class Group:
         self._cancelled: list[str] = []
         self._live: set[str] = set()
         self._lost: dict[str, str] = {}
-        self._slice_number = 0
-        self._closed = False
+        self._slices_since_pause = 0
+        self._num_slices = 0
+        self._closed: str | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model. Raises ValueError with the reason when it does not load."""
@@ -95,11 +107,11 @@ class Group:
         self._lane.add_done_callback(self._lane_ended)
 
     async def close(self) -> None:
-        self._closed = True
+        self._closed = self._closed or "the server is shutting down"
         if self._lane is not None:
             self._lane.cancel()
             await asyncio.wait({self._lane})
-        self._fail_all("the server is shutting down")
+        self._fail_all(lambda _: OperationError("the server is shutting down", "server"))
         if self._pool is not None:
             await self._pool.close()
 
@@ -108,6 +120,7 @@ class Group:
         if self.restarting:
             return f"the worker of {self.name} is restarting"
         num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
+        num_works += len(self._snapshots.works())
         if not num_works:
             return None
         works = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
@@ -161,18 +174,21 @@ class Group:
             self._cancelled.append(job_id)
             self._wake.set()
         if waiting is not None:
+            self._suspect_jobs.clear(job_id)
             _settle(waiting.answer, Failure(f"sampling request {job_id} was cancelled", "user"))
 
     def forget_lost(self, key: str) -> bool:
-        """Whether the run or adapter was lost with a worker; from now on it is unknown."""
-        return self._lost.pop(key, None) is not None
+        """Whether the run or adapter was lost with a worker and is not being made anew; from now on it is unknown."""
+        self._suspect_runs.clear(key)
+        comes_back = key in self._queue or any(work.key == key for work in self._running)
+        return self._lost.pop(key, None) is not None and not comes_back
 
     def _check_usable(self, key: str | None, item: Item | None = None) -> None:
-        if self._closed:
-            raise OperationError("the server is shutting down", "server")
+        if self._closed is not None:
+            raise OperationError(self._closed, "server")
         anew = isinstance(item, Verb) and item.creates == key
         if key in self._lost and not anew:
-            raise OperationError(self._lost[key], "server")
+            raise WorkerLost(self._lost[key])
 
     # The lane: forms the next call, makes it, hands out the answers; and starts again when the worker dies.
 
@@ -188,8 +204,8 @@ class Group:
         """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
         if not lane.cancelled():
             logger.critical("the lane of %s crashed", self.name, exc_info=lane.exception())
-            self._closed = True
-            self._fail_all(f"base model {self.name} is out of service after an internal error")
+            message = self._closed = f"base model {self.name} is out of service after an internal error"
+            self._fail_all(lambda _: OperationError(message, "server"))
 
     async def _serve(self) -> None:
         pool = self._opened()
@@ -199,6 +215,8 @@ class Group:
             match kind:
                 case "verbs":
                     await self._run_verb(pool)
+                case "snapshots":
+                    await self._go_on_with_snapshots(pool)
                 case "sampling":
                     await self._run_slice(pool)
                 case _:
@@ -209,21 +227,49 @@ class Group:
         """The kinds of it that there are."""
         # Who has just been answered may have more, which is to be in the next pass.
         await asyncio.sleep(0)
-        while not (wanted := [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]):
-            if pool.death.done():
-                raise pool.death.result()
+        while not pool.death.done():
+            if wanted := [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]:
+                return wanted
             self._wake.clear()
             await self._wake.wait()
-        return wanted
+        # Before anything is taken, which would be suspected of it.
+        raise pool.death.result()
 
-    def _wants(self) -> tuple[bool, bool, bool]:
+    def _wants(self) -> tuple[bool, bool, bool, bool]:
         sampling = bool(self._joining or self._sampling or self._cancelled)
-        return self._queue.wants_training, self._queue.wants_verb, sampling
+        return self._queue.wants_training, self._queue.wants_verb, self._wants_snapshots(), sampling
+
+    def _wants_snapshots(self) -> bool:
+        return self._snapshots.due or (self._queue.wants_snapshot and self._snapshots.has_room)
+
+    async def _go_on_with_snapshots(self, pool: Pool) -> None:
+        if self._snapshots.due:
+            await self._ask_for_snapshots(pool)
+        else:
+            await self._begin_snapshot(pool)
+
+    async def _ask_for_snapshots(self, pool: Pool) -> None:
+        answers = await self._call(pool, (), "ended_snapshots")
+        is_failure = isinstance(answers, Failure)
+        ended = self._snapshots.failed(answers) if is_failure else self._snapshots.ended(answers)
+        for work, answer in ended:
+            _settle(work.answer, answer)
+
+    async def _begin_snapshot(self, pool: Pool) -> None:
+        work = self._queue.take_snapshot()
+        self._running = [work]
+        snapshot_id = self._snapshots.next_id()
+        answer = await self._call(pool, [work], "begin_snapshot", snapshot_id, work.key, work.item.directory)
+        if isinstance(answer, Failure):
+            _settle(work.answer, answer)
+        else:
+            self._snapshots.begun(snapshot_id, work)
+        self._running = []
 
     async def _run_verb(self, pool: Pool) -> None:
         work = self._queue.take_verb()
         self._running = [work]
-        answer = await self._call(pool, work.item.method, *work.item.arguments)
+        answer = await self._call(pool, [work], work.item.method, *work.item.arguments)
         self._note(work.key, work.item, answer)
         _settle(work.answer, answer)
         self._running = []
@@ -236,18 +282,25 @@ class Group:
 
     async def _run_steps(self, pool: Pool) -> None:
         works = self._running = self._queue.take_steps()
-        answers = await self._call(pool, "apply_steps", tuple(self._with_refusal(work.item) for work in works))
+        steps = tuple(self._with_refusal(work.item) for work in works)
+        hang_seconds = self._patience.with_steps(len(steps))
+        answers = await self._call(pool, works, "apply_steps", steps, hang_seconds=hang_seconds)
         if not isinstance(answers, Failure):
             self._forget_incomplete(work.key for work in works)
         for work, answer in zip(works, _one_each(answers, len(works)), strict=True):
             _settle(work.answer, answer)
+            self._suspect_runs.passed(work.key, work.item.seq_id or None)
         self._running = []
 
     async def _run_pass(self, pool: Pool) -> None:
         pieces = self._queue.take_pass()
         # The others still wait in the queue, for their next passes.
         self._running = [piece.work for piece in pieces if piece.last]
-        answers = await self._call(pool, "run_pass", Pass(tuple(piece.part for piece in pieces)))
+        works, work = [piece.work for piece in pieces], Pass(tuple(piece.part for piece in pieces))
+        cost, started = sum(piece.cost for piece in pieces), time.monotonic()
+        hang_seconds = self._patience.with_pass(cost, len({each.key for each in works}))
+        answers = await self._call(pool, works, "run_pass", work, hang_seconds=hang_seconds)
+        self._patience.passes.took(cost, time.monotonic() - started)
         if isinstance(answers, Failure):
             self._incomplete |= {each.work.key: answers.message for each in pieces if not each.work.item.forward_only}
         for piece, answer in zip(pieces, _one_each(answers, len(pieces)), strict=True):
@@ -263,31 +316,51 @@ class Group:
             self._incomplete.pop(run_id, None)
 
     def _answer_piece(self, piece: Piece, answer: object) -> None:
-        if piece.last:
-            _settle(piece.work.answer, answer)
-        elif isinstance(answer, Failure):
+        if not piece.last:
+            if not isinstance(answer, Failure):
+                return
             self._queue.drop(piece.work)
-            _settle(piece.work.answer, answer)
+        _settle(piece.work.answer, answer)
+        self._suspect_runs.passed(piece.work.key, piece.work.item.seq_id or None)
 
-    async def _call(self, pool: Pool, method: str, *arguments: object) -> Any:
-        """With one rank per group, that rank's answer; a Failure when it has none."""
+    async def _call(
+        self,
+        pool: Pool,
+        about: "Sequence[Work[Any] | _Sampling]",
+        method: str,
+        *arguments: object,
+        hang_seconds: float | None = None,
+    ) -> Any:
+        """With one rank per group, that rank's answer; a Failure when it has none. hang_seconds: None = a verb's."""
+        self._in_call = about
+        hang_seconds = hang_seconds or self._patience.with_verb(method)
         try:
-            [answer] = await pool.call(method, *arguments)
+            [answer] = await pool.call(method, *arguments, hang_seconds=hang_seconds)
         except WorkerDied:
             raise
         except Exception as error:
-            return _as_failure(error)
+            answer = _as_failure(error)
+        self._in_call = ()
         return answer
 
     async def _run_slice(self, pool: Pool) -> None:
+        joining = self._take_joining()
         work = Slice(
-            join=tuple(waiting.job for waiting in self._joining.values()),
+            join=tuple(waiting.job for waiting in joining.values()),
             cancel=tuple(self._cancelled),
             budget_milliseconds=self._next_slice_milliseconds(),
         )
-        self._sampling |= self._joining
-        self._joining, self._cancelled = {}, []
-        result: SliceResult | Failure = await self._call(pool, "sample_slice", work)
+        self._sampling |= joining
+        self._cancelled = []
+        started = time.monotonic()
+        result: SliceResult | Failure = await self._call(
+            pool,
+            tuple(self._sampling.values()),
+            "sample_slice",
+            work,
+            hang_seconds=self._patience.with_slice(work.budget_milliseconds),
+        )
+        self._patience.slices.took(1.0, time.monotonic() - started)
         if isinstance(result, Failure):
             # Nobody knows how far the slice came, so none of its requests can go on.
             self._cancelled = list(self._sampling)
@@ -298,11 +371,35 @@ class Group:
         for job_id, answer in result.finished.items():
             if waiting := self._sampling.pop(job_id, None):
                 _settle(waiting.answer, answer)
+                self._suspect_jobs.clear(job_id)
+        if self._suspect_jobs:
+            for job_id, waiting in self._sampling.items():
+                self._suspect_jobs.passed(job_id, self._num_slices - waiting.first_slice)
+        self._num_slices += 1
+
+    def _take_joining(self) -> "dict[str, _Sampling]":
+        joining, self._joining = self._joining, {}
+        if self._suspect_jobs:
+            joining, self._joining = self._admitted(joining)
+        for waiting in joining.values():
+            waiting.first_slice = self._num_slices
+        return joining
+
+    def _admitted(self, joining: "dict[str, _Sampling]") -> "tuple[dict[str, _Sampling], dict[str, _Sampling]]":
+        """In the order of arrival those that may be together with all that are there then; and the others."""
+        there = list(self._sampling)
+        for job_id in joining:
+            if len(there) >= self._suspect_jobs.most_together([*there, job_id]):
+                break
+            there.append(job_id)
+        admitted = {job_id: waiting for job_id, waiting in joining.items() if job_id in there}
+        return admitted, {job_id: waiting for job_id, waiting in joining.items() if job_id not in there}
 
     def _next_slice_milliseconds(self) -> float:
         """The first ones after a pause are short: who asks for one sample mostly asks for more right behind it."""
-        self._slice_number = self._slice_number + 1 if self._sampling else 0
-        return self._slice_milliseconds * min(1.0, _FIRST_SLICE * _SLICE_GROWTH**self._slice_number)
+        number = self._slices_since_pause = self._slices_since_pause + 1 if self._sampling else 0
+        part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
+        return self._slice_milliseconds * part
 
     def _note(self, key: str, verb: Verb, answer: object) -> None:
         """Here and not by the caller: a death right after the answer must find the run among the live."""
@@ -313,28 +410,50 @@ class Group:
             self._lost.pop(verb.creates, None)
         if verb.method in _CLEARING:
             self._forget_incomplete([key])
-        self._live.discard(verb.drops or "")
+        if verb.drops is not None:
+            self._live.discard(verb.drops)
+            self._suspect_runs.clear(verb.drops)
 
     def _lose(self, death: WorkerDied) -> None:
         self.num_deaths += 1
         logger.error("base model %s: %s", self.name, death)
         for key in self._live:
             self._lost[key] = (
-                f"{key} was lost when the worker of {self.name} died ({death}): training state since the last "
-                "checkpoint is gone; create a new run or sampler from a checkpoint"
+                f"{key} was lost when the worker of {self.name} died ({death}): what it has learned since it was last "
+                "saved is gone; create it anew"
             )
         self._live.clear()
         self._incomplete.clear()
-        self._fail_all(f"base model {self.name}: {death}; training state since the last checkpoint is lost")
+        message = f"base model {self.name}: {death}; what only the worker had is lost"
+        self._accuse(self._in_call)
+        alone = self._in_call if len(self._in_call) == 1 else ()
+        self._fail_all(lambda work: WorkerLost(message, alone=work in alone))
 
-    def _fail_all(self, message: str) -> None:
-        waiting = [*self._running, *self._queue.works(), *self._joining.values(), *self._sampling.values()]
-        self._queue = Queue(self._limits)
+    def _accuse(self, in_call: "Sequence[Work[Any] | _Sampling]") -> None:
+        runs: dict[str, int] = {}
+        for work in in_call:
+            if isinstance(work, Work) and isinstance(work.item, ForwardBackwardRequest | Step):
+                runs[work.key] = max(work.item.seq_id, runs.get(work.key, 0))
+        self._suspect_runs.accuse({key: seq_id or None for key, seq_id in runs.items()})
+        jobs = [each for each in in_call if isinstance(each, _Sampling)]
+        self._suspect_jobs.accuse({each.job.job_id: self._num_slices - each.first_slice for each in jobs})
+
+    def _fail_all(self, error_of: "Callable[[Work[Any] | _Sampling], OperationError]") -> None:
+        waiting = [
+            *self._running,
+            *self._snapshots.works(),
+            *self._queue.works(),
+            *self._joining.values(),
+            *self._sampling.values(),
+        ]
+        self._queue = Queue(self._limits, self._suspect_runs)
+        self._snapshots.forget()
         self._running, self._joining, self._sampling, self._cancelled = [], {}, {}, []
+        self._in_call = ()
         for each in waiting:
             # What was to be dropped is gone.
             dropped = isinstance(each, Work) and isinstance(each.item, Verb) and each.item.drops is not None
-            _settle(each.answer, None if dropped else Failure(message, "server"))
+            _settle(each.answer, None if dropped else error_of(each))
 
     async def _restart(self) -> None:
         self.restarting = True
@@ -357,10 +476,11 @@ class Group:
 
     async def _open_pool(self) -> None:
         self._pool = self._new_pool(self._config)
-        await self._pool.start()
+        # The first time someone watches, and the model may have to be downloaded.
+        await self._pool.start(self._patience.loading_seconds if self.num_deaths else math.inf)
         self._pool.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
-        [self.info, *_] = await self._pool.call("info")
+        [self.info, *_] = await self._pool.call("info", hang_seconds=self._patience.with_verb("info"))
 
     def _opened(self) -> Pool:
         assert self._pool is not None, "the lane runs only after start()"
@@ -372,6 +492,7 @@ class _Sampling:
     job: SampleJob
     answer: "asyncio.Future[SampleResponse]"
     on_progress: OnProgress | None
+    first_slice: int = 0
 
 
 @dataclass
@@ -415,5 +536,7 @@ def _settle(future: "asyncio.Future[Any]", answer: object) -> None:
         return
     if isinstance(answer, Failure):
         future.set_exception(OperationError(answer.message, answer.category))
+    elif isinstance(answer, OperationError):
+        future.set_exception(answer)
     else:
         future.set_result(answer)

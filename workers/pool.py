@@ -7,11 +7,13 @@ actor per rank in a placement group). Messages are ours in both (see messages.py
 import abc
 import asyncio
 import contextlib
+import fcntl
 import gc
 import importlib
 import logging
 import math
 import multiprocessing
+import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
 import signal
@@ -91,8 +93,8 @@ class Pool(abc.ABC):
         self.pids = []
         self._expected: set[asyncio.Future[_Answer]] = set()
 
-    async def start(self) -> None:
-        """Builds the worker on every rank.
+    async def start(self, hang_seconds: float = math.inf) -> None:
+        """Builds the worker on every rank. hang_seconds: as in `call`.
 
         Raises ValueError when its constructor raised that or OSError (a bad model, or none), WorkerError for other
         exceptions, WorkerDied.
@@ -100,13 +102,14 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            self.pids = await self._gather([encode(None)] * len(self.spec.configs), "start")
+            self.pids = await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds)
         except BaseException:
             await self.close()
             raise
 
-    async def call(self, method: str, *arguments: object) -> list[Any]:
-        """The results of `worker.method(*arguments)`, by rank.
+    async def call(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
+        """The results of `worker.method(*arguments)`, by rank. When they take longer than hang_seconds, with those of
+        the calls before, the ranks are killed.
 
         Raises OperationError and ValueError as the worker raised them, WorkerError for any other exception, and
         WorkerDied at once when a rank dies. Calls that overlap are made in the order in which they began. A caller that
@@ -116,7 +119,7 @@ class Pool(abc.ABC):
             messages = [encode((method, row)) for row in self._by_rank(arguments)]
         else:
             messages = [encode((method, arguments))] * len(self.spec.configs)
-        return await self._gather(messages, method)
+        return await self._gather(messages, method, hang_seconds)
 
     async def close(self) -> None:
         """Ends the ranks. Calls under way raise WorkerDied."""
@@ -133,23 +136,44 @@ class Pool(abc.ABC):
     @abc.abstractmethod
     async def _stop_ranks(self) -> None: ...
 
+    @abc.abstractmethod
+    def _kill_ranks(self) -> None:
+        """Those that do not listen, too; returns at once."""
+
     def _by_rank(self, arguments: tuple[object, ...]) -> Iterator[tuple[object, ...]]:
         for rank in range(len(self.spec.configs)):
             yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
 
-    async def _gather(self, messages: Sequence[list[Piece]], method: str) -> list[Any]:
+    async def _gather(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Any]:
         if self.death.done():
             raise self.death.result()
         expected = [self._expect() for _ in messages]
         for rank, message in enumerate(messages):
             self._send(rank, message, expected[rank])
-        answers = [await answer for answer in expected]
+        with self._killed_after(hang_seconds, method):
+            answers = [await answer for answer in expected]
         if self.death.done():
             raise self.death.result()
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 raise self._logged(answer.error, rank, method)
         return [answer.value for answer in answers]
+
+    @contextlib.contextmanager
+    def _killed_after(self, seconds: float, method: str) -> Iterator[None]:
+        """The ranks, unless the block ends before."""
+        if seconds == math.inf:
+            yield
+            return
+        timer = asyncio.get_running_loop().call_later(seconds, self._kill, method, seconds)
+        try:
+            yield
+        finally:
+            timer.cancel()
+
+    def _kill(self, method: str, seconds: float) -> None:
+        self._died(f"it hung: {method} had no answer after {seconds:.0f} s, so it was killed")
+        self._kill_ranks()
 
     def _expect(self) -> "asyncio.Future[_Answer]":
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -259,6 +283,10 @@ class LocalPool(Pool):
         await asyncio.gather(*(child.wait_or_kill() for child in self._children))
         self._children = []
 
+    def _kill_ranks(self) -> None:
+        for child in self._children:
+            child.process.kill()
+
     def _child_ended(self, child: "_Child") -> None:
         asyncio.get_running_loop().remove_reader(child.process.sentinel)
         child.ended.set()
@@ -314,6 +342,9 @@ class _Child:
             asyncio.get_running_loop().remove_reader(self._pipe)
 
     def hang_up(self) -> None:
+        """Again, where whoever closed the pool first was cancelled over it: no-op."""
+        if self._pipe.fileno() < 0:
+            return
         asyncio.get_running_loop().remove_reader(self._pipe)
         asyncio.get_running_loop().remove_writer(self._pipe)
         self._pipe.close()
@@ -342,9 +373,21 @@ def _start_process(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: soc
     context.set_forkserver_preload([__name__, spec.worker.partition(":")[0]])
     # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
     process = context.Process(target=_serve, args=(spec, rank, pipe, lifeline), daemon=True)
-    with _empty_main():
+    with _empty_main(), _sigterm_blocked():
         process.start()
     return process
+
+
+@contextlib.contextmanager
+def _sigterm_blocked() -> Iterator[None]:
+    """In this thread, from which the forkserver has it for good: its end, of the SIGTERM that systemd sends to all
+    processes of a service, would read as that of all its children."""
+    multiprocessing.resource_tracker.ensure_running()  # the forkserver's start would, and unblock it
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -362,12 +405,25 @@ def _serve(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.sock
     """The child's main function. Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
+    if sys.platform == "linux":
+        _kill_on_hang_up(lifeline)
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
     shell, incoming = _Shell(spec, rank), Incoming()
     with contextlib.suppress(EOFError, OSError):
         while (frame := incoming.receive(pipe)) is not None:
             Outgoing(shell.answer(frame)).send(pipe)
     os._exit(0)
+
+
+def _kill_on_hang_up(lifeline: socket.socket) -> None:
+    """By the kernel: a thread does not run in a process that is stopped, or in which another one holds the interpreter.
+
+    Nothing ever happens on the lifeline but its end, so the signal that tells of what happens may be SIGKILL.
+    """
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
 
 def _exit_on_hang_up(lifeline: socket.socket) -> None:
@@ -442,6 +498,7 @@ class RayPool(Pool):
         self._actors: list[Any] = []
         self._watches: list[asyncio.Task[None]] = []
         self._exchanges: set[asyncio.Task[None]] = set()
+        self._removal: asyncio.Future[None] | None = None
 
     async def _start_ranks(self) -> None:
         placement = await self._reserve()
@@ -470,8 +527,17 @@ class RayPool(Pool):
         for task in (*self._watches, *self._exchanges):
             task.cancel()
         await asyncio.gather(*self._exchanges, return_exceptions=True)
-        await asyncio.to_thread(self._remove_actors)
+        await asyncio.shield(self._removed())
         self._actors, self._watches, self._placement = [], [], None
+
+    def _kill_ranks(self) -> None:
+        self._removed()
+
+    def _removed(self) -> "asyncio.Future[None]":
+        """Ray kills also a process that does not listen, as soon as its placement group is gone."""
+        if self._removal is None:
+            self._removal = asyncio.get_running_loop().run_in_executor(None, self._remove_actors)
+        return self._removal
 
     def _remove_actors(self) -> None:
         import ray

@@ -1,12 +1,14 @@
 """Queue: the work that waits for a group's ranks. Keeps the order of each run, and forms calls of all runs' work."""
 
 from collections import OrderedDict
+from collections.abc import Container
 from dataclasses import dataclass, replace
 from typing import Any
 
+from .patience import cost_of
 from .shares import PassLimits, Shares, Tenant
 from .verbs import Part, Step
-from .work import Line, PassWork, Verb, Work
+from .work import Line, PassWork, Snapshot, Verb, Work
 
 
 @dataclass(eq=False)
@@ -22,6 +24,10 @@ class Piece:
         return self.end == len(self.work.lengths)
 
     @property
+    def cost(self) -> float:
+        return cost_of(self.work.lengths[self.first_datum : self.end], self.work.item.forward_only)
+
+    @property
     def part(self) -> Part:
         request = self.work.item
         if self.first_datum > 0 or not self.last:
@@ -32,19 +38,29 @@ class Piece:
 class Queue:
     """What is taken goes to the ranks in one call, and is answered before anything else is taken.
 
-    num_works, num_tokens: of what waits, without what is taken.
+    num_works, num_tokens: of what waits, without what is taken. suspects: runs of which each operation and each step
+    goes alone.
     """
 
-    def __init__(self, limits: PassLimits) -> None:
+    def __init__(self, limits: PassLimits, suspects: Container[str] = ()) -> None:
         self.num_works = 0
         self.num_tokens = 0
         self._limits = limits
+        self._suspects = suspects
         self._lines: dict[str, Line] = {}
         # Each line is in one of these, by what its head is.
         self._shares = Shares(limits)
         self._steps: dict[str, Line] = {}
         self._verbs = _ByTenant()
+        self._snapshots = _ByTenant()
         self._steps_went_last = False
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._lines
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return bool(self._snapshots)
 
     @property
     def wants_verb(self) -> bool:
@@ -86,6 +102,10 @@ class Queue:
         """Tenants take turns, and a tenant's runs."""
         return self._pop(self._verbs.next())
 
+    def take_snapshot(self) -> Work[Snapshot]:
+        """As verbs; until it is taken, only its run waits for it."""
+        return self._pop(self._snapshots.next())
+
     def steps_are_next(self) -> bool:
         """They go first, for they unlock passes; but by turns, should a run have nothing but steps."""
         return bool(self._steps) and not (self._steps_went_last and self._shares)
@@ -93,17 +113,22 @@ class Queue:
     def take_steps(self) -> list[Work[Step]]:
         """One of each run that is ready for it."""
         self._steps_went_last = True
-        return [self._pop(line) for line in list(self._steps.values())]
+        lines = list(self._steps.values())
+        suspect = [line for line in lines if line.key in self._suspects]
+        return [self._pop(line) for line in suspect[:1] or lines]
 
     def take_pass(self) -> list[Piece]:
         """First the run whose turn it is, so that it comes on whatever else there is; then the short operations, which
         are to wait for one pass at most; and then by turns until the pass is full.
         """
         self._steps_went_last = False
-        forming = _Forming(self._limits)
+        forming = _Forming(self._limits, self._suspects)
         first = self._shares.next()
         assert first is not None, "taken only while operations are ready"
         self._move(*first, forming, self._limits.half)
+        if first[1].key in self._suspects:
+            self._shares.end_turn()
+            return list(forming.pieces.values())
         self._move_short_ones(forming)
         while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
             turn[1].operation, forming.room
@@ -172,6 +197,8 @@ class Queue:
                 self._steps[line.key] = line
             case Verb():
                 self._verbs.add(line)
+            case Snapshot():
+                self._snapshots.add(line)
             case _:
                 self._shares.add(line)
 
@@ -181,6 +208,8 @@ class Queue:
                 del self._steps[line.key]
             case Verb():
                 self._verbs.remove(line)
+            case Snapshot():
+                self._snapshots.remove(line)
             case _:
                 self._shares.remove(line)
 
@@ -191,11 +220,12 @@ class _Forming:
     awaited: tenants of whom it has the end of an operation, behind which only a step is before the next one.
     """
 
-    def __init__(self, limits: PassLimits) -> None:
+    def __init__(self, limits: PassLimits, suspects: Container[str]) -> None:
         self.pieces: dict[int, Piece] = {}
         self.awaited: set[str] = set()
         self.room: float = limits.tokens
         self._limits = limits
+        self._suspects = suspects
         self._runs: set[str] = set()
 
     @property
@@ -205,7 +235,7 @@ class _Forming:
 
     def admits(self, work: PassWork, room: float) -> bool:
         tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
-        return tokens <= room and self.has_slot(work.key)
+        return tokens <= room and self.has_slot(work.key) and work.key not in self._suspects
 
     def has_slot(self, run_id: str) -> bool:
         return run_id in self._runs or len(self._runs) < self._limits.runs

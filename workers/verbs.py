@@ -5,7 +5,7 @@ from typing import Literal
 
 import numpy as np
 
-from ..schemas.errors import Category
+from ..schemas.errors import Category, OperationError
 from ..schemas.models import LoraConfig
 from ..schemas.sampling import SamplingParams, TopkLogprobs
 from ..schemas.training import AdamParams, ForwardBackwardRequest
@@ -47,6 +47,17 @@ class AdapterWeights:
     weights: np.ndarray
 
 
+class WorkerLost(OperationError):
+    """The worker died before the operation was answered: its effect is unknown, and what only the worker had is gone.
+
+    alone: the operation ran and nothing else did, neither another one in the same call nor a slice.
+    """
+
+    def __init__(self, message: str, alone: bool = False) -> None:
+        super().__init__(message, "server")
+        self.alone = alone
+
+
 @dataclass(frozen=True)
 class Failure:
     """An item of a verb failed; the others of the same call are as if it had not been there."""
@@ -86,12 +97,14 @@ class Step:
     """One optimizer step of one run; answered by its metrics (name -> value) or a Failure.
 
     refused: why its gradients are incomplete, where the rank may not know: they are then discarded and nothing else.
+    seq_id: its place among the operations of its run, 0 = unknown.
     """
 
     run_id: str
     params: AdamParams
     gradient_scale: float | Literal["mean"] | None = None
     refused: str | None = None
+    seq_id: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -101,7 +114,8 @@ class SampleJob:
     adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter), None = the bare base model.
     prompt: int32 [T]. params.seed is already drawn. target_prompt_tokens: int64 [T - 1, K], -1 = nothing.
     stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
-    streams: whether what each slice adds is told as it comes.
+    streams: whether what each slice adds is told as it comes. owner: whose it is; nobody is told by
+    prompt_cache_hit_tokens what others have sent.
     """
 
     job_id: str
@@ -118,6 +132,7 @@ class SampleJob:
     target_prompt_tokens: np.ndarray | None = None
     prompt_alt_tokens_k: int = 0
     streams: bool = False
+    owner: str = ""
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,14 @@ class Verb:
     drops: str | None = None
 
 
-Item = ForwardBackwardRequest | Step | Verb
+@dataclass(frozen=True)
+class Snapshot:
+    """The run's state as of the works before it, which the worker writes into `directory` while it goes on."""
+
+    directory: str
+
+
+Item = ForwardBackwardRequest | Step | Verb | Snapshot
 ItemT = TypeVar("ItemT", bound=Item)
 
 

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.training import ForwardBackwardOutput
-from .checkpoint import load_adapter, load_new_adapter, read_lora_config, save_adapter
+from .checkpoint import Learned, load_adapter, load_new_adapter, read_lora_config, save_adapter
 from .config import WorkerConfig
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
@@ -20,6 +20,7 @@ from .operation import ModelLimits
 from .optim import apply_steps
 from .programs import PROGRAMS
 from .sampler import SAMPLERS
+from .snapshot_writer import SnapshotWriter
 from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
 
 
@@ -39,6 +40,7 @@ class Worker:
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
         self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
+        self._snapshots = SnapshotWriter(self._base.device, self._name)
         self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config)
 
     def info(self) -> ModelInfo:
@@ -83,7 +85,16 @@ class Worker:
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
         with self._resident(run_id) as adapter:
-            save_adapter(adapter, Path(directory), optimizer=optimizer, base_name=self._name)
+            save_adapter(Learned.by(adapter), Path(directory), optimizer=optimizer, base_name=self._name)
+
+    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
+        """As save_run with the optimizer, of the run as it is now, but only begun: see `ended_snapshots`."""
+        with self._resident(run_id) as adapter:
+            self._snapshots.begin(snapshot_id, Learned.by(adapter), Path(directory))
+
+    def ended_snapshots(self) -> dict[int, Failure | None]:
+        """Those that have ended since it was last asked: None where the files are written."""
+        return self._snapshots.ended()
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Discards pending gradients. Raises OperationError, the run untouched, when the checkpoint does not fit."""

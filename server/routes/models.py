@@ -62,7 +62,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> 
 async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
     """Of a live model, as soon as it has been created. The adapter's alpha sets its scale: alpha / rank."""
     run = await services.runs.get(tenant, request.model_id)
-    base = services.dispatch.models[run.record.base_model]
+    base, info = services.dispatch.models[run.record.base_model], await run.info()
     return GetInfoResponse(
         model_id=request.model_id,
         model_data=ModelData(
@@ -72,7 +72,7 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
         lora_rank=run.record.lora.rank,
         model_name=base.name,
         lora_alpha=run.record.lora.alpha,
-        target_modules=list(run.info.target_modules),
+        target_modules=list(info.target_modules),
         max_context_length=base.max_context_length,
     )
 

@@ -23,11 +23,11 @@ from ...schemas.codec import (
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ..auth import Tenant
-from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, decode_body, receive_body
+from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
 from ..futures import Result
-from ..operations import Request as Operation
+from ..journaled import Request as Operation
 from ..quotas import UNORDERED, Admission, Standing
-from ..runs import Refused
+from ..run import Refused
 from ..services import Services
 
 AnyOperation = TypeVar("AnyOperation", bound=Operation)
@@ -192,6 +192,4 @@ def _seconds_to_wait(request: Request) -> float:
 
 
 def _limits(services: Services) -> BodyLimits:
-    """What is larger than half of the memory might never find room; it is refused, not put off."""
-    config = services.config
-    return BodyLimits(config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2))
+    return body_limits(services.config)

@@ -77,6 +77,10 @@ class RunRecord:
     last_request_at: float
     user_metadata: dict[str, str] | None = None
 
+    def request_id(self, seq_id: int) -> str:
+        """Of one of its operations."""
+        return f"{self.run_id}:{seq_id}"
+
 
 @dataclass(frozen=True)
 class CheckpointRecord:

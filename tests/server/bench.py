@@ -11,14 +11,16 @@ from typing import Any, Protocol
 import numpy as np
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.bodies import Received
+from trainhouse.server.bodies import BodyLimits, Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Journal
 from trainhouse.server.operations import CreateRun, Operation
 from trainhouse.server.quotas import Quotas
-from trainhouse.server.runs import Run, RunServices, Submitted
+from trainhouse.server.run import Run, RunServices, Submitted
+from trainhouse.server.run_state import Recovery
 from trainhouse.server.sessions import Sessions
+from trainhouse.server.snapshots import Snapshots
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
 from trainhouse.workers.config import ServedModel
 
@@ -37,8 +39,7 @@ class Noting:
     may_go_on: asyncio.Event = field(default_factory=asyncio.Event)
     infos: dict = field(default_factory=dict)
 
-    async def perform(self, run: RunRecord, operation: Any) -> Result:
-        seq_id = getattr(operation, "seq_id", 0)
+    async def perform(self, run: RunRecord, operation: Any, seq_id: int) -> Result:
         self.begun.append(seq_id)
         await self.may_go_on.wait()
         self.performed.append(seq_id)
@@ -46,6 +47,19 @@ class Noting:
         if seq_id in self.failing:
             raise self.failing[seq_id]
         return Result(json.dumps({"seq_id": seq_id}).encode())
+
+    async def discard(self, run: RunRecord) -> None:
+        self.performed.append("discard")
+
+    async def make(self, run: RunRecord, operation: CreateRun) -> None:
+        self.performed.append("make")
+
+    async def restore(self, run: RunRecord, snapshot: Path) -> None:
+        self.performed.append(f"restore {snapshot.name}")
+
+    async def snapshot(self, run: RunRecord, directory: Path) -> None:
+        self.performed.append("snapshot")
+        (directory / "state").write_bytes(b"state")
 
     async def clear_gradients(self, run: RunRecord) -> None:
         self.performed.append("clear")
@@ -57,22 +71,26 @@ class Noting:
 @dataclass
 class Bench:
     run: Run
+    services: RunServices
     operations: Noting
     futures: Futures
     journal_directory: Path
+    snapshots: Path
     quotas: Quotas
 
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        return (await self.submit(seq_id, request)).request_id
+        body = {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
+        return (await self.submit(seq_id, request, Received(json.dumps(body).encode()))).request_id
 
-    async def submit(self, seq_id: int, request: Operation) -> Submitted:
+    async def submit(self, seq_id: int, request: Operation, received: Received = BODY) -> Submitted:
         with self.quotas.admission("alice") as admission:
-            return await self.run.submit(seq_id, request, BODY, admission)
+            return await self.run.submit(seq_id, request, received, admission)
 
     async def optim_step(self, seq_id: int) -> str:
-        return (await self.submit(seq_id, OptimStepRequest(model_id=RUN_ID, seq_id=seq_id))).request_id
+        request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
+        return (await self.submit(seq_id, request, Received(request.model_dump_json().encode()))).request_id
 
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
         result = await self.futures.wait(self.run.request_id(seq_id), "alice", seconds)
@@ -82,7 +100,12 @@ class Bench:
 
 class MakeBench(Protocol):
     async def __call__(
-        self, gap_seconds: float = 330.0, hold: bool = False, number: int = 0, quotas: Quotas | None = None
+        self,
+        gap_seconds: float = 330.0,
+        hold: bool = False,
+        number: int = 0,
+        quotas: Quotas | None = None,
+        snapshot_steps: int = 1 << 30,
     ) -> Bench: ...
 
 
@@ -95,11 +118,16 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
         journal = Journal(tmp_path / "journal", 1 << 20)
         stack.push_async_callback(journal.close)
         futures = Futures(tmp_path / "results", store, 3600.0)
-        await futures.open(())
+        await futures.open()
+        snapshots = Snapshots(tmp_path / "snapshots", sync=False)
         stack.push_async_callback(futures.close)
 
         async def make(
-            gap_seconds: float = 330.0, hold: bool = False, number: int = 0, quotas: Quotas | None = None
+            gap_seconds: float = 330.0,
+            hold: bool = False,
+            number: int = 0,
+            quotas: Quotas | None = None,
+            snapshot_steps: int = 1 << 30,
         ) -> Bench:
             operations = Noting()
             if not hold:
@@ -107,10 +135,13 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             sessions = Sessions(store, 300.0)
             quotas = quotas or Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
             status = "busy: {}".format
-            services = RunServices(futures, journal, operations, sessions, quotas, status, gap_seconds)
+            limits = BodyLimits(1 << 20, 1 << 20)
+            recovery = Recovery(journal, snapshots, operations, limits, snapshot_steps, 1 << 30)  # pyright: ignore[reportArgumentType]
+            services = RunServices(futures, journal, operations, sessions, quotas, recovery, status, gap_seconds)  # pyright: ignore[reportArgumentType]
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)
-            bench = Bench(run, operations, futures, tmp_path / "journal", quotas)
+            own_snapshots = tmp_path / "snapshots" / f"session_train_{number}"
+            bench = Bench(run, services, operations, futures, tmp_path / "journal", own_snapshots, quotas)
             await bench.submit(0, CreateRun())
             return bench
 

@@ -33,7 +33,17 @@ async def test_no_key_is_refused_with_the_remedy(api: Api) -> None:
 async def test_a_key_of_another_kind_is_refused(api: Api) -> None:
     response = await ask(api, {"X-API-Key": "sk-123"})
     assert response.status_code == 401
-    assert "tml-" in response.json()["detail"] and "sk-123" not in response.text
+    detail = response.json()["detail"]
+    assert "sk-123" not in detail
+    assert detail.index("any that does, such as tml-me") < detail.index("trainhouse keys create"), "the easy one first"
+
+
+async def test_who_cannot_make_up_a_key_is_not_told_to(tmp_path: Path, api: Api) -> None:
+    await create_key(api.services.store, "team")
+    async with running_api(tmp_path / "public", host="0.0.0.0") as public:
+        for server in (api, public):
+            detail = (await ask(server, {"X-API-Key": "sk-123"})).json()["detail"]
+            assert "trainhouse keys create" in detail and "such as" not in detail
 
 
 async def test_a_bearer_token_is_a_key_too(api: Api) -> None:

@@ -1,6 +1,8 @@
 """The command line as a user meets it: help, refusals in one line, keys, and real server processes."""
 
+import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -18,6 +20,7 @@ from trainhouse.server.cli import main, serve_help, serve_help_all
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.process import FORCED_STATUS
 
+from ..letters import save_letter_tokenizer
 from ..live import LiveServer, live_server
 
 SOON_SECONDS = 15
@@ -158,7 +161,7 @@ def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixtur
     place = f"--state-dir={tmp_path}"
     assert "'a=b' cannot be the name of a key" in refusal(capsys, "keys", "create", "a=b", place)
     message = refusal(capsys, "keys", "revoke", "erin", place)
-    assert "'erin' is not the number of a key, as `trainhouse keys list` shows it" in message
+    assert "'erin' is not the number of a key: give the one that `trainhouse keys list` shows" in message
 
 
 # Real processes
@@ -217,6 +220,29 @@ def test_an_interrupt_ends_a_server_and_its_workers_with_success(tiny_models: di
         assert poll.result().status_code == 408
         assert "Traceback" not in server.log.read_text()
         assert not (tmp_path / "ready").exists()
+
+
+def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_error(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As systemd, docker stop on a shell, or a closed terminal do it."""
+    shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
+    save_letter_tokenizer(tmp_path / "model")
+    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", shutdown_seconds=2) as server:
+        asked = {"model": "tiny/qwen3", "prompt": "the", "n": 1000, "max_tokens": 1000, "ignore_eos": True}
+        http = httpx.Client(base_url=f"{server.url}/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
+        http.post("/completions", json=asked | {"n": 1, "max_tokens": 1}).raise_for_status()
+        with ThreadPoolExecutor(2) as threads:
+            whole = threads.submit(http.post, "/completions", json=asked)
+            stream = threads.submit(http.post, "/completions", json=asked | {"stream": True})
+            time.sleep(1)
+            assert not whole.done() and not stream.done()
+            os.killpg(server.process.pid, signal.SIGTERM)
+            assert server.process.wait(SOON_SECONDS) == 0
+        assert whole.result().status_code == 503 and "is stopping" in whole.result().json()["error"]["message"]
+        assert "is stopping" in json.loads(stream.result().text.split("data: ")[-1])["error"]["message"]
+        log = server.log.read_text()
+        assert "stopping" in log and not any(word in log for word in ("Traceback", "ERROR", "WARNING"))
 
 
 def test_a_termination_while_loading_ends_the_server_and_its_workers(

@@ -24,13 +24,14 @@ TENANT = "alice"
 
 @pytest.fixture
 async def open_futures(tmp_path: Path) -> AsyncIterator[Callable]:
-    """Opening the same directory again = a restart; `unfinished` is what the journal tells then."""
+    """Opening the same directory again = a restart; `unfinished` is what the journal has and nobody takes up."""
     store = SqliteStore(tmp_path / DATABASE_NAME)
     await store.ensure_tenant(TenantRecord(TENANT, TENANT, 0.0))
 
     async def open_futures(unfinished=(), **options) -> Futures:
         futures = Futures(tmp_path / "results", store, options.pop("ttl_seconds", 3600.0), **options)
-        await futures.open(unfinished)
+        await futures.open()
+        await futures.lose(unfinished)
         return futures
 
     async with AsyncExitStack() as stack:
@@ -108,7 +109,7 @@ async def main():
     store = SqliteStore(Path({str(tmp_path / DATABASE_NAME)!r}))
     await store.ensure_tenant(TenantRecord("alice", "alice", 0.0))
     futures = Futures(Path({str(tmp_path / "results")!r}), store, 3600.0)
-    await futures.open([])
+    await futures.open()
     for number in range(3):
         future = futures.create(f"r:{{number}}", "alice")
         asyncio.get_running_loop().call_soon(futures.resolve, future, Result(bytes([number]), "sample"))
@@ -123,7 +124,8 @@ asyncio.run(main())
 async def assert_all_there(directory: Path) -> None:
     store = SqliteStore(directory / DATABASE_NAME)
     futures = Futures(directory / "results", store, 3600.0)
-    await futures.open([header(f"r:{number}") for number in range(4)])
+    await futures.open()
+    await futures.lose([header(f"r:{number}") for number in range(4)])
     for number in range(3):
         assert await futures.wait(f"r:{number}", TENANT, 1) == Result(bytes([number]), "sample")
     lost = await futures.wait("r:3", TENANT, 1)

@@ -131,18 +131,31 @@ async def test_a_segment_stays_whose_last_entries_were_written_this_moment(tmp_p
     await journal.close()
 
 
-async def test_what_an_earlier_process_left_is_told_and_then_forgotten(tmp_path: Path) -> None:
+async def test_what_an_earlier_process_left_is_told_and_stays_until_it_is_released(tmp_path: Path) -> None:
     first = Journal(tmp_path, 1 << 20)
-    await first.append(header(1))
+    await first.append(header(1), b"body")
     await first.append(header(2, refused="no"))
     await first.close()
     second = Journal(tmp_path, 1 << 20)
-    assert [unfinished.seq_id for unfinished in second.unfinished()] == [1]
+    told = second.earlier()
+    assert [(one.header.seq_id, one.header.refused) for one in told] == [(1, None), (2, "no")]
     second.forget_earlier()
     place = await second.append(header(3))
+    assert place.segment == 1
+    second.release(told[1].place)
+    assert (await second.read(told[0].place)).body == b"body"
+    second.release(told[0].place)
     await second.close()
-    (segment,) = segment_files(tmp_path)
-    assert place.segment == int(segment.stem) == 1
+    assert [int(segment.stem) for segment in segment_files(tmp_path)] == [1]
+
+
+async def test_a_segment_of_which_nothing_can_be_read_goes(tmp_path: Path) -> None:
+    (tmp_path / "00000000.segment").write_bytes(b"damaged")
+    journal = Journal(tmp_path, 1 << 20)
+    assert journal.earlier() == []
+    journal.forget_earlier()
+    assert segment_files(tmp_path) == []
+    await journal.close()
 
 
 async def test_a_journal_that_cannot_be_written_refuses_and_recovers(tmp_path: Path) -> None:

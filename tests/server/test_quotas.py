@@ -18,7 +18,7 @@ from trainhouse.server.auth import Tenant, create_key
 from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig, TenantWeight
 from trainhouse.server.quotas import UNORDERED, Admission, Quotas, Standing
-from trainhouse.server.runs import Run
+from trainhouse.server.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import pytest
 
 from ..live import LiveServer, live_server
 from .real import ALICE, MODEL, sample_body
@@ -26,31 +26,45 @@ class Client:
         return response.json() | {"status": response.status_code}
 
 
-def test_after_kill_9_results_and_checkpoints_are_there_and_what_was_lost_is_said(
-    tiny_models: dict[str, Path], tmp_path: Path
-) -> None:
+def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
         client = Client(server)
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         model_id = client.post("create_model", create)["model_id"]
-        before = client.post("forward_backward", {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"})
+        losses = {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"}
+        before = client.post("forward_backward", losses)
         assert client.post("optim_step", {"model_id": model_id})["metrics"]
-        path = client.post("save_checkpoint", {"model_id": model_id, "path": "kept"})["path"]
+        trained = client.post("forward", losses)
+        sampler = client.post("save_weights_for_sampler", {"model_id": model_id, "sampling_session_seq_id": 3})
+        sampled = client.post("sample", sample_body(sampler["sampling_session_id"]))
         waiting = client.post("optim_step", {"model_id": model_id, "seq_id": 9}, Prefer="respond-async")
-        time.sleep(0.5)  # results are written behind
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=1) as server:
         client = Client(server)
         assert client.post("retrieve_future", {"request_id": f"{model_id}:1"}) == before
+        still = client.post("retrieve_future", {"request_id": waiting["request_id"]})
+        assert still["status"] == 408 and "seq_id 5" in still["queue_state_reason"]
+        again = client.post("forward", losses | {"seq_id": 5})
+        assert again["metrics"]["loss:sum"] == pytest.approx(trained["metrics"]["loss:sum"], rel=1e-6)
+        assert again["metrics"]["loss:sum"] < before["metrics"]["loss:sum"]
+        resampled = client.post("sample", sample_body(sampler["sampling_session_id"]))
+        assert resampled["sequences"] == sampled["sequences"]
+        assert client.post("create_model", create)["model_id"] == model_id
+
+
+def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        model_id = client.post("create_model", create)["model_id"]
+        waiting = client.post("optim_step", {"model_id": model_id, "seq_id": 9}, Prefer="respond-async")
+        os.kill(server.process.pid, signal.SIGKILL)
+        server.process.wait(20)
+    with live_server({"tiny/other": tiny_models["llama"]}, tmp_path) as server:
+        client = Client(server)
         lost = client.post("retrieve_future", {"request_id": waiting["request_id"]})
         assert lost["category"] == "server" and "server restarted" in lost["error"]
         assert client.post("optim_step", {"model_id": model_id})["status"] == 410
-        resumed = {"session_id": session_id, "model_seq_id": 1, "path": path, "optimizer": True}
-        model_id = client.post("load_checkpoint", resumed)["model_id"]
-        after = client.post("forward_backward", {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"})
-        assert after["metrics"]["loss:sum"] < before["metrics"]["loss:sum"]
-        sampler = {"session_id": session_id, "sampling_session_seq_id": 0, "model_path": path}
-        sampler_id = client.post("create_sampling_session", sampler)["sampling_session_id"]
-        assert len(client.post("sample", sample_body(sampler_id))["sequences"]) == 1

@@ -15,7 +15,7 @@ from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.journal import read_journal
-from trainhouse.server.runs import MOST_AHEAD, Refused
+from trainhouse.server.run import MOST_AHEAD, Refused
 
 from .bench import RUN_ID, MakeBench
 
@@ -56,7 +56,7 @@ async def test_a_repeated_submit_runs_once_while_waiting_and_after(make_bench: M
 
 async def test_the_operation_is_journaled_as_received_before_the_answer(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
-    await bench.optim_step(2)
+    await bench.submit(2, OptimStepRequest(model_id=RUN_ID, seq_id=2))
     await bench.run.refuse(1, Refused("forward_backward", "not protobuf", taints=True))
     (segment,) = bench.journal_directory.glob("*.segment")
     entries = list(read_journal(segment))

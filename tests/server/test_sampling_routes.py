@@ -46,6 +46,15 @@ async def test_the_base_model_is_sampled(server: Server) -> None:
     assert {sequence["stop_reason"] for sequence in answer["sequences"]} == {"length"}
 
 
+async def test_a_misspelt_parameter_is_refused_by_name(server: Server) -> None:
+    body = sample_body(await base_sampler(server), sampling_params={"max_token": 3})
+    refused = await server.post("asample", body, status=400)
+    assert "there is no sampling_params.max_token:" in refused["detail"]
+    run = await server.create_run()
+    refused = await run.submit("optim_step", status=400, adam_params={"learning_rte": 1e-3})
+    assert "there is no adam_params.learning_rte:" in refused["detail"]
+
+
 async def test_a_repeated_request_is_drawn_once_and_a_seed_repeats(server: Server) -> None:
     sampler_id = await base_sampler(server)
     body = sample_body(sampler_id, sampling_params={"max_tokens": 8, "stop": []})
@@ -72,6 +81,13 @@ async def test_a_checkpoint_is_sampled_as_its_trainer_sees_it(server: Server) ->
     assert scored[2:] == pytest.approx(drawn.logprobs, abs=1e-4)
     base = (await sample(server, sample_body(await base_sampler(server)))).sequences[0]
     assert base.logprobs != pytest.approx(drawn.logprobs, abs=1e-2)
+
+
+async def test_a_prompt_that_is_a_text_is_refused_with_the_shape_of_tokens(server: Server) -> None:
+    sampler_id = await base_sampler(server)
+    refused = await server.post("asample", sample_body(sampler_id, prompt="hello"), status=400)
+    shape = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
+    assert refused["detail"] == f"bad request: prompt is 'hello': send tokens, {shape}"
 
 
 async def test_prompt_logprobs_and_topk_come_when_asked_for(server: Server) -> None:

@@ -15,10 +15,12 @@ ECHO = "trainhouse.tests.workers.echo_worker:EchoWorker"
 class EchoConfig:
     rank: int = 0
     start_error: str | None = None
+    start_seconds: float = 0.0
 
 
 class EchoWorker:
     def __init__(self, config: EchoConfig) -> None:
+        time.sleep(config.start_seconds)
         if config.start_error:
             raise ValueError(config.start_error)
         self._rank = config.rank

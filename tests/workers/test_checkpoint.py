@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.checkpoint import load_adapter, load_new_adapter, save_adapter
+from trainhouse.workers.checkpoint import Learned, load_adapter, load_new_adapter, save_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.optim import apply_steps
 from trainhouse.workers.verbs import Failure, Step
@@ -39,7 +39,7 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
 
 def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
     directory.mkdir()
-    save_adapter(adapter, directory, optimizer=optimizer, base_name="tiny/model")
+    save_adapter(Learned.by(adapter), directory, optimizer=optimizer, base_name="tiny/model")
     return directory
 
 

@@ -23,7 +23,7 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.group import Backoff
 from trainhouse.workers.turns import Turns
-from trainhouse.workers.verbs import RunSpec, SampleJob, Step
+from trainhouse.workers.verbs import RunSpec, SampleJob, Step, WorkerLost
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
@@ -156,12 +156,12 @@ def test_a_dead_worker_fails_its_runs_clearly_and_new_runs_work(
         await asyncio.sleep(0.2)
         os.kill(pid, signal.SIGKILL)
         for pending in (sampling, training):
-            with pytest.raises(OperationError, match=r"worker died.*since the last checkpoint is lost") as failed:
+            with pytest.raises(WorkerLost, match=r"worker died.*what only the worker had is lost") as failed:
                 await pending
             assert failed.value.category == "server"
-        with pytest.raises(OperationError, match=r"victim was lost when the worker of tiny died"):
+        with pytest.raises(WorkerLost, match=r"victim was lost when the worker of tiny died"):
             await dispatch.forward_backward(cross_entropy("victim"))
-        with pytest.raises(OperationError, match=r"victim-sampler was lost"):
+        with pytest.raises(WorkerLost, match=r"victim-sampler was lost"):
             await dispatch.sample("tiny", sample_job("adapted", 1, "victim-sampler"))
         assert dispatch.status("tiny") == "the worker of tiny is restarting"
         sampled = await dispatch.sample("tiny", sample_job("bare", 2))
@@ -455,6 +455,15 @@ def test_a_cancelled_sample_is_told_so_and_leaves_the_worker(joined: bool) -> No
             assert bool((await dispatch.memory())["tiny"]["slices"]) == joined
             dispatch.cancel("job")
             await running
+
+    run(check())
+
+
+def test_sampling_may_go_on_for_any_number_of_slices_without_a_pause() -> None:
+    async def check() -> None:
+        async with recording(slice_milliseconds=0.1) as dispatch:
+            assert await dispatch.sample("tiny", sample_job("job", 1500)) is not None
+            assert (await dispatch.memory())["tiny"]["slices"] >= 1500
 
     run(check())
 

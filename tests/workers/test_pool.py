@@ -241,6 +241,7 @@ def test_sigterm_is_left_to_the_server() -> None:
     async def check() -> None:
         async with started(LocalPool) as pool:
             os.kill(pool.pids[0], signal.SIGTERM)
+            os.kill(psutil.Process(pool.pids[0]).ppid(), signal.SIGTERM)
             await asyncio.sleep(0.2)
             assert await pool.call("echo", "alive") == ["alive"]
 

@@ -1,0 +1,138 @@
+"""History: the operations of a run that changed its state since its last snapshots, each held in the journal."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+
+from ..schemas.errors import OperationError
+from .segments import Place
+
+_PAUSE_SECONDS = 0.05
+
+STRIKE = "strike"
+"""The kind of a journal's entry that says that a worker died of an operation."""
+
+REFUSED = "refused"
+"""The kind of whatever was not accepted."""
+
+KEPT = {
+    "create_model",
+    "create_model_from_checkpoint",
+    "forward_backward",
+    "optim_step",
+    "load_weights",
+    STRIKE,
+    REFUSED,
+}
+"""The kinds without which a run's state cannot be made again."""
+
+
+class Outcome(Enum):
+    """FAILED would fail again, of what was asked; BROKE might not, of how things were then."""
+
+    DONE = "done"
+    FAILED = "failed"
+    BROKE = "broke"
+
+
+class Repeat(Enum):
+    """What is to be done for an operation of the past. CLEAR: the gradients that wait are dropped."""
+
+    AGAIN = "again"
+    CLEAR = "clear"
+
+
+@dataclass(eq=False)
+class Past:
+    """An operation that was begun. outcome: None until it has ended, and where that is not known any more.
+
+    taints: the next step would be a wrong one.
+
+    is_answered: its result is durable, or it has none. is_covered: by a snapshot, and the one after that.
+    """
+
+    seq_id: int
+    kind: str
+    place: Place
+    num_bytes: int = 0
+    outcome: Outcome | None = None
+    taints: bool = False
+    is_answered: bool = False
+    is_covered: bool = False
+
+    @property
+    def is_needed(self) -> bool:
+        return not (self.is_answered and self.is_covered)
+
+
+class History:
+    """release: called with the place of what is not needed any more."""
+
+    def __init__(self, release: Callable[[Place], None]) -> None:
+        self._release = release
+        self._pasts: dict[Past, None] = {}
+        self._num_steps = self._num_bytes = 0
+
+    def add(self, past: Past) -> Past:
+        """In the order of seq_ids."""
+        past.is_covered |= past.kind not in KEPT
+        self._pasts[past] = None
+        self._num_steps += past.kind == "optim_step"
+        self._num_bytes += past.num_bytes
+        self._let_go([past])
+        return past
+
+    def answered(self, past: Past) -> None:
+        """Its result is durable."""
+        past.is_answered = True
+        self._let_go([past])
+
+    def is_due(self, most_steps: int, most_bytes: int) -> bool:
+        """Whether so much has come since the last snapshot was begun. Asked again: no, until there is more."""
+        if self._num_steps < most_steps and self._num_bytes < most_bytes:
+            return False
+        self._num_steps = self._num_bytes = 0
+        return True
+
+    def cover(self, seq_id: int) -> None:
+        """Nothing up to this one is needed to make the state again."""
+        covered = [past for past in self._pasts if past.seq_id <= seq_id]
+        for past in covered:
+            past.is_covered = True
+        self._let_go(covered)
+
+    async def all_answered(self, seq_id: int) -> None:
+        """Returns once the results of all up to this one are durable."""
+        while any(not past.is_answered for past in self._pasts if past.seq_id <= seq_id):  # noqa: ASYNC110
+            await asyncio.sleep(_PAUSE_SECONDS)
+
+    def repeats(self, after: int) -> Iterator[tuple[Past, Repeat]]:
+        """What has ended behind a snapshot of seq_id `after`, as far as it changed the state. Raises OperationError."""
+        is_tainted = False
+        for past in sorted(self._pasts, key=lambda past: past.seq_id):
+            if past.seq_id <= after or (past.outcome is None and not past.is_answered):
+                continue
+            if past.outcome is None:
+                raise OperationError(f"nobody knows any more how {past.kind} with seq_id {past.seq_id} ended", "server")
+            is_done = past.outcome is Outcome.DONE
+            if past.kind == "optim_step":
+                clears = is_tainted or past.outcome is Outcome.BROKE
+                yield past, Repeat.CLEAR if clears else Repeat.AGAIN
+                is_tainted = False
+            elif past.kind in ("forward_backward", "load_weights") and is_done:
+                yield past, Repeat.AGAIN
+                is_tainted &= past.kind == "forward_backward"
+            is_tainted |= past.taints or (past.kind == "forward_backward" and not is_done)
+
+    def close(self) -> None:
+        """The run is over."""
+        for past in self._pasts:
+            past.is_covered = True
+        self._let_go(list(self._pasts))
+
+    def _let_go(self, pasts: list[Past]) -> None:
+        for past in pasts:
+            if not past.is_needed and past in self._pasts:
+                del self._pasts[past]
+                self._release(past.place)

@@ -1,0 +1,59 @@
+"""Journaled: operations decoded again from what the journal has of them."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from pydantic import BaseModel
+
+from ..schemas.checkpoints import (
+    LoadWeightsRequest,
+    SaveWeightsExternalRequest,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsRequest,
+)
+from ..schemas.codec import decode_forward_backward
+from ..schemas.models import CreateModelRequest
+from ..schemas.sampling import SampleRequest
+from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
+from .bodies import BodyLimits, Received, decode_body, json_decoder
+from .journal import Entry
+
+Request = (
+    ForwardBackwardRequest
+    | OptimStepRequest
+    | SaveWeightsRequest
+    | SaveWeightsForSamplerRequest
+    | SaveWeightsExternalRequest
+    | LoadWeightsRequest
+)
+"""An operation of a live run as a client asks for it."""
+
+_JSON: dict[str, type[BaseModel]] = {
+    "optim_step": OptimStepRequest,
+    "save_weights": SaveWeightsRequest,
+    "save_weights_for_sampler": SaveWeightsForSamplerRequest,
+    "save_weights_external": SaveWeightsExternalRequest,
+    "load_weights": LoadWeightsRequest,
+    "create_model": CreateModelRequest,
+    "create_model_from_checkpoint": LoadWeightsRequest,
+    "sample": SampleRequest,
+}
+
+Decoded = Request | CreateModelRequest | SampleRequest
+
+
+async def decode_entry(entry: Entry, limits: BodyLimits) -> Decoded:
+    """As it was accepted; large ones in a thread. Raises RequestError where this version would not accept it."""
+    header = entry.header
+    received = Received(entry.body, header.content_type, header.content_encoding)
+    return await decode_body(received, limits, _decoder(header.kind, header.content_type))
+
+
+def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
+    if kind in _JSON:
+        return json_decoder(_JSON[kind])  # pyright: ignore[reportReturnType]
+
+    def decode(body: bytes) -> ForwardBackwardRequest:
+        return replace(decode_forward_backward(body, content_type), forward_only=kind == "forward")
+
+    return decode

@@ -1,0 +1,660 @@
+"""Run: one model being trained, which is one ordered queue of operations.
+
+It accepts operations in any order and executes them in the order of their seq_ids, each once: it journals, orders,
+awaits and resolves; it decodes nothing and knows neither ranks nor tensors. Forward, forward_backward and optim_step it
+hands to the dispatch ahead, which keeps their order: the workers need not wait for it between two of them. When the
+workers have lost its state, that is made again first, and then what was under way is handed over once more.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from ..schemas.checkpoints import LoadWeightsRequest
+from ..schemas.errors import Category, OperationError, RequestError
+from ..schemas.futures import Pending
+from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ..workers.verbs import RunInfo, WorkerLost
+from .bodies import Received
+from .futures import Future, Futures, Result
+from .history import REFUSED, STRIKE, Outcome, Past
+from .journal import Header, Journal
+from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
+from .quotas import Admission, Quotas, Standing
+from .run_state import Recovery, RunState
+from .segments import Place
+from .sessions import Sessions
+from .store import RunRecord
+
+logger = logging.getLogger(__name__)
+
+GAP = "an operation"
+"""The kind of an operation that has not arrived."""
+
+MOST_AHEAD = 10_000
+"""How far a seq_id may be ahead of the one whose turn it is."""
+
+_MOST_REFUSALS_KEPT = 1000
+_MOST_STRIKES = 3
+_MOST_UNDER_WAY = 64
+_MOST_BYTES_UNDER_WAY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Submitted:
+    request_id: str
+    seq_id: int
+
+
+@dataclass(frozen=True)
+class Refused:
+    """An operation that was not accepted. taints: it may have been meant to be a part of the next optimizer step."""
+
+    kind: str
+    reason: str
+    taints: bool
+
+
+@dataclass(eq=False)
+class _Entry:
+    """place: in the journal, once it is there. past: once it was begun. Without the operation, which may be large."""
+
+    place: asyncio.Future[Place]
+    past: Past | None = None
+
+
+@dataclass(eq=False)
+class _Slot:
+    """A seq_id that has come.
+
+    future: of an operation, not of a refusal. admission: of one that this process accepted.
+    was_answered: an earlier process did so, but its effect is lost.
+    """
+
+    content: Operation | Refused
+    arrived_at: float
+    entry: _Entry
+    future: Future | None = None
+    admission: Admission | None = None
+    was_answered: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.admission.num_bytes if self.admission else 0
+
+    def release(self) -> None:
+        if self.admission is not None:
+            self.admission.release()
+
+
+@dataclass(frozen=True)
+class Earlier:
+    """What an earlier process accepted or refused. outcome: None where it has not answered."""
+
+    kind: str
+    place: Place
+    content: Operation | Refused
+    outcome: Outcome | None
+
+
+@dataclass(eq=False)
+class _Window:
+    """The operations from one optimizer step to the next. tainted_by: why that step would be a wrong one."""
+
+    tainted_by: str | None = None
+
+    def taint(self, reason: str) -> None:
+        self.tainted_by = self.tainted_by or reason
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """What a run works with. status: of a base model, in words. seq_gap_seconds: what a missing seq_id may hold up."""
+
+    futures: Futures
+    journal: Journal
+    operations: Operations
+    sessions: Sessions
+    quotas: Quotas
+    recovery: Recovery
+    status: Callable[[str], str | None]
+    seq_gap_seconds: float
+
+
+class Run:
+    """`submit` and `refuse` come from requests, in any order; the queue works by itself until `end`."""
+
+    def __init__(self, record: RunRecord, services: RunServices) -> None:
+        self.record = record
+        self.last_request_at = record.last_request_at
+        self._services = services
+        # By seq_id, in the order of arrival: those that wait, and those that were begun and are not answered.
+        self._slots: dict[int, _Slot] = {}
+        self._under_way: dict[int, _Slot] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._one_ended = asyncio.Event()
+        self._next_seq_id = 0
+        self._refusals: dict[int, str] = {}
+        self._window = _Window()
+        self._state = RunState(record, services.recovery)
+        self._rebuilding: asyncio.Task[None] | None = None
+        # Of those that wait until it is made again, and of those that workers died of.
+        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._strikes: Counter[int] = Counter()
+        self._unusable: str | None = None
+        self._working: asyncio.Task[None] | None = None
+        self._gap_timer: asyncio.TimerHandle | None = None
+
+    async def info(self) -> RunInfo:
+        """Raises RequestError 409 until the run has been created."""
+        if self._state.created is not None and not self._state.is_live and self._unusable is None:
+            await self._made_again(-1)
+        info = self._services.operations.infos.get(self.record.run_id)
+        if info is None:
+            raise RequestError(f"run {self.record.run_id} is not created yet: retrieve the result of that first", 409)
+        return info
+
+    async def submit(
+        self,
+        seq_id: int,
+        operation: Operation,
+        received: Received,
+        admission: Admission,
+        drawn: dict[str, int] | None = None,
+    ) -> Submitted:
+        """Returns once the operation is journaled. seq_id 0 asks for the next free one (but is CreateRun's own).
+
+        A seq_id that came before answers as it did then, whatever its body says now. Raises RequestError: 400 where
+        it was refused then, or is too far ahead; 503 where nothing can be journaled.
+        """
+        self.last_request_at = time.time()
+        if seq_id == 0 and not isinstance(operation, CreateRun):
+            seq_id = self._free_seq_id()
+        if 0 <= seq_id < self._next_seq_id:
+            return self._submitted_before(seq_id)
+        if seq_id not in self._slots:
+            self._check_acceptable(seq_id)
+            self._accept(seq_id, operation, received, admission, drawn or {})
+        slot = self._slots[seq_id]
+        await self._wait_until_journaled(seq_id, slot)
+        if isinstance(slot.content, Refused):
+            raise _refused_before(seq_id, slot.content.reason)
+        return Submitted(self.request_id(seq_id), seq_id)
+
+    async def resume(self, found: Mapping[int, Earlier], strikes: Sequence[tuple[int, Place]]) -> None:
+        """Goes on where an earlier process ended. strikes: seq_ids, and where the journal has it."""
+        self._next_seq_id = await self._state.find_snapshots(min(found, default=None))
+        self._state.created = CreateRun() if self._state.has_snapshots else _created(found)
+        for seq_id, place in strikes:
+            self._strikes[seq_id] += 1
+            self._state.history.add(Past(seq_id, STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
+        for seq_id, earlier in found.items():
+            if seq_id < self._next_seq_id:
+                self._services.journal.release(earlier.place)
+        last_ended = max((seq_id for seq_id, earlier in found.items() if earlier.outcome is not None), default=-1)
+        while await self._is_past(self._next_seq_id, found.get(self._next_seq_id), last_ended):
+            self._next_seq_id += 1
+        for seq_id in sorted(seq_id for seq_id in found if seq_id >= self._next_seq_id):
+            self._slots[seq_id] = self._earlier_slot(seq_id, found[seq_id])
+        self._go_on()
+
+    def standing(self, seq_id: int) -> Standing:
+        """Of an operation that is to be submitted."""
+        seq_id = seq_id or self._free_seq_id()
+        if seq_id < self._next_seq_id or seq_id in self._slots:
+            return Standing(self.record.run_id, needed=True)  # it came before, and needs only its answer
+        missing = next(number for number in itertools.count(self._next_seq_id) if number not in self._slots)
+        has_gap = len(self._slots) > missing - self._next_seq_id
+        rests = missing == self._next_seq_id and not self._under_way
+        ready = seq_id == missing
+        # Clients may send what fills a gap only after what comes behind it was accepted.
+        return Standing(
+            self.record.run_id,
+            ready,
+            alone=ready and rests,
+            needed=has_gap and (ready or rests),
+            num_operations=len(self._slots),
+            num_bytes=sum(slot.num_bytes for slot in self._slots.values()),
+        )
+
+    async def refuse(self, seq_id: int, refused: Refused) -> None:
+        """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""
+        if max(self._next_seq_id, 1) <= seq_id <= self._next_seq_id + MOST_AHEAD and seq_id not in self._slots:
+            self._add_refusal(seq_id, refused)
+            await self._wait_until_journaled(seq_id, self._slots[seq_id])
+
+    def request_id(self, seq_id: int) -> str:
+        return self.record.request_id(seq_id)
+
+    async def end(self, reason: str) -> None:
+        """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
+        self._unusable = reason
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+        self._give_up_gaps(reason)
+        self._one_ended.set()
+        # Of what was handed on ahead only the first is surely being worked on.
+        for task in list(self._tasks.values())[:0:-1]:
+            task.cancel()
+        while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
+            await asyncio.wait(under_way)
+        await self._state.close()
+        try:
+            await self._services.operations.drop(self.record)
+        except OperationError as error:
+            logger.warning("run %s could not be dropped: %s", self.record.run_id, error)
+
+    async def stop(self) -> None:
+        """At shutdown: leaves everything as the journal has it."""
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+        if under_way := [task for task in (self._working, self._rebuilding, *self._tasks.values()) if task is not None]:
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way)
+        await self._state.stop()
+        for slot in self._slots.values():
+            slot.release()
+
+    # Accepting
+
+    def _free_seq_id(self) -> int:
+        return max(self._slots, default=self._next_seq_id - 1) + 1
+
+    def _submitted_before(self, seq_id: int) -> Submitted:
+        if seq_id in self._refusals:
+            raise _refused_before(seq_id, self._refusals[seq_id])
+        return Submitted(self.request_id(seq_id), seq_id)
+
+    def _check_acceptable(self, seq_id: int) -> None:
+        if seq_id < 0:
+            raise RequestError(f"seq_id {seq_id} is negative: number operations 1, 2, 3 and so on")
+        if self._unusable is not None:
+            raise RequestError(self._unusable, 410)
+        if seq_id > self._next_seq_id + MOST_AHEAD:
+            raise RequestError(
+                f"seq_id {seq_id} is more than {MOST_AHEAD} ahead of {self._next_seq_id}, whose turn it is: number "
+                "operations 1, 2, 3 and so on"
+            )
+
+    def _accept(
+        self, seq_id: int, operation: Operation, received: Received, admission: Admission, drawn: dict[str, int]
+    ) -> None:
+        header = Header(
+            kind=kind_of(operation),
+            tenant_id=self.record.tenant_id,
+            run_id=self.record.run_id,
+            seq_id=seq_id,
+            request_id=self.request_id(seq_id),
+            content_type=received.content_type,
+            content_encoding=received.content_encoding,
+            drawn=drawn,
+        )
+        slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
+        size = size_of(operation, received)
+        admission.keep(size.num_bytes, size.num_tokens)
+        slot.admission = admission
+        slot.future = self._services.futures.create(
+            self.request_id(seq_id),
+            self.record.tenant_id,
+            partial(self._pending, seq_id),
+            partial(self._answered, slot.entry),
+        )
+
+    def _add_refusal(self, seq_id: int, refused: Refused) -> None:
+        header = Header(
+            kind=refused.kind,
+            tenant_id=self.record.tenant_id,
+            run_id=self.record.run_id,
+            seq_id=seq_id,
+            request_id=self.request_id(seq_id),
+            refused=refused.reason,
+        )
+        self._add(seq_id, refused, self._services.journal.append(header))
+
+    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> _Slot:
+        slot = _Slot(content, time.monotonic(), _Entry(journaled))
+        self._slots[seq_id] = slot
+        self._go_on()
+        return slot
+
+    async def _wait_until_journaled(self, seq_id: int, slot: _Slot) -> None:
+        """Raises RequestError; then the operation was not accepted, and the next try with its seq_id is the first."""
+        try:
+            await asyncio.shield(slot.entry.place)
+        except RequestError:
+            if self._slots.get(seq_id) is slot:
+                del self._slots[seq_id]
+                slot.release()
+                if slot.future is not None:
+                    self._services.futures.forget(slot.future)
+            raise
+
+    def _answered(self, entry: _Entry) -> None:
+        """Its result is durable."""
+        if entry.past is not None:
+            self._state.history.answered(entry.past)
+        else:
+            self._services.journal.release(entry.place.result())
+
+    # Resuming
+
+    async def _is_past(self, seq_id: int, earlier: Earlier | None, last_ended: int) -> bool:
+        """Whether an earlier process was done with it; then it is a part of the history."""
+        covered = self._state.covers(seq_id)
+        if earlier is None:
+            # What changed nothing leaves the journal early, and its result is not kept for ever.
+            named = self.request_id(seq_id)
+            return covered or seq_id < last_ended or await self._services.futures.has_result(named)
+        if earlier.outcome is None and not covered:
+            return False
+        outcome = Outcome.BROKE if self._strikes[seq_id] >= _MOST_STRIKES else earlier.outcome
+        past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
+        if isinstance(earlier.content, Refused):
+            past.kind, past.taints = REFUSED, earlier.content.taints
+            self._remember_refusal(seq_id, earlier.content)
+        elif outcome is None:
+            await self._services.futures.lose([self._header(earlier.kind, seq_id)])
+        elif earlier.kind == "optim_step" or (earlier.kind == "load_weights" and outcome is Outcome.DONE):
+            self._window = _Window()
+        elif earlier.kind == "forward_backward" and outcome is not Outcome.DONE:
+            self._window.taint(f"forward_backward with seq_id {seq_id} failed")
+        self._state.history.add(past)
+        return True
+
+    def _header(self, kind: str, seq_id: int) -> Header:
+        return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
+
+    def _earlier_slot(self, seq_id: int, earlier: Earlier) -> _Slot:
+        """Of what is still to be done, or to be done again."""
+        journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        journaled.set_result(earlier.place)
+        slot = _Slot(earlier.content, time.monotonic(), _Entry(journaled), was_answered=earlier.outcome is not None)
+        if isinstance(earlier.content, Refused):
+            return slot
+        named = self.request_id(seq_id), self.record.tenant_id, partial(self._pending, seq_id)
+        if slot.was_answered:
+            slot.future = Future(*named, on_stored=lambda: None, result=Result(b""))
+        else:
+            slot.future = self._services.futures.create(*named, partial(self._answered, slot.entry))
+        return slot
+
+    # Executing
+
+    def _go_on(self) -> None:
+        """To be called whenever the next operation may have come."""
+        if self._working is None and self._next_seq_id in self._slots:
+            self._working = asyncio.create_task(self._work())
+        self._watch_gap()
+
+    async def _work(self) -> None:
+        """Begins what is there, in order, up to the first gap."""
+        try:
+            while (slot := self._slots.get(self._next_seq_id)) is not None:
+                await self._wait_until_journaled(self._next_seq_id, slot)
+                while not self._may_begin(slot):
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+                self._begin(self._next_seq_id, slot)
+                del self._slots[self._next_seq_id]
+                self._next_seq_id += 1
+        except RequestError as error:
+            logger.error("%s: %s", self.record.run_id, error)
+        finally:
+            self._working = None
+        self._go_on()
+
+    def _may_begin(self, slot: _Slot) -> bool:
+        """Beside what is under way; what is not chained begins and ends alone."""
+        if self._rebuilding is not None and self._unusable is None:
+            return False
+        under_way = self._under_way.values()
+        if isinstance(slot.content, Refused) or not under_way or self._unusable is not None:
+            return True
+        chained = is_chained(slot.content) and _is_chained_slot(next(iter(under_way)))
+        num_bytes = slot.num_bytes + sum(other.num_bytes for other in under_way)
+        return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
+
+    def _begin(self, seq_id: int, slot: _Slot) -> None:
+        """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
+        self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
+        past = slot.entry.past = self._state.history.add(_past(seq_id, slot))
+        if isinstance(slot.content, Refused):
+            self._remember_refusal(seq_id, slot.content)
+            return
+        window = self._window
+        if isinstance(slot.content, OptimStepRequest):
+            self._window = _Window()
+        self._under_way[seq_id] = slot
+        self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
+        # A task that is cancelled before its first step ends nothing by itself.
+        self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
+        if isinstance(slot.content, OptimStepRequest):
+            self._state.snapshot_if_due(past, self._tasks[seq_id])
+
+    async def _take_turn(self, seq_id: int, slot: _Slot, window: _Window) -> None:
+        operation, future, past = slot.content, slot.future, slot.entry.past
+        assert future is not None and past is not None and not isinstance(operation, Refused)
+        try:
+            result = await self._perform(seq_id, operation, window)
+        except OperationError as error:
+            broke = error.category == "server" or isinstance(error, _StruckOut)
+            past.outcome = Outcome.BROKE if broke else Outcome.FAILED
+            self._fail(seq_id, operation, future, window, error.message, error.category)
+        except RequestError as error:
+            past.outcome = Outcome.FAILED
+            self._fail(seq_id, operation, future, window, error.message, "user")
+        except Exception:
+            logger.exception("%s failed", future.request_id)
+            past.outcome = Outcome.BROKE
+            message = f"internal error in {kind_of(operation)} {future.request_id}: the server's log has it"
+            self._fail(seq_id, operation, future, window, message, "server")
+        else:
+            past.outcome = Outcome.DONE
+            self._note_done(operation, past)
+            self._services.futures.resolve(future, result)
+        finally:
+            if slot.was_answered:
+                self._state.history.answered(past)
+            self._end_turn(seq_id)
+        self._services.sessions.heard_of(self.record.session_id)
+
+    def _note_done(self, operation: Operation, past: Past) -> None:
+        if isinstance(operation, CreateRun):
+            self._state.created, self._state.is_live = operation, True
+        if isinstance(operation, LoadWeightsRequest) or (isinstance(operation, CreateRun) and operation.checkpoint):
+            # What was loaded may be deleted before it is needed again.
+            self._state.snapshot(past)
+
+    def _end_turn(self, seq_id: int) -> None:
+        """Also of one that was cancelled. Again: no-op."""
+        slot = self._under_way.pop(seq_id, None)
+        if slot is None:
+            return
+        del self._tasks[seq_id]
+        if self._unusable is not None and slot.future is not None:
+            self._services.futures.fail(slot.future, self._unusable, "user")
+        slot.release()
+        self._one_ended.set()
+
+    async def _perform(self, seq_id: int, operation: Operation, window: _Window) -> Result:
+        """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
+        while True:
+            if self._unusable is not None:
+                raise OperationError(self._unusable, "server")
+            if self._state.created is not None and not self._state.is_live:
+                await self._made_again(seq_id)
+                continue
+            try:
+                return await self._perform_once(seq_id, operation, window)
+            except WorkerLost as lost:
+                self._state.is_live = False
+                await self._count_strike(seq_id, lost)
+
+    async def _perform_once(self, seq_id: int, operation: Operation, window: _Window) -> Result:
+        if isinstance(operation, OptimStepRequest):
+            return await self._perform_step(seq_id, operation, window)
+        result = await self._services.operations.perform(self.record, operation, seq_id)
+        if isinstance(operation, LoadWeightsRequest):
+            self._window = _Window()
+        return result
+
+    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: _Window) -> Result:
+        """A step over a part of its batch would be a wrong step.
+
+        Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
+        """
+        if window.tainted_by is not None:
+            await self._services.operations.clear_gradients(self.record)
+            raise _incomplete(window.tainted_by)
+        try:
+            return await self._services.operations.perform(self.record, operation, seq_id)
+        except WorkerLost:
+            raise
+        except OperationError:
+            if window.tainted_by is not None:
+                raise _incomplete(window.tainted_by) from None
+            raise
+
+    async def _made_again(self, seq_id: int) -> None:
+        """Returns when the state is there and all operations before this one have been handed over again."""
+        if self._rebuilding is None:
+            self._rebuilding = asyncio.create_task(self._make_again())
+        self._waiting[seq_id] = asyncio.get_running_loop().create_future()
+        await self._waiting[seq_id]
+
+    async def _make_again(self) -> None:
+        try:
+            await self._state.make_again()
+        except (OperationError, RequestError, OSError, ValueError) as error:
+            logger.error("%s cannot be made again: %s", self.record.run_id, error)
+            self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {error}"
+        finally:
+            self._rebuilding = None
+            # They go on in this order, each up to where it hands its operation over.
+            for seq_id in sorted(self._waiting):
+                if not self._waiting[seq_id].done():
+                    self._waiting[seq_id].set_result(None)
+            self._waiting = {}
+            self._one_ended.set()
+
+    async def _count_strike(self, seq_id: int, lost: WorkerLost) -> None:
+        """Durable where there is room. Raises OperationError at the last."""
+        if not lost.alone:
+            return
+        self._strikes[seq_id] += 1
+        try:
+            strike = await self._services.journal.append(self._header(STRIKE, seq_id))
+        except RequestError as error:
+            logger.error("%s: a strike is not journaled: %s", self.record.run_id, error)
+        else:
+            self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
+        if self._strikes[seq_id] >= _MOST_STRIKES:
+            raise _StruckOut(
+                f"the worker died {_MOST_STRIKES} times while it did nothing but this operation ({lost}): it is not "
+                "tried again"
+            )
+
+    def _fail(
+        self, seq_id: int, operation: Operation, future: Future, window: _Window, message: str, category: Category
+    ) -> None:
+        if isinstance(operation, CreateRun):
+            self._unusable = f"run {self.record.run_id} could not be created: {message}"
+        if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
+            window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
+        self._services.futures.fail(future, message, category)
+
+    def _remember_refusal(self, seq_id: int, refused: Refused) -> None:
+        if refused.taints:
+            self._window.taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
+        self._refusals[seq_id] = refused.reason
+        if len(self._refusals) > _MOST_REFUSALS_KEPT:
+            del self._refusals[next(iter(self._refusals))]
+
+    # Waiting
+
+    def _pending(self, seq_id: int) -> Pending:
+        if seq_id > self._next_seq_id and self._next_seq_id not in self._slots:
+            return self._pending_behind_gap()
+        if self._rebuilding is not None:
+            return Pending(queue_state_reason="the worker died: the state of this run is being made again")
+        earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
+        if not earlier:
+            return Pending(queue_state_reason=self._services.status(self.record.base_model))
+        are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
+        return Pending(queue_state_reason=f"{len(earlier)} {are} first")
+
+    def _pending_behind_gap(self) -> Pending:
+        seconds = max(0.0, self._gap_ends_at() - time.monotonic())
+        put_off = self._services.quotas.pending(self.record.tenant_id)
+        reason = f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived"
+        if put_off is not None:
+            reason = f"{reason}: requests of yours are put off ({put_off.queue_state_reason})"
+        return Pending(
+            queue_state=put_off.queue_state if put_off else "paused_capacity",
+            queue_state_reason=f"{reason}; it counts as refused in {seconds:.0f} s",
+        )
+
+    def _watch_gap(self) -> None:
+        if self._gap_timer is not None:
+            self._gap_timer.cancel()
+            self._gap_timer = None
+        if self._slots and self._next_seq_id not in self._slots:
+            delay = max(0.0, self._gap_ends_at() - time.monotonic())
+            reason = f"it did not arrive within {self._services.seq_gap_seconds:g} s"
+            self._gap_timer = asyncio.get_running_loop().call_later(delay, self._give_up_gap, reason)
+
+    def _gap_ends_at(self) -> float:
+        """Monotonic time; counted from the arrival of the first operation that it holds up."""
+        return next(iter(self._slots.values())).arrived_at + self._services.seq_gap_seconds
+
+    def _give_up_gap(self, reason: str) -> None:
+        """Up to the first operation that is there."""
+        first = min(self._slots)
+        logger.warning("%s: seq_id %d to %d given up: %s", self.record.run_id, self._next_seq_id, first - 1, reason)
+        for seq_id in range(self._next_seq_id, first):
+            self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+
+    def _give_up_gaps(self, reason: str) -> None:
+        for seq_id in range(self._next_seq_id, max(self._slots, default=0)):
+            if seq_id not in self._slots:
+                self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+
+
+class _StruckOut(OperationError):
+    """Workers died of it."""
+
+
+def _created(found: Mapping[int, Earlier]) -> CreateRun | None:
+    """How a run began that has begun."""
+    first = found[0]
+    return first.content if isinstance(first.content, CreateRun) and first.outcome is Outcome.DONE else None
+
+
+def _past(seq_id: int, slot: _Slot) -> Past:
+    """Of one that is begun; of a refusal, which has ended."""
+    place = slot.entry.place.result()
+    if isinstance(slot.content, Refused):
+        taints = slot.content.taints
+        return Past(seq_id, REFUSED, place, outcome=Outcome.FAILED, taints=taints, is_answered=True)
+    return Past(seq_id, kind_of(slot.content), place, slot.num_bytes)
+
+
+def _is_chained_slot(slot: _Slot) -> bool:
+    return not isinstance(slot.content, Refused) and is_chained(slot.content)
+
+
+def _incomplete(reason: str) -> OperationError:
+    return OperationError(
+        f"optim_step was not taken: {reason}. The gradients accumulated since the last step were cleared: repeat the "
+        "whole batch, then optim_step"
+    )
+
+
+def _refused_before(seq_id: int, reason: str) -> RequestError:
+    return RequestError(f"seq_id {seq_id} was refused before ({reason}): send the operation with the next seq_id")

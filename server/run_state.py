@@ -1,0 +1,219 @@
+"""RunState: what a run is in the workers, and how it is made there again when they have lost it.
+
+Its last two snapshots and the operations behind the older one are kept. Snapshots are taken behind optimizer steps
+while passes go on, so at such a boundary operations of the past stop being needed.
+"""
+
+import asyncio
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..schemas.errors import OperationError, RequestError
+from ..workers.verbs import WorkerLost
+from .bodies import BodyLimits
+from .history import History, Outcome, Past, Repeat
+from .journal import Journal
+from .journaled import decode_entry
+from .operations import CreateRun, Operations, is_chained
+from .snapshots import Snapshot, Snapshots
+from .store import RunRecord
+
+logger = logging.getLogger(__name__)
+
+_MOST_AT_ONCE = 16
+_MOST_STRIKES = 5
+_NUM_KEPT = 2
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """What run states work with. steps, num_bytes: of the journal, after which a snapshot is due."""
+
+    journal: Journal
+    snapshots: Snapshots
+    operations: Operations
+    limits: BodyLimits
+    steps: int
+    num_bytes: int
+
+
+class RunState:
+    """is_live: whether the workers have it. created: how it began, None before that."""
+
+    def __init__(self, record: RunRecord, recovery: Recovery) -> None:
+        self.history = History(recovery.journal.release)
+        self.is_live = False
+        self.created: CreateRun | None = None
+        self._record = record
+        self._recovery = recovery
+        # The newest first; the history has everything from this seq_id on.
+        self._kept: list[Snapshot] = []
+        self._first_held = 0
+        self._snapshotting: asyncio.Task[None] | None = None
+        # That came while another one was being taken.
+        self._wanted: Past | None = None
+
+    async def find_snapshots(self, first_journaled: int | None) -> int:
+        """Of an earlier process, of which the journal has the operations from this seq_id on, if any.
+
+        Returns the first that is needed. Raises ValueError when the run cannot be made from what is there.
+        """
+        self._kept = await self._recovery.snapshots.find(self._record.run_id)
+        if len(self._kept) >= _NUM_KEPT or (self._kept and first_journaled != 0):
+            self._first_held = self._kept[-1].seq_id + 1
+        elif first_journaled != 0:
+            raise ValueError(f"{self._record.run_id} has no snapshot, and its beginning is not in the journal")
+        return self._first_held
+
+    @property
+    def has_snapshots(self) -> bool:
+        return bool(self._kept)
+
+    def covers(self, seq_id: int) -> bool:
+        """Whether a snapshot holds what this operation did."""
+        return bool(self._kept) and seq_id <= self._kept[0].seq_id
+
+    def snapshot_if_due(self, past: Past, ended: asyncio.Task[None]) -> None:
+        """To be called as soon as an optimizer step has been handed over; `ended`: its task."""
+        may = self.is_live and self._snapshotting is None
+        if may and self.history.is_due(self._recovery.steps, self._recovery.num_bytes):
+            self._begin_snapshot(past, ended)
+
+    def snapshot(self, past: Past) -> None:
+        """Right behind an operation that has ended, and may be impossible to repeat."""
+        if self._snapshotting is None:
+            self._begin_snapshot(past, None)
+        else:
+            self._wanted = past
+
+    async def make_again(self) -> None:
+        """Raises OperationError, RequestError when it cannot be."""
+        num_strikes = 0
+        while num_strikes < _MOST_STRIKES:
+            try:
+                await self._make()
+            except WorkerLost as lost:
+                num_strikes += lost.alone
+                logger.warning("%s is made again once more: %s", self._record.run_id, lost)
+            else:
+                self.is_live = True
+                return
+        raise OperationError(f"workers died {num_strikes} times of nothing but repeating its operations", "server")
+
+    async def stop(self) -> None:
+        if self._snapshotting is not None:
+            self._snapshotting.cancel()
+            await asyncio.wait({self._snapshotting})
+
+    async def close(self) -> None:
+        """The run is over: nothing of it is kept."""
+        await self.stop()
+        self.history.close()
+        await self._recovery.snapshots.remove_all(self._record.run_id)
+
+    # Snapshots
+
+    def _begin_snapshot(self, past: Past, ended: asyncio.Task[None] | None) -> None:
+        try:
+            staging = self._recovery.snapshots.stage(self._record.run_id)
+        except OSError as error:
+            logger.error("%s: no snapshot can be taken (%s)", self._record.run_id, error)
+            return
+        self._snapshotting = asyncio.create_task(self._take_snapshot(staging, past, ended))
+
+    async def _take_snapshot(self, staging: Path, past: Past, ended: asyncio.Task[None] | None) -> None:
+        try:
+            # Handed over before anything else is awaited: it has its place behind the step.
+            await self._recovery.operations.snapshot(self._record, staging)
+            if ended is not None:
+                await asyncio.wait({ended})
+            # Else a crash would leave steps that a snapshot has and nobody knows to be done.
+            await self.history.all_answered(past.seq_id)
+            if past.outcome is Outcome.DONE:
+                await self._keep(await self._recovery.snapshots.publish(staging, self._record.run_id, past.seq_id))
+        except (OperationError, OSError) as error:
+            logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, past.seq_id, error)
+        finally:
+            self._snapshotting = None
+            wanted, self._wanted = self._wanted, None
+            if wanted is not None and self.is_live:
+                self._begin_snapshot(wanted, None)
+            await self._recovery.snapshots.remove(staging)
+
+    async def _keep(self, snapshot: Snapshot) -> None:
+        self._kept.insert(0, snapshot)
+        dropped = self._kept[_NUM_KEPT:]
+        del self._kept[_NUM_KEPT:]
+        if len(self._kept) == _NUM_KEPT:
+            self._first_held = self._kept[-1].seq_id + 1
+            self.history.cover(self._kept[-1].seq_id)
+        for old in dropped:
+            await self._recovery.snapshots.remove(old.directory)
+
+    # Making it again
+
+    async def _make(self) -> None:
+        assert self.created is not None
+        snapshot = await self._newest_whole()
+        if snapshot is None and self._first_held > 0:
+            raise OperationError("its snapshots are damaged, and the operations before them are not kept", "server")
+        operations, record = self._recovery.operations, self._record
+        await operations.discard(record)
+        await operations.make(record, self.created if snapshot is None else CreateRun())
+        if snapshot is not None:
+            await operations.restore(record, snapshot.directory)
+        repeats = list(self.history.repeats(-1 if snapshot is None else snapshot.seq_id))
+        await self._repeat(repeats)
+        begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
+        logger.info("%s is there again, from %s and %d operations", record.run_id, begun, len(repeats))
+
+    async def _newest_whole(self) -> Snapshot | None:
+        for snapshot in list(self._kept):
+            if await self._recovery.snapshots.is_whole(snapshot):
+                return snapshot
+            self._kept.remove(snapshot)
+        return None
+
+    async def _repeat(self, repeats: list[tuple[Past, Repeat]]) -> None:
+        """In order; several are handed over at once where the dispatch keeps their order."""
+        under_way: list[asyncio.Task[None]] = []
+        for past, repeat in repeats:
+            operation = None
+            if repeat is Repeat.AGAIN:
+                operation = await decode_entry(await self._recovery.journal.read(past.place), self._recovery.limits)
+            chained = operation is not None and is_chained(operation)  # pyright: ignore[reportArgumentType]
+            if not chained or len(under_way) >= _MOST_AT_ONCE:
+                await _all(under_way)
+                under_way = []
+            under_way.append(asyncio.create_task(self._repeat_one(past, operation)))
+            # It takes its first step, by which it is handed over.
+            await asyncio.sleep(0)
+            if not chained:
+                await _all(under_way)
+                under_way = []
+        await _all(under_way)
+
+    async def _repeat_one(self, past: Past, operation: object) -> None:
+        try:
+            if operation is None:
+                await self._recovery.operations.clear_gradients(self._record)
+            else:
+                await self._recovery.operations.perform(self._record, operation, past.seq_id)  # pyright: ignore[reportArgumentType]
+        except WorkerLost:
+            raise
+        except (OperationError, RequestError) as error:
+            if past.outcome is not Outcome.FAILED:
+                message = f"{past.kind} with seq_id {past.seq_id} cannot be repeated: {error}"
+                raise OperationError(message, "server") from error
+        else:
+            if operation is not None and past.outcome is Outcome.FAILED:
+                raise OperationError(f"{past.kind} with seq_id {past.seq_id} failed before and does not now", "server")
+
+
+async def _all(tasks: list[asyncio.Task[None]]) -> None:
+    """Waits for every one, then raises what the first has failed with."""
+    if tasks:
+        await asyncio.wait(tasks)
+    for task in tasks:
+        task.result()

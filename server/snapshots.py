@@ -1,0 +1,97 @@
+"""Snapshots: states of live runs at optimizer boundaries, from which they are made again after a crash.
+
+Layout below state_dir/snapshots: RUN/SEQ_ID, with .staging-* beside them while they are written. One whose files are
+not as its manifest says counts as absent.
+"""
+
+import asyncio
+import logging
+import secrets
+import shutil
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+
+from .checkpoints import directory_name
+from .manifest import MANIFEST, check, seal, sync_directory
+
+logger = logging.getLogger(__name__)
+
+_STAGING = ".staging-"
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """The state after the operation with this seq_id."""
+
+    seq_id: int
+    directory: Path
+
+
+class Snapshots:
+    """sync: whether they are to survive the death of the machine."""
+
+    def __init__(self, root: Path, sync: bool) -> None:
+        self._root = root.absolute()
+        self._sync = sync
+
+    def sweep(self, live: Collection[str]) -> None:
+        """At start, blocking: what was never finished, and those of runs that are not live."""
+        names = {directory_name(run_id) for run_id in live}
+        for directory in self._root.glob("*"):
+            if directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+        for staging in self._root.glob(f"*/{_STAGING}*"):
+            shutil.rmtree(staging, ignore_errors=True)
+
+    def stage(self, run_id: str) -> Path:
+        """An empty directory to write into; blocking. Raises OSError."""
+        staging = self._of(run_id) / f"{_STAGING}{secrets.token_hex(8)}"
+        staging.mkdir(parents=True)
+        return staging
+
+    async def publish(self, staging: Path, run_id: str, seq_id: int) -> Snapshot:
+        """Raises OSError."""
+        snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id))
+        await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
+        return snapshot
+
+    async def find(self, run_id: str) -> list[Snapshot]:
+        """The newest first; those that look whole, unless one reads all of their files."""
+        return await asyncio.to_thread(self._find, run_id)
+
+    async def is_whole(self, snapshot: Snapshot) -> bool:
+        try:
+            await asyncio.to_thread(check, snapshot.directory)
+        except ValueError as error:
+            logger.error("a snapshot cannot be used: %s", error)
+            return False
+        return True
+
+    async def remove(self, directory: Path) -> None:
+        await asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True)
+
+    async def remove_all(self, run_id: str) -> None:
+        await self.remove(self._of(run_id))
+
+    def _find(self, run_id: str) -> list[Snapshot]:
+        found = []
+        for path in self._of(run_id).glob("[0-9]*"):
+            try:
+                check(path, hashes=False)
+            except ValueError as error:
+                logger.error("a snapshot cannot be used: %s", error)
+            else:
+                found.append(Snapshot(int(path.name), path))
+        return sorted(found, key=lambda one: -one.seq_id)
+
+    def _of(self, run_id: str) -> Path:
+        return self._root / directory_name(run_id)
+
+    def _seal_and_rename(self, staging: Path, snapshot: Snapshot) -> None:
+        if (snapshot.directory / MANIFEST).exists():  # of this very state, made before a crash
+            shutil.rmtree(snapshot.directory)
+        seal(staging, {"seq_id": snapshot.seq_id}, sync=self._sync)
+        staging.rename(snapshot.directory)
+        if self._sync:
+            sync_directory(snapshot.directory.parent)

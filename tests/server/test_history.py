@@ -1,0 +1,84 @@
+"""What has to be repeated to make a run again, and when the journal may let go of it."""
+
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.server.history import REFUSED, STRIKE, History, Outcome, Past, Repeat
+from trainhouse.server.segments import Place
+
+DONE, FAILED, BROKE = Outcome.DONE, Outcome.FAILED, Outcome.BROKE
+AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR
+
+
+def history(*ended: tuple[str, Outcome | None]) -> tuple[History, list[int]]:
+    """Operations 1, 2, 3, ... by kind and outcome; and the seq_ids that the journal may let go of."""
+    released: list[int] = []
+    made = History(lambda place: released.append(place.offset))
+    for seq_id, (kind, outcome) in enumerate(ended, 1):
+        made.add(Past(seq_id, kind, Place(0, seq_id), outcome=outcome, is_answered=outcome is not None))
+    return made, released
+
+
+def repeats(made: History, after: int = 0) -> list[tuple[int, Repeat]]:
+    return [(past.seq_id, repeat) for past, repeat in made.repeats(after)]
+
+
+FB, STEP, FORWARD = "forward_backward", "optim_step", "forward"
+
+
+def test_what_changed_the_state_is_repeated_in_order() -> None:
+    made, released = history((FB, DONE), (FORWARD, DONE), (STEP, DONE), ("save_weights", DONE), (FB, DONE), (FB, None))
+    assert repeats(made) == [(1, AGAIN), (3, AGAIN), (5, AGAIN)]
+    assert repeats(made, after=3) == [(5, AGAIN)]
+    assert released == [2, 4]
+
+
+@pytest.mark.parametrize(("outcome", "step"), [(DONE, AGAIN), (FAILED, CLEAR), (BROKE, CLEAR)])
+def test_a_step_over_a_part_of_its_batch_clears(outcome: Outcome, step: Repeat) -> None:
+    made, _ = history((FB, DONE), (FB, outcome), (STEP, DONE if step is AGAIN else FAILED), (FB, DONE), (STEP, DONE))
+    wanted = [(1, AGAIN), *([(2, AGAIN)] if outcome is DONE else []), (3, step), (4, AGAIN), (5, AGAIN)]
+    assert repeats(made) == wanted
+
+
+@pytest.mark.parametrize(("outcome", "repeat"), [(FAILED, AGAIN), (BROKE, CLEAR)])
+def test_a_step_that_failed_by_itself_fails_again_or_is_cleared(outcome: Outcome, repeat: Repeat) -> None:
+    made, _ = history((FB, DONE), (STEP, outcome))
+    assert repeats(made) == [(1, AGAIN), (2, repeat)]
+
+
+def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_loading_heals() -> None:
+    made, _ = history((FB, DONE))
+    made.add(Past(2, REFUSED, Place(0, 2), outcome=FAILED, taints=True, is_answered=True))
+    made.add(Past(3, STEP, Place(0, 3), outcome=FAILED, is_answered=True))
+    assert repeats(made) == [(1, AGAIN), (3, CLEAR)]
+    made.add(Past(4, REFUSED, Place(0, 4), outcome=FAILED, taints=True, is_answered=True))
+    made.add(Past(5, "load_weights", Place(0, 5), outcome=DONE, is_answered=True))
+    made.add(Past(6, STEP, Place(0, 6), outcome=DONE, is_answered=True))
+    assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
+
+
+def test_what_nobody_knows_the_end_of_cannot_be_repeated() -> None:
+    made, _ = history((FB, DONE))
+    made.add(Past(2, STEP, Place(0, 2), is_answered=True))
+    assert repeats(made, after=2) == []
+    with pytest.raises(OperationError, match="how optim_step with seq_id 2 ended"):
+        repeats(made)
+
+
+def test_the_journal_lets_go_of_what_is_answered_and_covered() -> None:
+    made, released = history((FB, DONE), (STEP, DONE), (STRIKE, FAILED), (FB, None), (STEP, DONE))
+    made.cover(4)
+    assert released == [1, 2, 3]
+    (waiting,) = [past for past in made._pasts if past.seq_id == 4]
+    made.answered(waiting)
+    made.answered(waiting)
+    assert released == [1, 2, 3, 4]
+    assert repeats(made) == [(5, AGAIN)]
+    made.close()
+    assert released == [1, 2, 3, 4, 5]
+
+
+def test_a_snapshot_is_due_after_so_many_steps_or_bytes() -> None:
+    made, _ = history((STEP, DONE), (STEP, DONE))
+    assert not made.is_due(3, 1000) and made.is_due(2, 1000) and not made.is_due(2, 1000)
+    made.add(Past(3, FB, Place(0, 3), num_bytes=1000))
+    assert made.is_due(3, 1000) and not made.is_due(1, 1000)

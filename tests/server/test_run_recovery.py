@@ -1,0 +1,180 @@
+"""A run whose worker dies: it is made again, and what was under way goes on in its order, once."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.journal import Header
+from trainhouse.server.run import Earlier, Refused, Run
+from trainhouse.workers.verbs import WorkerLost
+
+from .bench import RUN_ID, Bench, MakeBench, benches
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
+    async with benches(tmp_path) as make:
+        yield make
+
+
+class Dying:
+    """Fails as a worker's death does, so many times; `failing` asks anew at each try."""
+
+    def __init__(self, bench: Bench, seq_ids: tuple[int, ...], times: int = 1, alone: bool = False) -> None:
+        self.left = dict.fromkeys(seq_ids, times)
+        perform = bench.operations.perform
+
+        async def dying(run, operation, seq_id):
+            if self.left.get(seq_id, 0) > 0 and "make" not in bench.operations.performed[-1:]:
+                self.left[seq_id] -= 1
+                await asyncio.sleep(0)
+                raise WorkerLost("the worker died", alone=alone)
+            return await perform(run, operation, seq_id)
+
+        bench.operations.perform = dying  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def trained(bench: Bench) -> list:
+    """What the workers did since they lost the run."""
+    performed = bench.operations.performed
+    return performed[len(performed) - 1 - performed[::-1].index("make") :]
+
+
+async def test_it_is_made_again_from_its_beginning_and_goes_on(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    await bench.result(2)
+    Dying(bench, (3, 4))
+    await bench.forward_backward(3)
+    await bench.optim_step(4)
+    assert await bench.result(3) == {"seq_id": 3} and await bench.result(4) == {"seq_id": 4}
+    assert trained(bench) == ["make", 1, 2, 3, 4]
+    await bench.forward_backward(5)
+    assert await bench.result(5) == {"seq_id": 5}
+
+
+async def test_what_a_snapshot_holds_is_not_repeated(make_bench: MakeBench) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    for seq_id in (1, 3):
+        await bench.forward_backward(seq_id)
+        await bench.optim_step(seq_id + 1)
+        await bench.result(seq_id + 1)
+        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id + 1) / "manifest.json").exists())
+    Dying(bench, (5,))
+    await bench.forward_backward(5)
+    await bench.result(5)
+    assert trained(bench) == ["make", "restore 4", 5]
+
+
+async def test_a_damaged_snapshot_falls_back_to_the_one_before(make_bench: MakeBench) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    for seq_id in (1, 2, 3):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+    (bench.snapshots / "3" / "state").write_bytes(b"STATE")
+    Dying(bench, (4,))
+    await bench.optim_step(4)
+    await bench.result(4)
+    assert trained(bench)[:4] == ["make", "restore 2", 3, 4]
+
+
+async def test_an_operation_that_workers_die_of_fails_at_the_third_time(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    Dying(bench, (2,), times=10, alone=True)
+    await bench.forward_backward(2)
+    failed = await bench.result(2)
+    assert "died 3 times" in failed["error"] and failed["category"] == "user"
+    await bench.optim_step(3)
+    assert "not taken" in (await bench.result(3))["error"]
+    await bench.forward_backward(4)
+    assert await bench.result(4) == {"seq_id": 4}
+
+
+async def test_without_a_whole_snapshot_it_does_not_begin_anew_in_silence(make_bench: MakeBench) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    for seq_id in (1, 2):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+    await until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
+    for seq_id in (1, 2):
+        (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
+    Dying(bench, (3,))
+    await bench.optim_step(3)
+    assert "snapshots are damaged" in (await bench.result(3))["error"]
+
+
+async def test_a_step_that_workers_die_of_is_not_repeated(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    Dying(bench, (2,), times=3, alone=True)
+    await bench.optim_step(2)
+    assert "died 3 times" in (await bench.result(2))["error"]
+    await bench.forward_backward(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert trained(bench) == ["make", 1, "clear", 3]
+
+
+async def test_a_refused_step_is_nothing_to_repeat_and_leaves_the_window_as_it_is(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.run.refuse(1, Refused("forward_backward", "bad", taints=True))
+    await bench.run.refuse(2, Refused("optim_step", "bad", taints=False))
+    await bench.forward_backward(3)
+    await bench.optim_step(4)
+    assert "not taken" in (await bench.result(4))["error"]
+    Dying(bench, (5,))
+    await bench.forward_backward(5)
+    assert await bench.result(5) == {"seq_id": 5}
+    assert trained(bench) == ["make", 3, "clear", 5]
+
+
+async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_bench: MakeBench) -> None:
+    """Although nobody has its result any more."""
+    bench = await make_bench(snapshot_steps=1)
+    for seq_id in (1, 2):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+    again = Run(bench.run.record, bench.services)
+    place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
+    step = OptimStepRequest(model_id=RUN_ID, seq_id=2)
+    await again.resume({2: Earlier("optim_step", place, step, None)}, [])
+    num_performed = len(bench.operations.performed)
+    bench.run = again
+    await bench.optim_step(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed[num_performed:][:4] == ["discard", "make", "restore 2", 3]
+    await again.stop()
+
+
+async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    Dying(bench, (1,), times=4)
+    await bench.forward_backward(1)
+    assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_run_that_cannot_be_made_again_says_so(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    Dying(bench, (1,))
+
+    async def make(run, operation) -> None:
+        raise OperationError("no memory", "server")
+
+    bench.operations.make = make  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.forward_backward(1)
+    assert "cannot be made again: no memory" in (await bench.result(1))["error"]
+
+
+async def until(bench: Bench, condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.01)

@@ -1,0 +1,331 @@
+"""What is told of a worker's death: what was lost, and what was alone with it."""
+
+import asyncio
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Coroutine
+from contextlib import asynccontextmanager
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.tests.workers.recording_worker import RECORDING
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.verbs import RunSpec, SampleJob, Step, WorkerLost
+
+MOST_STRIKES = 3
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+@asynccontextmanager
+async def recording(*runs: str) -> AsyncIterator[WorkerDispatch]:
+    """800 tokens a pass. A worker that dies often comes back as fast as one that dies once."""
+    model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
+    dispatch = WorkerDispatch(DispatchConfig((model,), worker=RECORDING, slice_milliseconds=5, pass_tokens=800))
+    dispatch._groups["tiny"]._backoff.first = 0.01
+    await dispatch.start(lambda _: None)
+    try:
+        for run_id in runs:
+            await create(dispatch, run_id)
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+async def create(dispatch: WorkerDispatch, run_id: str) -> None:
+    await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0)), "tenant")
+
+
+def operation(
+    run_id: str, seq_id: int = 1, loss_fn: str = "sleep", lengths: tuple[int, ...] = (8,), **config: float
+) -> ForwardBackwardRequest:
+    data = tuple(Datum(np.zeros(length, np.int32)) for length in lengths)
+    return ForwardBackwardRequest(run_id, seq_id, data, loss_fn, {"seconds": 0.0} | config)
+
+
+def step(run_id: str) -> Step:
+    return Step(run_id, AdamParams(learning_rate=1e-2))
+
+
+def job(job_id: str, num_slices: int) -> SampleJob:
+    params = SamplingParams(max_tokens=num_slices, seed=0)
+    return SampleJob(job_id, None, np.zeros(3, np.int32), params, (), ())
+
+
+def kill(dispatch: WorkerDispatch) -> None:
+    os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
+
+
+async def until_dead(dispatch: WorkerDispatch) -> None:
+    while dispatch.status("tiny") is None:  # noqa: ASYNC110 (nothing tells)
+        await asyncio.sleep(0.001)
+
+
+async def deaths_told(*waiting: asyncio.Task[object]) -> list[bool]:
+    """By each, whether it was alone."""
+    told = await asyncio.gather(*waiting, return_exceptions=True)
+    assert all(isinstance(each, WorkerLost) and each.category == "server" for each in told), told
+    return [each.alone for each in told if isinstance(each, WorkerLost)]
+
+
+def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_waited_was_not() -> None:
+    async def check() -> None:
+        async with recording("a", "b", "gone") as dispatch:
+            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=20)))
+            await asyncio.sleep(0.1)
+            waiting = [
+                asyncio.create_task(dispatch.forward_backward(operation("b"))),
+                asyncio.create_task(dispatch.optim_step(step("b"))),
+                asyncio.create_task(dispatch.copy_adapter("a", "sampler")),
+                asyncio.create_task(dispatch.sample("tiny", job("job", 1))),
+            ]
+            dropping = asyncio.create_task(dispatch.drop_run("gone"))
+            await asyncio.sleep(0)
+            killed_at = time.monotonic()
+            kill(dispatch)
+            assert await deaths_told(running, *waiting) == [True, False, False, False, False]
+            await dropping  # what was to be dropped is gone
+            assert time.monotonic() - killed_at < 2
+
+    run(check())
+
+
+def test_operations_that_share_the_fatal_pass_were_not_alone() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            both = [asyncio.create_task(dispatch.forward_backward(operation(each, seconds=5))) for each in "ab"]
+            await asyncio.sleep(0.2)
+            kill(dispatch)
+            assert await deaths_told(*both) == [False, False]
+
+    run(check())
+
+
+def test_a_large_operation_of_which_the_fatal_pass_had_a_part_was_alone() -> None:
+    async def check() -> None:
+        async with recording("a") as dispatch:
+            large = operation("a", loss_fn="die", lengths=(100,) * 30, part=1)
+            assert await deaths_told(asyncio.create_task(dispatch.forward_backward(large))) == [True]
+
+    run(check())
+
+
+@pytest.mark.parametrize("num_jobs", [1, 2])
+def test_a_sampling_request_in_whose_slice_the_worker_is_killed(num_jobs: int) -> None:
+    async def check() -> None:
+        async with recording("a") as dispatch:
+            jobs = [asyncio.create_task(dispatch.sample("tiny", job(str(i), 10_000))) for i in range(num_jobs)]
+            await asyncio.sleep(0.1)
+            kill(dispatch)
+            assert await deaths_told(*jobs) == [num_jobs == 1] * num_jobs
+            await dispatch.sample("tiny", job("next", 1))
+
+    run(check())
+
+
+def test_a_death_between_calls_accuses_nothing_and_what_is_created_anew_is_usable_again() -> None:
+    async def check() -> None:
+        async with recording("a", "b") as dispatch:
+            await dispatch.copy_adapter("a", "sampler")
+            kill(dispatch)
+            await until_dead(dispatch)
+            assert dispatch.status("tiny") == "the worker of tiny is restarting"
+            anew = asyncio.create_task(create(dispatch, "a"))
+            await asyncio.sleep(0)
+            lost = [
+                asyncio.create_task(dispatch.forward_backward(operation("a"))),
+                asyncio.create_task(dispatch.optim_step(step("b"))),
+                asyncio.create_task(dispatch.copy_adapter("b", "sampler")),
+                asyncio.create_task(dispatch.sample("tiny", replaced(job("job", 1), "sampler"))),
+            ]
+            assert await asyncio.wait_for(deaths_told(*lost), 0.1) == [False] * 4
+            assert dispatch.status("tiny") == "the worker of tiny is restarting" and not anew.done()
+            await anew
+            await dispatch.copy_adapter("a", "sampler")
+            await dispatch.sample("tiny", replaced(job("job", 1), "sampler"))
+            both = await asyncio.gather(*(dispatch.forward_backward(operation("a", seq)) for seq in (1, 2)))
+            assert parts_of(both[0]) == parts_of(both[1]) == 16, "nothing is suspected, so they share a pass"
+            with pytest.raises(WorkerLost):
+                await dispatch.optim_step(step("b"))
+
+    run(check())
+
+
+def replaced(each: SampleJob, adapter_id: str) -> SampleJob:
+    return SampleJob(each.job_id, adapter_id, each.prompt, each.params, (), ())
+
+
+def parts_of(output: ForwardBackwardOutput) -> float:
+    """Tokens of the operation's pass, which are 8 for each operation in it."""
+    return output.metrics["tokens:max"]
+
+
+def test_a_run_that_is_dropped_while_it_is_made_anew_leaves_nothing_behind() -> None:
+    async def check() -> None:
+        async with recording("a") as dispatch:
+            kill(dispatch)
+            await until_dead(dispatch)
+            anew = asyncio.create_task(create(dispatch, "a"))
+            await asyncio.sleep(0)
+            await dispatch.drop_run("a")
+            await anew
+            assert "a" not in dispatch._groups["tiny"]._live
+
+    run(check())
+
+
+def test_shutting_down_is_no_death() -> None:
+    async def check() -> None:
+        async with recording("a") as dispatch:
+            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=20)))
+            await asyncio.sleep(0.1)
+        with pytest.raises(OperationError, match="shutting down") as failed:
+            await running
+        assert not isinstance(failed.value, WorkerLost)
+
+    run(check())
+
+
+# --- suspects: clients who try again, as the server does for them ---
+
+
+async def insist(dispatch: WorkerDispatch, request: ForwardBackwardRequest, alone: list[bool]) -> ForwardBackwardOutput:
+    """Makes the run anew after each death, until the operation is done or has been alone at three of them."""
+    while True:
+        try:
+            return await dispatch.forward_backward(request)
+        except WorkerLost as lost:
+            alone.append(lost.alone)
+            if sum(alone) == MOST_STRIKES:
+                raise
+            await make_anew(dispatch, request.model_id)
+
+
+async def make_anew(dispatch: WorkerDispatch, run_id: str) -> None:
+    while True:
+        try:
+            return await create(dispatch, run_id)
+        except WorkerLost:
+            continue
+
+
+def test_an_operation_that_kills_its_worker_is_soon_alone_with_it_and_others_never_are() -> None:
+    innocents = [f"run-{number}" for number in range(8)]
+
+    async def check() -> None:
+        async with recording(*innocents, "poisoned", "before") as dispatch:
+            before = asyncio.create_task(dispatch.forward_backward(operation("before", seconds=0.1)))
+            await asyncio.sleep(0.02)
+            alone: dict[str, list[bool]] = {run_id: [] for run_id in (*innocents, "poisoned")}
+
+            async def work(run_id: str) -> None:
+                for seq_id in range(1, 4):
+                    await insist(dispatch, operation(run_id, seq_id), alone[run_id])
+
+            works = [asyncio.create_task(work(run_id)) for run_id in innocents]
+            fatal = operation("poisoned", loss_fn="die")
+            with pytest.raises(WorkerLost):
+                await insist(dispatch, fatal, alone["poisoned"])
+            await asyncio.gather(before, *works)
+            assert alone["poisoned"] == [False] + [True] * MOST_STRIKES
+            assert not any(any(alone[run_id]) for run_id in innocents) and all(alone[run_id] for run_id in innocents)
+            assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES
+            await dispatch.drop_run("poisoned")
+            for run_id in innocents:
+                await make_anew(dispatch, run_id)
+            async with occupied(dispatch, innocents[0]):
+                requests = [dispatch.forward_backward(operation(run_id, 9)) for run_id in innocents]
+                batch = asyncio.gather(*requests)
+                await asyncio.sleep(0)
+            assert {output.metrics["runs:max"] for output in await batch} == {len(innocents)}
+
+    run(check())
+
+
+@asynccontextmanager
+async def occupied(dispatch: WorkerDispatch, run_id: str) -> AsyncIterator[None]:
+    """Inside, a pass of this run runs; what is submitted then waits for it, so that all of it is there afterwards."""
+    running = asyncio.create_task(dispatch.forward_backward(operation(run_id, 8, seconds=0.1)))
+    await asyncio.sleep(0.02)
+    yield
+    await running
+
+
+def test_a_suspect_stays_alone_while_it_comes_to_where_the_worker_died_and_no_longer() -> None:
+    """What is repeated before the fatal operation is not the fatal operation."""
+
+    async def check() -> None:
+        async with recording("a", "b", "c") as dispatch:
+            for seq_id in (1, 2):
+                await dispatch.forward_backward(operation("a", seq_id))
+            both = [
+                asyncio.create_task(dispatch.forward_backward(operation("a", 3, seconds=5))),
+                asyncio.create_task(dispatch.forward_backward(operation("b", 1, seconds=5))),
+            ]
+            await asyncio.sleep(0.1)
+            kill(dispatch)
+            assert await deaths_told(*both) == [False, False]
+            for run_id in "abc":
+                await make_anew(dispatch, run_id)
+            for seq_id in (1, 2, 3, 4):
+                async with occupied(dispatch, "c"):
+                    requests = [operation(run_id, 10) for run_id in "cc"] + [operation("a", seq_id)]
+                    waiting = asyncio.gather(*map(dispatch.forward_backward, requests))
+                    await asyncio.sleep(0)
+                assert parts_of((await waiting)[-1]) == (8 if seq_id < 4 else 24)
+            await dispatch.drop_run("b")
+            assert not dispatch._groups["tiny"]._suspect_runs
+
+    run(check())
+
+
+def test_steps_of_suspects_go_alone() -> None:
+    async def check() -> None:
+        async with recording("a", "b", "c") as dispatch:
+            both = [asyncio.create_task(dispatch.forward_backward(operation(each, 7, seconds=5))) for each in "ab"]
+            await asyncio.sleep(0.1)
+            kill(dispatch)
+            await deaths_told(*both)
+            for run_id in "abc":
+                await make_anew(dispatch, run_id)
+            for num_together in ([1, 1, 1], [3, 3, 3]):
+                async with occupied(dispatch, "c"):
+                    waiting = asyncio.gather(*(dispatch.optim_step(step(run_id)) for run_id in "abc"))
+                    await asyncio.sleep(0)
+                steps = await waiting
+                assert [each["steps:last"] for each in steps] == num_together
+                for run_id in "ab":
+                    await dispatch.forward_backward(operation(run_id, 7))
+
+    run(check())
+
+
+@pytest.mark.parametrize("num_others", [3, 20])
+def test_a_sampling_request_that_kills_its_worker_is_soon_alone_with_it_and_others_never_are(num_others: int) -> None:
+    async def check() -> None:
+        async with recording() as dispatch:
+            alone: dict[str, list[bool]] = {str(number): [] for number in range(num_others)} | {"dies": []}
+
+            async def sample(job_id: str) -> None:
+                while sum(alone[job_id]) < MOST_STRIKES:
+                    try:
+                        await dispatch.sample("tiny", job(job_id, 30))
+                        return
+                    except WorkerLost as lost:
+                        alone[job_id].append(lost.alone)
+
+            await asyncio.gather(*map(sample, alone))
+            fatal = alone.pop("dies")
+            assert fatal[-MOST_STRIKES:] == [True] * MOST_STRIKES and len(fatal) <= MOST_STRIKES + 3
+            assert not any(map(any, alone.values()))
+            assert not any(job_id in dispatch._groups["tiny"]._suspect_jobs for job_id in alone)
+
+    run(check())

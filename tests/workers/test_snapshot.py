@@ -1,0 +1,276 @@
+"""A snapshot of a run: what it holds, in which order it is taken, and that nothing waits for its files."""
+
+import asyncio
+import os
+import signal
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step, WorkerLost
+from trainhouse.workers.worker import Worker
+
+NUM_RUNS = 6
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[asyncio.Runner]:
+    with asyncio.Runner() as runner:
+        yield runner
+
+
+@pytest.fixture(scope="module")
+def dispatch(
+    runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[WorkerDispatch]:
+    """With less room for adapters than the tests have of them, so that some are on disk."""
+    pages = str(tmp_path_factory.mktemp("pages"))
+    model = WorkerConfig(
+        ServedModel("tiny", str(tiny_models["qwen3"])),
+        device="cpu",
+        threads=1,
+        adapter_slots=2,
+        host_adapter_bytes=1,
+        page_directory=pages,
+    )
+    dispatch = WorkerDispatch(DispatchConfig((model,)))
+    runner.run(dispatch.start(lambda _: None))
+    yield dispatch
+    runner.run(dispatch.close())
+
+
+def run(runner: asyncio.Runner, test: Coroutine[object, object, None]) -> None:
+    runner.run(asyncio.wait_for(test, 60))
+
+
+def spec(run_id: str, seed: int = 0) -> RunSpec:
+    return RunSpec(run_id, LoraConfig(rank=4, seed=seed))
+
+
+def step(run_id: str) -> Step:
+    return Step(run_id, AdamParams(learning_rate=1e-2))
+
+
+def batch(run_id: str, number: int) -> ForwardBackwardRequest:
+    tokens = np.random.default_rng(number).integers(1, 500, 12).astype(np.int32)
+    inputs = {"target_tokens": np.roll(tokens, -1).astype(np.int64), "weights": np.ones(len(tokens), np.float32)}
+    return ForwardBackwardRequest(run_id, number, (Datum(tokens, inputs),), "cross_entropy")
+
+
+async def train(dispatch: WorkerDispatch, run_id: str, numbers: range) -> None:
+    for number in numbers:
+        await dispatch.forward_backward(batch(run_id, number))
+        await dispatch.optim_step(step(run_id))
+
+
+async def saved(dispatch: WorkerDispatch, run_id: str, directory: Path) -> dict[str, np.ndarray]:
+    """Weights and moments."""
+    os.mkdir(directory)
+    await dispatch.save_run(run_id, directory, optimizer=True)
+    return read(directory)
+
+
+def read(directory: Path) -> dict[str, np.ndarray]:
+    return load_file(directory / "adapter_model.safetensors") | load_file(directory / "optimizer.safetensors")
+
+
+def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
+    assert first.keys() == second.keys()
+    return all(np.array_equal(first[name], second[name]) for name in first)
+
+
+def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        for run_id in ("undisturbed", "restored", "without"):
+            await dispatch.create_run("tiny", spec(run_id, seed=len(run_id)), "tenant")
+        await train(dispatch, "undisturbed", range(3))
+        (tmp_path / "snapshot").mkdir()
+        # Further work of the run follows at once.
+        last, _, _, _ = await asyncio.gather(
+            dispatch.forward_backward(batch("undisturbed", 3)),
+            dispatch.optim_step(step("undisturbed")),
+            dispatch.snapshot_run("undisturbed", tmp_path / "snapshot"),
+            train(dispatch, "undisturbed", range(4, 7)),
+        )
+        assert last.metrics["loss:sum"] > 0
+        await dispatch.load_run("restored", tmp_path / "snapshot", optimizer=True)
+        await dispatch.load_run("without", tmp_path / "snapshot", optimizer=False)
+        for run_id in ("restored", "without"):
+            await train(dispatch, run_id, range(4, 7))
+        undisturbed, restored, without = [
+            await saved(dispatch, run_id, tmp_path / run_id) for run_id in ("undisturbed", "restored", "without")
+        ]
+        assert same(restored, undisturbed)
+        assert not same(without, undisturbed)
+        assert not same(read(tmp_path / "snapshot"), undisturbed)
+        for run_id in ("undisturbed", "restored", "without"):
+            await dispatch.drop_run(run_id)
+
+    run(runner, check())
+
+
+def test_after_a_death_the_last_snapshot_and_what_came_behind_it_give_the_run_that_never_died(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        for run_id in ("undisturbed", "killed"):
+            await dispatch.create_run("tiny", spec(run_id), "tenant")
+        await train(dispatch, "undisturbed", range(6))
+        undisturbed = await saved(dispatch, "undisturbed", tmp_path / "undisturbed")
+        await train(dispatch, "killed", range(3))
+        (tmp_path / "snapshot").mkdir()
+        await dispatch.snapshot_run("killed", tmp_path / "snapshot")
+        training = asyncio.create_task(train(dispatch, "killed", range(3, 1000)))
+        await asyncio.sleep(0.1)
+        os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost):
+            await training
+        await dispatch.create_run("tiny", spec("killed", seed=5), "tenant")
+        await dispatch.load_run("killed", tmp_path / "snapshot", optimizer=True)
+        await train(dispatch, "killed", range(3, 5))
+        assert not same(await saved(dispatch, "killed", tmp_path / "a step before"), undisturbed)
+        await train(dispatch, "killed", range(5, 6))
+        assert same(await saved(dispatch, "killed", tmp_path / "killed"), undisturbed)
+        for run_id in ("undisturbed", "killed"):
+            await dispatch.drop_run(run_id)
+
+    run(runner, check())
+
+
+def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it_nor_gradients_that_wait(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        await dispatch.create_run("tiny", spec("run"), "tenant")
+        (tmp_path / "snapshot").mkdir()
+        (tmp_path / "plain").mkdir()
+        await asyncio.gather(
+            dispatch.forward_backward(batch("run", 0)),
+            dispatch.optim_step(step("run")),
+            dispatch.save_run("run", tmp_path / "plain", optimizer=True),
+            dispatch.forward_backward(batch("run", 1)),
+            dispatch.snapshot_run("run", tmp_path / "snapshot"),
+            dispatch.optim_step(step("run")),
+        )
+        assert sorted(os.listdir(tmp_path / "snapshot")) == sorted(os.listdir(tmp_path / "plain"))
+        for name in os.listdir(tmp_path / "plain"):
+            assert (tmp_path / "snapshot" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+        assert not same(await saved(dispatch, "run", tmp_path / "later"), read(tmp_path / "snapshot"))
+        await dispatch.drop_run("run")
+
+    run(runner, check())
+
+
+def test_snapshots_of_many_runs_at_once_also_of_those_on_disk(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        runs = [f"run-{number}" for number in range(NUM_RUNS)]
+        for number, run_id in enumerate(runs):
+            await dispatch.create_run("tiny", spec(run_id, seed=number), "tenant")
+            (tmp_path / run_id).mkdir()
+        await train(dispatch, runs[0], range(1))
+        assert (await dispatch.memory())["tiny"]["num_adapters_on_disk"] >= NUM_RUNS - 3
+        await asyncio.gather(*(dispatch.snapshot_run(run_id, tmp_path / run_id) for run_id in runs))
+        for run_id in runs:
+            assert same(read(tmp_path / run_id), await saved(dispatch, run_id, tmp_path / f"{run_id}-saved"))
+            await dispatch.drop_run(run_id)
+        assert dispatch.status("tiny") is None
+
+    run(runner, check())
+
+
+def test_a_snapshot_that_cannot_be_written_says_so_and_the_run_goes_on(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        await dispatch.create_run("tiny", spec("run"), "tenant")
+        with pytest.raises(OperationError, match="snapshot of the run cannot be written") as failed:
+            await dispatch.snapshot_run("run", tmp_path / "nowhere")
+        assert failed.value.category == "server" and not isinstance(failed.value, WorkerLost)
+        (tmp_path / "full").mkdir()
+        (tmp_path / "full" / "trainhouse.json").symlink_to("/dev/full")
+        with pytest.raises(OperationError, match="No space left"):
+            await dispatch.snapshot_run("run", tmp_path / "full")
+        await train(dispatch, "run", range(1))
+        await dispatch.drop_run("run")
+        with pytest.raises(OperationError, match="run is not live"):
+            await dispatch.snapshot_run("run", tmp_path)
+
+    run(runner, check())
+
+
+def test_a_snapshot_whose_worker_dies_is_lost(dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path) -> None:
+    async def check() -> None:
+        await dispatch.create_run("tiny", spec("run"), "tenant")
+        os.mkfifo(tmp_path / "trainhouse.json")  # which nobody reads, so that its writer waits
+        snapshot = asyncio.create_task(dispatch.snapshot_run("run", tmp_path))
+        await train(dispatch, "run", range(3))
+        assert not snapshot.done() and dispatch.status("tiny") == "1 operation waits or runs on tiny"
+        os.kill(dispatch.pids("tiny")[0], signal.SIGKILL)
+        with pytest.raises(WorkerLost) as lost:
+            await snapshot
+        assert not lost.value.alone
+        await dispatch.create_run("tiny", spec("run"), "tenant")
+        (tmp_path / "again").mkdir()
+        await dispatch.snapshot_run("run", tmp_path / "again")
+        await dispatch.drop_run("run")
+
+    run(runner, check())
+
+
+def test_further_snapshots_wait_for_those_that_are_written_and_nothing_else_does(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        runs = [f"run-{number}" for number in range(NUM_RUNS)]
+        for run_id in (*runs, "other"):
+            await dispatch.create_run("tiny", spec(run_id), "tenant")
+            (tmp_path / run_id).mkdir()
+        for run_id in runs[:4]:
+            os.mkfifo(tmp_path / run_id / "trainhouse.json")
+        snapshots = [asyncio.create_task(dispatch.snapshot_run(run_id, tmp_path / run_id)) for run_id in runs]
+        await train(dispatch, "other", range(4))
+        await asyncio.sleep(0.3)
+        assert not any(snapshot.done() for snapshot in snapshots)
+        assert not os.listdir(tmp_path / runs[4]), "a fifth copy in the worker's memory"
+        for run_id in runs[:4]:
+            await asyncio.to_thread((tmp_path / run_id / "trainhouse.json").read_bytes)
+        await asyncio.gather(*snapshots)
+        for run_id in (*runs, "other"):
+            await dispatch.drop_run(run_id)
+
+    run(runner, check())
+
+
+def test_a_worker_tells_of_each_snapshot_once_and_computes_meanwhile(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1))
+    worker.create_run(spec("run"))
+    for name in ("waits", "goes"):
+        (tmp_path / name).mkdir()
+    os.mkfifo(tmp_path / "waits" / "trainhouse.json")
+    worker.begin_snapshot(1, "run", str(tmp_path / "waits"))
+    worker.begin_snapshot(2, "run", str(tmp_path / "goes"))
+    (output,) = worker.run_pass(Pass((Part(0, batch("run", 0)),)))
+    assert isinstance(output, ForwardBackwardOutput)
+    ended: dict[int, Failure | None] = {}
+    while not ended:
+        ended = worker.ended_snapshots()
+    assert ended == {2: None} and worker.ended_snapshots() == {}
+    assert (tmp_path / "waits" / "trainhouse.json").read_text()
+    while 1 not in ended:
+        ended |= worker.ended_snapshots()
+    assert ended[1] is None
+    with pytest.raises(OperationError, match="not on this worker"):
+        worker.begin_snapshot(3, "nobody", str(tmp_path))

@@ -1,0 +1,72 @@
+"""SnapshotWriter: brings the state of runs to disk in threads of its own, while the rank computes."""
+
+import logging
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .checkpoint import Learned, save_adapter
+from .memory import is_out_of_memory
+from .verbs import Failure
+
+logger = logging.getLogger(__name__)
+
+_NUM_THREADS = 2
+
+
+class SnapshotWriter:
+    """Of one rank. Who begins snapshots bounds how many are under way: each holds a copy in memory."""
+
+    def __init__(self, device: torch.device, base_name: str) -> None:
+        self._device = device
+        self._base_name = base_name
+        self._threads = ThreadPoolExecutor(_NUM_THREADS, "snapshot", initializer=_compute_alone)
+        self._writing: dict[int, Future[None]] = {}
+
+    def begin(self, snapshot_id: int, learned: Learned, directory: Path) -> None:
+        """The adapter may go on at once. What goes wrong from here on is told by `ended`."""
+        copy, event = learned.mapped(_copy), None
+        if self._device.type == "cuda":
+            event = torch.cuda.Event()
+            event.record()
+        # In a list, from which the thread takes it: what else holds it would keep the device's memory.
+        self._writing[snapshot_id] = self._threads.submit(self._write, [copy], event, directory)
+
+    def ended(self) -> dict[int, Failure | None]:
+        """Each is told once; None: written."""
+        done = [snapshot_id for snapshot_id, writing in self._writing.items() if writing.done()]
+        return {snapshot_id: _outcome(self._writing.pop(snapshot_id)) for snapshot_id in done}
+
+    def _write(self, taken: list[Learned], copied: torch.cuda.Event | None, directory: Path) -> None:
+        learned = taken.pop()
+        if copied is not None:
+            with torch.cuda.stream(torch.cuda.Stream(self._device)):
+                torch.cuda.current_stream(self._device).wait_event(copied)
+                learned = learned.mapped(Tensor.cpu)
+        save_adapter(learned, directory, optimizer=True, base_name=self._base_name)
+
+
+def _compute_alone() -> None:
+    """The cores are for who computes. Asked for first: see `lanes`."""
+    torch.get_num_threads()
+    torch.set_num_threads(1)
+
+
+def _copy(vector: Tensor) -> Tensor:
+    """Where the device has no memory for it, on the host."""
+    try:
+        return vector.clone()
+    except Exception as error:
+        if vector.device.type == "cpu" or not is_out_of_memory(error):
+            raise
+        return vector.cpu()
+
+
+def _outcome(writing: "Future[None]") -> Failure | None:
+    error = writing.exception()
+    if error is None:
+        return None
+    logger.error("a snapshot failed", exc_info=error)
+    return Failure(f"a snapshot of the run cannot be written: {type(error).__name__}: {error}", "server")

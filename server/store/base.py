@@ -1,6 +1,6 @@
-"""Store: the tables and every query on them. How statements reach a database is left to the subclass.
+"""Store: every query on the tables. How statements reach a database is left to the subclass.
 
-The SQL is portable: no dialect's own types or upserts. Large payloads are files; rows only say where they are.
+The SQL is portable: no dialect's own types or upserts.
 """
 
 import asyncio
@@ -9,36 +9,17 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from sqlalchemy import (
-    JSON,
-    BigInteger,
-    Boolean,
-    Column,
-    Connection,
-    Float,
-    ForeignKey,
-    Index,
-    Integer,
-    MetaData,
-    Row,
-    String,
-    Table,
-    UniqueConstraint,
-    delete,
-    func,
-    insert,
-    or_,
-    select,
-    update,
-)
+from sqlalchemy import Connection, Row, Table, delete, func, insert, or_, select, update
 from sqlalchemy.sql import ColumnElement, Select
 
 from ...schemas.models import LoraConfig
 from .records import (
     ApiKeyRecord,
+    CheckpointCopyRecord,
     CheckpointKind,
     CheckpointRecord,
     KeyCounts,
+    LeaseRecord,
     ResultRecord,
     RunRecord,
     SamplerRecord,
@@ -46,108 +27,7 @@ from .records import (
     SessionRecord,
     TenantRecord,
 )
-
-FORMAT_VERSION = 1
-
-metadata = MetaData()
-
-format_table = Table("format", metadata, Column("version", Integer, nullable=False))
-
-tenants = Table(
-    "tenants",
-    metadata,
-    Column("tenant_id", String, primary_key=True),
-    Column("name", String, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-)
-
-api_keys = Table(
-    "api_keys",
-    metadata,
-    Column("key_id", Integer, primary_key=True, autoincrement=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("key_hash", String, nullable=False, unique=True),
-    Column("created_at", Float, nullable=False),
-    Column("revoked_at", Float),
-)
-
-sessions = Table(
-    "sessions",
-    metadata,
-    Column("session_id", String, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("last_heartbeat_at", Float, nullable=False),
-    Column("finished_at", Float, index=True),
-    Column("end", String),
-    Column("end_detail", String),
-    Column("tags", JSON, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
-    Column("sdk_version", String),
-    Column("project_id", String),
-    Column("display_name", String),
-    Column("idempotency_key", String),
-    UniqueConstraint("tenant_id", "idempotency_key"),
-    Index("sessions_by_tenant", "tenant_id", "created_at"),
-)
-
-runs = Table(
-    "runs",
-    metadata,
-    Column("run_id", String, primary_key=True),
-    Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", String, nullable=False),
-    Column("lora", JSON, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("last_request_at", Float, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
-    Index("runs_by_tenant", "tenant_id", "last_request_at"),
-)
-
-checkpoints = Table(
-    "checkpoints",
-    metadata,
-    Column("run_id", ForeignKey("runs.run_id"), primary_key=True),
-    Column("kind", String, primary_key=True),
-    Column("name", String, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("directory", String, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("expires_at", Float, index=True),
-    Column("public", Boolean, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
-    Column("base_model", String, nullable=False),
-    Column("lora", JSON, nullable=False),
-    Column("has_optimizer", Boolean, nullable=False),
-    Index("checkpoints_by_tenant", "tenant_id", "created_at"),
-)
-
-samplers = Table(
-    "samplers",
-    metadata,
-    Column("sampler_id", String, primary_key=True),
-    Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", String, nullable=False),
-    Column("created_at", Float, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("model_path", String),
-    Column("run_id", String),
-    Column("directory", String),
-)
-
-results = Table(
-    "results",
-    metadata,
-    Column("request_id", String, primary_key=True),
-    Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("place", String, nullable=False),
-    Column("size_bytes", BigInteger, nullable=False),
-    Column("encoding", String, nullable=False),
-    Column("created_at", Float, nullable=False, index=True),
-)
+from .tables import api_keys, checkpoint_copies, checkpoints, leases, results, runs, samplers, sessions, tenants
 
 Record = TypeVar("Record")
 T = TypeVar("T")
@@ -201,14 +81,22 @@ class Store:
     async def list_tenants(self) -> tuple[TenantRecord, ...]:
         return await self._all(TenantRecord, select(tenants))
 
-    async def insert_key(self, tenant_id: str, key_hash: str, created_at: float) -> ApiKeyRecord:
-        values = {"tenant_id": tenant_id, "key_hash": key_hash, "created_at": created_at}
+    async def insert_key(
+        self,
+        tenant_id: str,
+        key_hash: str,
+        created_at: float,
+        scopes: tuple[str, ...] | None = None,
+        requests_per_minute: int | None = None,
+    ) -> ApiKeyRecord:
+        new = ApiKeyRecord(0, tenant_id, key_hash, created_at, None, scopes, requests_per_minute)
+        values = {name: value for name, value in _row_values(new).items() if name != "key_id"}
 
         def statements(connection: Connection) -> int:
             (key_id,) = connection.execute(insert(api_keys).values(values)).inserted_primary_key or (0,)
             return key_id
 
-        return ApiKeyRecord(key_id=await self._write(statements), **values)
+        return dataclasses.replace(new, key_id=await self._write(statements))
 
     async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
         """Revoked keys included."""
@@ -386,6 +274,87 @@ class Store:
         """Leaves one of the same name alone that was saved since."""
         await self._delete(checkpoints, _exactly(checkpoint))
 
+    # Copies of checkpoints
+
+    async def put_copy(self, copy: CheckpointCopyRecord) -> None:
+        """In place of what is known of that copy."""
+        same = (checkpoint_copies.c.directory == copy.directory) & (checkpoint_copies.c.mirror == copy.mirror)
+
+        def statements(connection: Connection) -> None:
+            connection.execute(delete(checkpoint_copies).where(same))
+            connection.execute(insert(checkpoint_copies).values(_row_values(copy)))
+
+        await self._write(statements)
+
+    async def list_copies(self, directories: Collection[str]) -> tuple[CheckpointCopyRecord, ...]:
+        """Of the checkpoints that lie there, by directory and mirror."""
+        of_these = select(checkpoint_copies).where(checkpoint_copies.c.directory.in_(directories))
+        return await self._all(CheckpointCopyRecord, of_these.order_by(*checkpoint_copies.primary_key))
+
+    async def list_unfinished_copies(self) -> tuple[CheckpointCopyRecord, ...]:
+        """Those that wait and those that failed, the longest untouched first."""
+        unfinished = select(checkpoint_copies).where(checkpoint_copies.c.state != "copied")
+        return await self._all(CheckpointCopyRecord, unfinished.order_by(checkpoint_copies.c.updated_at))
+
+    async def delete_copies(self, directories: Collection[str]) -> None:
+        await self._delete(checkpoint_copies, checkpoint_copies.c.directory.in_(directories))
+
+    # Leases
+
+    async def acquire_leases(
+        self, base_models: Collection[str], holder: str, url: str, now: float, seconds: float
+    ) -> tuple[LeaseRecord, ...] | None:
+        """Takes all of them for `seconds`, or none: None when one of them is in force for somebody else.
+
+        A lease that changes hands has its epoch raised by one; its holder takes it again without that, expired or not.
+        The clock is the database's own where it has one (PostgreSQL), since those of servers differ; else `now`, which
+        all processes on one machine share. The answers' order is that of `base_models`.
+        """
+        of_these = select(leases).where(leases.c.base_model.in_(base_models)).order_by(leases.c.base_model)
+
+        def statements(connection: Connection) -> tuple[LeaseRecord, ...] | None:
+            rows = connection.execute(of_these.with_for_update()).all()
+            known = {row.base_model: _record(LeaseRecord, row) for row in rows}
+            clock = self._clock(connection, now)
+            if any(lease.holder != holder and lease.expires_at > clock for lease in known.values()):
+                return None
+            taken = tuple(
+                LeaseRecord(name, holder, url, _next_epoch(known.get(name), holder), clock + seconds)
+                for name in base_models
+            )
+            for lease in taken:
+                same = leases.c.base_model == lease.base_model
+                is_known = lease.base_model in known
+                connection.execute((update(leases).where(same) if is_known else insert(leases)).values(**vars(lease)))
+            return taken
+
+        return await self._write(statements)
+
+    async def renew_leases(self, holder: str, now: float, seconds: float) -> bool:
+        """Whether all of the holder's leases were in force, and now are for `seconds` more. The clock: as above.
+
+        After False nothing has been renewed: acquiring them again tells whether somebody else has taken one.
+        """
+        his = leases.c.holder == holder
+
+        def statements(connection: Connection) -> bool:
+            expiries = connection.execute(select(leases.c.expires_at).where(his).with_for_update()).scalars().all()
+            clock = self._clock(connection, now)
+            if not expiries or min(expiries) <= clock:
+                return False
+            connection.execute(update(leases).where(his).values(expires_at=clock + seconds))
+            return True
+
+        return await self._write(statements)
+
+    async def release_leases(self, holder: str) -> None:
+        """Anybody may take them at once; their epochs stay."""
+        await self._update(leases, leases.c.holder == holder, {"expires_at": 0.0})
+
+    async def list_leases(self) -> tuple[LeaseRecord, ...]:
+        """Those that were ever taken, by base model; expired and released ones included."""
+        return await self._all(LeaseRecord, select(leases).order_by(leases.c.base_model))
+
     # Samplers
 
     async def insert_sampler(self, sampler: SamplerRecord) -> None:
@@ -432,6 +401,10 @@ class Store:
             return tuple(_record(ResultRecord, row) for row in rows)
 
         return await self._write(statements)
+
+    def _clock(self, connection: Connection, now: float) -> float:
+        """Seconds since the epoch, for what several servers compare. `now`: the caller's clock."""
+        return now
 
     async def _write(self, statements: Callable[[Connection], T]) -> T:
         return await asyncio.wrap_future(self.write(statements))
@@ -492,6 +465,12 @@ def _exactly(checkpoint: CheckpointRecord) -> ColumnElement[bool]:
     return same & (checkpoints.c.directory == checkpoint.directory)
 
 
+def _next_epoch(lease: LeaseRecord | None, holder: str) -> int:
+    if lease is None:
+        return 1
+    return lease.epoch if lease.holder == holder else lease.epoch + 1
+
+
 def _row_values(record: object) -> dict[str, object]:
     """A record's fields are its table's columns."""
     assert dataclasses.is_dataclass(record)
@@ -509,6 +488,4 @@ def _record(record_type: type[Record], row: Row) -> Record:
     values = dict(row._mapping)
     if "lora" in values:
         values["lora"] = LoraConfig.model_validate(values["lora"])
-    if "tags" in values:
-        values["tags"] = tuple(values["tags"])
-    return record_type(**values)
+    return record_type(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

@@ -10,6 +10,7 @@ from pydantic import JsonValue
 from ...schemas.models import LoraConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
+CopyState = Literal["waiting", "copied", "failed"]
 SessionEnd = Literal["success", "errored", "interrupted", "expired"]
 
 
@@ -24,13 +25,18 @@ class TenantRecord:
 
 @dataclass(frozen=True)
 class ApiKeyRecord:
-    """key_hash: sha256 of the key in hex; the key itself is never stored. key_id is given by the store."""
+    """key_hash: sha256 of the key in hex; the key itself is never stored. key_id is given by the store.
+
+    scopes: None = all. requests_per_minute: None = no limit of its own.
+    """
 
     key_id: int
     tenant_id: str
     key_hash: str
     created_at: float
     revoked_at: float | None = None
+    scopes: tuple[str, ...] | None = None
+    requests_per_minute: int | None = None
 
 
 @dataclass(frozen=True)
@@ -107,6 +113,38 @@ class CheckpointRecord:
     @property
     def tinker_path(self) -> str:
         return f"tinker://{self.run_id}/{self.kind}/{self.name}"
+
+
+@dataclass(frozen=True)
+class CheckpointCopyRecord:
+    """A checkpoint in another place. directory: the checkpoint's own. Key: (directory, mirror).
+
+    mirror: the URL under which all copies lie; url: where this one lies.
+    error: why the last of num_tries failed. updated_at: when the state last changed or a try ended.
+    """
+
+    directory: str
+    mirror: str
+    url: str
+    state: CopyState
+    error: str | None
+    num_tries: int
+    updated_at: float
+
+
+@dataclass(frozen=True)
+class LeaseRecord:
+    """Which server carries out the work of a base model. Key: base_model.
+
+    url: where others reach the holder. epoch: how many holders there have been, from 1.
+    expires_at: by the clock of Store.acquire_leases; 0 = given back.
+    """
+
+    base_model: str
+    holder: str
+    url: str
+    epoch: int
+    expires_at: float
 
 
 @dataclass(frozen=True)

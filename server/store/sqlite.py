@@ -7,11 +7,12 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
 
-from sqlalchemy import Connection, Engine, create_engine, event, inspect, select
+from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
 from sqlalchemy.exc import SQLAlchemyError
 
-from .base import FORMAT_VERSION, Store, format_table, metadata
+from .base import Store
+from .format import open_format
 
 T = TypeVar("T")
 
@@ -29,7 +30,8 @@ class SqliteStore(Store):
         path.parent.mkdir(parents=True, exist_ok=True)
         self._engine = _engine(path)
         try:
-            _open_format(self._engine, path)
+            with _writing(self._engine).begin() as connection:
+                open_format(connection, str(path))
         except BaseException:
             self._engine.dispose()
             raise
@@ -140,18 +142,3 @@ def _begin(connection: Connection) -> None:
 def _writing(engine: Engine) -> Engine:
     """Its transactions take the write lock first: one that took it midway could fail at once instead of waiting."""
     return engine.execution_options(begin="BEGIN IMMEDIATE")
-
-
-def _open_format(engine: Engine, path: Path) -> None:
-    with _writing(engine).begin() as connection:
-        version = None
-        if inspect(connection).has_table(format_table.name):
-            version = connection.execute(select(format_table.c.version)).scalar_one_or_none()
-        if version is not None and version > FORMAT_VERSION:
-            raise ValueError(
-                f"{path} has format {version}, this trainhouse knows formats up to {FORMAT_VERSION}: "
-                "upgrade trainhouse or choose another --state-dir"
-            )
-        if version is None:
-            metadata.create_all(connection)
-            connection.execute(format_table.insert().values(version=FORMAT_VERSION))

@@ -1,14 +1,18 @@
 """The store on real files, parametrized over STORES."""
 
 import asyncio
+import dataclasses
 import sqlite3
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
 from trainhouse.server.store import (
     STORES,
+    ApiKeyRecord,
+    CheckpointCopyRecord,
     CheckpointRecord,
     ResultRecord,
     RunRecord,
@@ -18,7 +22,7 @@ from trainhouse.server.store import (
     TenantRecord,
     string_metadata,
 )
-from trainhouse.server.store.base import FORMAT_VERSION
+from trainhouse.server.store.format import FORMAT_VERSION
 
 from .api import LORA, session_record
 
@@ -40,6 +44,110 @@ def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenS
     for store in opened:
         store.close()
 
+
+FORMAT_1 = """
+CREATE TABLE format (
+    version INTEGER NOT NULL
+);
+CREATE TABLE tenants (
+    tenant_id VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    PRIMARY KEY (tenant_id),
+    UNIQUE (name)
+);
+CREATE TABLE api_keys (
+    key_id INTEGER NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    key_hash VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    revoked_at FLOAT,
+    PRIMARY KEY (key_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id),
+    UNIQUE (key_hash)
+);
+CREATE TABLE results (
+    request_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    place VARCHAR NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    encoding VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    PRIMARY KEY (request_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_results_created_at ON results (created_at);
+CREATE TABLE sessions (
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    last_heartbeat_at FLOAT NOT NULL,
+    finished_at FLOAT,
+    "end" VARCHAR,
+    end_detail VARCHAR,
+    tags JSON NOT NULL,
+    user_metadata JSON,
+    sdk_version VARCHAR,
+    project_id VARCHAR,
+    display_name VARCHAR,
+    idempotency_key VARCHAR,
+    PRIMARY KEY (session_id),
+    UNIQUE (tenant_id, idempotency_key),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_sessions_finished_at ON sessions (finished_at);
+CREATE INDEX sessions_by_tenant ON sessions (tenant_id, created_at);
+CREATE TABLE runs (
+    run_id VARCHAR NOT NULL,
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    base_model VARCHAR NOT NULL,
+    lora JSON NOT NULL,
+    created_at FLOAT NOT NULL,
+    last_request_at FLOAT NOT NULL,
+    user_metadata JSON,
+    PRIMARY KEY (run_id),
+    FOREIGN KEY(session_id) REFERENCES sessions (session_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_runs_session_id ON runs (session_id);
+CREATE INDEX runs_by_tenant ON runs (tenant_id, last_request_at);
+CREATE TABLE samplers (
+    sampler_id VARCHAR NOT NULL,
+    session_id VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    base_model VARCHAR NOT NULL,
+    created_at FLOAT NOT NULL,
+    kind VARCHAR NOT NULL,
+    model_path VARCHAR,
+    run_id VARCHAR,
+    directory VARCHAR,
+    PRIMARY KEY (sampler_id),
+    FOREIGN KEY(session_id) REFERENCES sessions (session_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX ix_samplers_session_id ON samplers (session_id);
+CREATE TABLE checkpoints (
+    run_id VARCHAR NOT NULL,
+    kind VARCHAR NOT NULL,
+    name VARCHAR NOT NULL,
+    tenant_id VARCHAR NOT NULL,
+    directory VARCHAR NOT NULL,
+    size_bytes BIGINT NOT NULL,
+    created_at FLOAT NOT NULL,
+    expires_at FLOAT,
+    public BOOLEAN NOT NULL,
+    user_metadata JSON,
+    base_model VARCHAR NOT NULL,
+    lora JSON NOT NULL,
+    has_optimizer BOOLEAN NOT NULL,
+    PRIMARY KEY (run_id, kind, name),
+    FOREIGN KEY(run_id) REFERENCES runs (run_id),
+    FOREIGN KEY(tenant_id) REFERENCES tenants (tenant_id)
+);
+CREATE INDEX checkpoints_by_tenant ON checkpoints (tenant_id, created_at);
+CREATE INDEX ix_checkpoints_expires_at ON checkpoints (expires_at);
+"""
 
 RUN = RunRecord("s:train:0", "s", "t", "base", LORA, 1.0, 1.0, {"a": "b"})
 
@@ -168,6 +276,81 @@ async def test_runs_are_listed_by_last_use(open_store: OpenStore) -> None:
     assert (await store.list_runs("t", 0, 10, project_id="another"))[1].total_count == 0
 
 
+async def test_keys_have_scopes_and_limits(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    plain = await store.insert_key("t", "1", 1.0)
+    narrow = await store.insert_key("t", "2", 2.0, scopes=("sample", "read"), requests_per_minute=60)
+    assert (plain.scopes, plain.requests_per_minute) == (None, None)
+    assert (narrow.scopes, narrow.requests_per_minute) == (("sample", "read"), 60)
+    assert await store.list_keys() == (plain, narrow)
+    assert await store.find_key("2") == narrow
+
+
+async def test_copies_of_checkpoints_have_a_state(open_store: OpenStore) -> None:
+    store = open_store()
+    waiting = CheckpointCopyRecord("/a", "s3://m", "s3://m/a", "waiting", None, 0, 2.0)
+    failed = CheckpointCopyRecord("/b", "s3://m", "s3://m/b", "failed", "refused", 3, 1.0)
+    elsewhere = CheckpointCopyRecord("/a", "hf://m", "hf://m/a", "copied", None, 1, 3.0)
+    for copy in (waiting, failed, elsewhere):
+        await store.put_copy(copy)
+    assert await store.list_unfinished_copies() == (failed, waiting)
+    assert [one.num_tries for one in await store.list_unfinished_copies()] == [3, 0]
+    assert await store.list_copies(["/a", "/c"]) == (elsewhere, waiting)
+    copied = dataclasses.replace(waiting, state="copied", num_tries=1, updated_at=4.0)
+    await store.put_copy(copied)
+    assert await store.list_unfinished_copies() == (failed,)
+    await store.delete_copies(["/b"])
+    assert await store.list_copies(["/a", "/b"]) == (elsewhere, copied)
+
+
+async def test_leases_are_taken_all_or_none(open_store: OpenStore) -> None:
+    store, now = open_store(), time.time()
+    mine = await store.acquire_leases(["b", "a"], "me", "http://me", now, 60)
+    assert mine is not None
+    assert [(one.base_model, one.holder, one.url, one.epoch) for one in mine] == [
+        ("b", "me", "http://me", 1),
+        ("a", "me", "http://me", 1),
+    ]
+    assert all(now <= one.expires_at - 60 <= time.time() for one in mine)
+    assert await store.acquire_leases(["b", "c"], "you", "http://you", now, 60) is None
+    assert await store.list_leases() == mine[::-1]
+    again = await store.acquire_leases(["b"], "me", "http://me", now + 1, 60)
+    assert again is not None and again[0].epoch == 1 and again[0].expires_at >= mine[0].expires_at
+
+
+async def test_a_lease_that_changes_hands_has_a_new_epoch(open_store: OpenStore) -> None:
+    store, now = open_store(), time.time()
+    assert await store.acquire_leases(["a"], "me", "http://me", now, 60)
+    assert not await store.renew_leases("you", now, 60)
+    await store.release_leases("me")
+    assert [(one.epoch, one.expires_at) for one in await store.list_leases()] == [(1, 0.0)]
+    yours = await store.acquire_leases(["a"], "you", "http://you", now, 60)
+    assert yours is not None and yours[0].epoch == 2
+    assert await store.acquire_leases(["a"], "me", "http://me", now, 60) is None
+    assert await store.renew_leases("you", now, 120)
+    assert (await store.list_leases())[0].expires_at > yours[0].expires_at + 59
+    assert not await store.renew_leases("me", now, 60)
+
+
+async def test_an_expired_lease_is_free_and_is_not_renewed(open_store: OpenStore) -> None:
+    store = open_store()
+    assert await store.acquire_leases(["a"], "me", "http://me", time.time(), 0.2)
+    await asyncio.sleep(0.3)
+    assert not await store.renew_leases("me", time.time(), 60)
+    yours = await store.acquire_leases(["a"], "you", "http://you", time.time(), 60)
+    assert yours is not None and yours[0].epoch == 2
+
+
+async def test_of_servers_that_want_a_lease_at_once_one_has_it(open_store: OpenStore) -> None:
+    stores = [open_store() for _ in range(3)]
+    wanted = [
+        store.acquire_leases(["b", "a"] if number % 2 else ["a", "b"], f"server {number}", "http://x", time.time(), 60)
+        for number, store in enumerate(stores)
+    ]
+    taken = [one for one in await asyncio.gather(*wanted) if one is not None]
+    assert len(taken) == 1 and {lease.epoch for lease in taken[0]} == {1}
+
+
 async def test_results_go_by_age(open_store: OpenStore) -> None:
     store = await filled(open_store())
     assert await store.newest_result() is None
@@ -185,6 +368,56 @@ async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
     connection.close()
     with pytest.raises(ValueError, match=rf"has format {FORMAT_VERSION + 1}.*upgrade trainhouse"):
         SqliteStore(path)
+
+
+async def test_format_1_is_migrated_with_its_rows(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FORMAT_1)
+        connection.execute("INSERT INTO format VALUES (1)")
+        connection.execute("INSERT INTO tenants VALUES ('t', 'tenant', 1.5)")
+        connection.execute("INSERT INTO api_keys VALUES (7, 't', 'old', 2.5, 3.5)")
+    connection.close()
+    store = SqliteStore(path)
+    assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
+    assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
+    assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
+    assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)
+    await store.put_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
+    store.close()
+    SqliteStore(tmp_path / "fresh.db").close()
+    assert schema(path) == schema(tmp_path / "fresh.db")
+    SqliteStore(path).close()  # nothing is migrated twice
+
+
+def schema(path: Path) -> dict[str, list[tuple]]:
+    """Columns and indexes of each table, in their order."""
+    with sqlite3.connect(path) as connection:
+        tables = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        described = {
+            name: [
+                *connection.execute(
+                    f"SELECT name, type, \"notnull\", pk FROM pragma_table_info('{name}') ORDER BY cid"
+                ),
+                *sorted(connection.execute(f"SELECT name, \"unique\" FROM pragma_index_list('{name}')")),
+            ]
+            for name in tables
+        }
+    connection.close()
+    return described
+
+
+async def test_a_failed_migration_leaves_the_file_as_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "store.db"
+    with sqlite3.connect(path) as connection:
+        connection.executescript(FORMAT_1)
+        connection.execute("INSERT INTO format VALUES (1)")
+        connection.execute("CREATE TABLE leases (odd INTEGER)")  # in the way of the last statement
+    connection.close()
+    before = schema(path)
+    with pytest.raises(OperationalError, match="leases already exists"):
+        SqliteStore(path)
+    assert schema(path) == before
 
 
 async def test_two_processes_may_write_one_file(tmp_path: Path) -> None:

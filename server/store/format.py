@@ -1,0 +1,64 @@
+"""The version of the tables in a database, and how those of an older trainhouse are brought to ours."""
+
+from collections.abc import Mapping, Sequence
+
+from sqlalchemy import Connection, inspect, select, text, update
+
+from .tables import format_table, metadata
+
+MIGRATIONS: Mapping[int, Sequence[str]] = {
+    2: (
+        "ALTER TABLE api_keys ADD COLUMN scopes JSON",
+        "ALTER TABLE api_keys ADD COLUMN requests_per_minute INTEGER",
+        """CREATE TABLE checkpoint_copies (
+            directory VARCHAR NOT NULL,
+            mirror VARCHAR NOT NULL,
+            url VARCHAR NOT NULL,
+            state VARCHAR NOT NULL,
+            error VARCHAR,
+            num_tries INTEGER NOT NULL,
+            updated_at FLOAT NOT NULL,
+            PRIMARY KEY (directory, mirror)
+        )""",
+        """CREATE TABLE leases (
+            base_model VARCHAR NOT NULL,
+            holder VARCHAR NOT NULL,
+            url VARCHAR NOT NULL,
+            epoch BIGINT NOT NULL,
+            expires_at FLOAT NOT NULL,
+            PRIMARY KEY (base_model)
+        )""",
+    ),
+}
+"""What leads from the version before to each. In the SQL that all our databases share; never changed afterwards."""
+
+FORMAT_VERSION = max(MIGRATIONS)
+
+
+def open_format(connection: Connection, place: str) -> None:
+    """Makes the tables in an empty database, migrates those of an older version; all in the caller's transaction.
+
+    Nobody else may do so meanwhile. Raises ValueError when a newer trainhouse wrote them; `place` names the database
+    to the user.
+    """
+    version = _version(connection)
+    if version is None:
+        metadata.create_all(connection)
+        connection.execute(format_table.insert().values(version=FORMAT_VERSION))
+        return
+    if version > FORMAT_VERSION:
+        raise ValueError(
+            f"{place} has format {version}, this trainhouse knows formats up to {FORMAT_VERSION}: "
+            "upgrade trainhouse or choose another --state-dir"
+        )
+    for newer in range(version + 1, FORMAT_VERSION + 1):
+        for statement in MIGRATIONS[newer]:
+            connection.execute(text(statement))
+    connection.execute(update(format_table).values(version=FORMAT_VERSION))
+
+
+def _version(connection: Connection) -> int | None:
+    """None: there are no tables yet."""
+    if not inspect(connection).has_table(format_table.name):
+        return None
+    return connection.execute(select(format_table.c.version)).scalar_one_or_none()

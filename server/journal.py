@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ..schemas.errors import RequestError
-from .segments import Place, Record, Segments, read_segment
+from .segments import Damage, Place, Record, Segments, read_segment, scan_segment
 
 logger = logging.getLogger(__name__)
 
@@ -102,15 +102,22 @@ class Journal:
     def earlier(self) -> list[Journaled]:
         """What earlier processes accepted or refused; blocking, to be called once. Some of it may be done.
 
-        All of it is held, each entry until it is released; then `forget_earlier` removes what has none.
+        Of what is damaged `read` will say so. All of it is held, each entry until it is released; then `forget_earlier`
+        removes what has none.
         """
-        found = [
-            Journaled(Place(segment, entry.offset), entry.header)
-            for segment in self._segments.earlier
-            for entry in read_journal(self._segments.path(segment))
-        ]
+        found = [one for segment in self._segments.earlier for one in self._earlier_in(segment)]
         self._num_open.update(one.place.segment for one in found)
         return found
+
+    def _earlier_in(self, segment: int) -> Iterator[Journaled]:
+        path = self._segments.path(segment)
+        for found in scan_segment(path):
+            if (header := _header(found)) is not None:
+                yield Journaled(Place(segment, found.offset), header)
+            else:
+                logger.error(
+                    "%s: what is at byte %d is of another version, or of nobody knows which run", path, found.offset
+                )
 
     def forget_earlier(self) -> None:
         """Empty segments, and those of which nothing can be read."""
@@ -142,8 +149,16 @@ def read_journal(path: Path) -> Iterator[Entry]:
 
 
 def _entry(record: Record) -> Entry | None:
-    if record.header.get("version") != FORMAT_VERSION:
+    header = _header(record)
+    return None if header is None else Entry(header, record.body, record.offset)
+
+
+def _header(found: Record | Damage) -> Header | None:
+    """None if it is of another version, or cannot be read."""
+    if found.header is None or found.header.get("version") != FORMAT_VERSION:
         return None
     known = {entry.name for entry in fields(Header)}
-    header = Header(**{key: value for key, value in record.header.items() if key in known})  # pyright: ignore[reportArgumentType]
-    return Entry(header, record.body, record.offset)
+    try:
+        return Header(**{key: value for key, value in found.header.items() if key in known})  # pyright: ignore[reportArgumentType]
+    except TypeError:  # of what is damaged
+        return None

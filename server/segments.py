@@ -15,6 +15,7 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
@@ -57,6 +58,14 @@ class Record:
 
 
 @dataclass(frozen=True, slots=True)
+class Damage:
+    """What is no whole record, although one follows. header: as far as it can be read, which nothing vouches for."""
+
+    offset: int
+    header: Mapping[str, object] | None
+
+
+@dataclass(frozen=True, slots=True)
 class _Append:
     header: bytes
     body: bytes
@@ -73,7 +82,7 @@ class Segments:
         directory.mkdir(parents=True, exist_ok=True)
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
         self.current = self.earlier[-1] + 1 if self.earlier else 0
-        self._file: BinaryIO | None = None
+        self._file: BufferedWriter | None = None
         self._file_bytes = 0
         self._pending: list[_Append] = []
         self._flush: asyncio.Task[None] | None = None
@@ -152,7 +161,7 @@ class Segments:
         except OSError:
             # The file may end in half a record: nothing may follow it. Nor may whole ones stay, which are said to have
             # failed.
-            _cut_off(self._file, num_bytes if self._file is file else len(_MAGIC))
+            _cut_off(self._file, num_bytes if self._file is file else 0)
             self._next_segment()
             raise
         return places
@@ -167,14 +176,14 @@ class Segments:
         self._file_bytes += _FRAME.size + len(append.header) + len(append.body)
         return place
 
-    def _writable(self) -> BinaryIO:
+    def _writable(self) -> BufferedWriter:
         if self._file is not None and self._file_bytes >= self._segment_bytes:
             self._file.flush()
             if self._sync:
                 os.fsync(self._file.fileno())
             self._next_segment()
         if self._file is None:
-            self._file = self.path(self.current).open("xb", buffering=1 << 18)
+            self._file = BufferedWriter(self.path(self.current).open("xb", buffering=0), 1 << 18)
             if self._sync:
                 sync_directory(self._directory)
             self._file.write(_MAGIC)
@@ -204,16 +213,53 @@ class Segments:
 
 
 def read_segment(path: Path) -> Iterator[Record]:
-    """The whole records from the start; a torn or damaged one ends it, with a line in the log that says where."""
+    """The whole records, in the order in which they were written; the log says where a tail is torn, or one damaged."""
+    return (found for found in scan_segment(path) if isinstance(found, Record))
+
+
+def scan_segment(path: Path) -> Iterator[Record | Damage]:
+    """As `read_segment`, with what stands between whole records and is none. A torn tail, which a crash leaves, is not
+    told: nobody was answered for it."""
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
             logger.warning("%s is not a segment of this version: skipped", path)
             return
-        while (record := _read_record(file)) is not None:
-            yield record
+        while True:
+            while (record := _read_record(file)) is not None:
+                yield record
+            if (damage := _damage(file)) is None:
+                break
+            logger.error("%s is damaged: what is in it from byte %d to %d is lost", path, damage.offset, file.tell())
+            yield damage
         torn_bytes = path.stat().st_size - file.tell()
     if torn_bytes:
         logger.warning("%s is torn: its last %d bytes are not a whole record", path, torn_bytes)
+
+
+def _damage(file: BinaryIO) -> Damage | None:
+    """What is here, and the file at the next whole record. None where none follows; then the file stays."""
+    offset = file.tell()
+    rest = file.read()
+    at = rest.find(b"{", _FRAME.size + 1)
+    while at >= 0:
+        start = offset + at - _FRAME.size
+        file.seek(start)
+        if _whole_record(file, start) is not None:
+            file.seek(start)
+            return Damage(offset, _header_in(rest))
+        at = rest.find(b"{", at + 1)
+    file.seek(offset)
+    return None
+
+
+def _header_in(damaged: bytes) -> Mapping[str, object] | None:
+    """Of a record whose checksum is wrong, its header, if only the body seems to be damaged."""
+    header_bytes, _, _ = _FRAME.unpack(damaged[: _FRAME.size])
+    try:
+        header = json.loads(damaged[_FRAME.size : _FRAME.size + header_bytes])
+    except ValueError:
+        return None
+    return header if isinstance(header, dict) else None
 
 
 def _read_record(file: BinaryIO) -> Record | None:
@@ -230,7 +276,8 @@ def _whole_record(file: BinaryIO, offset: int) -> Record | None:
     if len(frame) < _FRAME.size:
         return None
     header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
-    if header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
+    # Zeros, which a disk may have where it was promised more, have the checksum of nothing.
+    if header_bytes == 0 or header_bytes + body_bytes > os.fstat(file.fileno()).st_size - file.tell():
         return None
     header, body = file.read(header_bytes), file.read(body_bytes)
     if zlib.crc32(body, zlib.crc32(header)) != checksum:
@@ -238,11 +285,16 @@ def _whole_record(file: BinaryIO, offset: int) -> Record | None:
     return Record(json.loads(header), body, offset)
 
 
-def _cut_off(file: BinaryIO | None, num_bytes: int) -> None:
-    """What was written since. Where that fails the reader stops at the first record that is not whole."""
-    if file is not None and not file.closed:
-        with contextlib.suppress(OSError):
-            os.ftruncate(file.fileno(), num_bytes)
+def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
+    """What was written since; an empty file goes. Where that fails the reader finds no whole record there."""
+    if file is None or file.closed:
+        return
+    with contextlib.suppress(OSError):
+        os.ftruncate(file.fileno(), num_bytes)
+        if num_bytes == 0:
+            os.unlink(file.name)
+    # Its own close would write what it still has, now that there is room, behind a hole.
+    file.raw.close()
 
 
 def _fail(batch: list[_Append], error: OSError) -> None:

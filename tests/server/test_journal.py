@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.journal import Header, Journal, read_journal
-from trainhouse.server.segments import Place, Segments, read_segment
+from trainhouse.server.segments import Damage, Place, Segments, read_segment, scan_segment
+
+from ..faults.disk import filled, small_disk
 
 pytestmark = pytest.mark.anyio
 
@@ -64,7 +66,7 @@ async def test_a_torn_tail_ends_the_segment_at_the_last_whole_entry(
     assert "torn" in caplog.text
 
 
-async def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
+async def test_a_damaged_byte_is_found_and_costs_one_record(tmp_path: Path) -> None:
     segments = Segments(tmp_path, 1 << 20)
     places = [await segments.append({"number": number}, bytes(20)) for number in range(3)]
     await segments.close()
@@ -72,7 +74,65 @@ async def test_a_damaged_byte_is_found(tmp_path: Path) -> None:
     damaged = bytearray(segment.read_bytes())
     damaged[places[1].offset + 30] ^= 1
     segment.write_bytes(damaged)
-    assert [record.header["number"] for record in read_segment(segment)] == [0]
+    assert [record.header["number"] for record in read_segment(segment)] == [0, 2]
+    assert Damage(places[1].offset, {"number": 1}) in list(scan_segment(segment))
+
+
+@pytest.mark.parametrize("damaged_byte", [0, 4, 8, 14])
+async def test_a_record_with_a_damaged_head_does_not_hide_those_behind_it(tmp_path: Path, damaged_byte: int) -> None:
+    segments = Segments(tmp_path, 1 << 20)
+    places = [await segments.append({"number": number}, bytes(20) + b'{"') for number in range(4)]
+    await segments.close()
+    (segment,) = segment_files(tmp_path)
+    damaged = bytearray(segment.read_bytes())
+    for place in places[1:3]:
+        damaged[place.offset + damaged_byte] ^= 0xFF
+    segment.write_bytes(damaged)
+    assert [record.header["number"] for record in read_segment(segment)] == [0, 3]
+
+
+@pytest.mark.parametrize("tail", [bytes(5000), bytes(5), b"\xff" * 40, b"\x10\0\0\0\x09\0\0\0abcd{"], ids=len)
+async def test_whatever_a_crash_leaves_behind_the_last_record_is_a_torn_tail(
+    tmp_path: Path, tail: bytes, caplog: pytest.LogCaptureFixture
+) -> None:
+    segments = Segments(tmp_path, 1 << 20)
+    await segments.append({"number": 0}, b"body")
+    await segments.close()
+    (segment,) = segment_files(tmp_path)
+    segment.write_bytes(segment.read_bytes() + tail)
+    assert [getattr(found, "header", None) for found in scan_segment(segment)] == [{"number": 0}]
+    assert f"its last {len(tail)} bytes are not a whole record" in caplog.text
+
+
+async def test_of_a_damaged_entry_the_journal_tells_whose_it_is_and_cannot_read_it(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1 << 20)
+    places = [await journal.append(header(seq_id), b"a body") for seq_id in (1, 2, 3)]
+    await journal.close()
+    (segment,) = segment_files(tmp_path)
+    segment.write_bytes(segment.read_bytes().replace(b"a body", b"A body", 2).replace(b"A body", b"a body", 1))
+    again = Journal(tmp_path, 1 << 20)
+    assert [(one.place, one.header.seq_id) for one in again.earlier()] == list(zip(places, (1, 2, 3), strict=True))
+    with pytest.raises(ValueError, match="no whole record"):
+        await again.read(places[1])
+    assert (await again.read(places[2])).body == b"a body"
+    await again.close()
+
+
+async def test_a_full_disk_leaves_nothing_of_what_it_had_no_room_for(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 256 << 10) as disk:
+        segments = Segments(disk, 1 << 20)
+        await segments.append({"number": 0}, bytes(1000))
+        with filled(disk, leaving=8192):
+            for num_bytes in (100_000, 20_000, 100_000):
+                with pytest.raises(OSError, match="No space left"):
+                    await segments.append({"number": 1}, bytes(num_bytes))
+        await segments.append({"number": 2})
+        await segments.close()
+        assert [[record.header["number"] for record in read_segment(path)] for path in segment_files(disk)] == [
+            [0],
+            [2],
+        ]
+        assert segment_files(disk)[0].stat().st_size < 2000
 
 
 async def test_a_file_that_is_no_segment_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -16,6 +16,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import select
 import signal
 import socket
 import sys
@@ -427,7 +428,8 @@ def _kill_on_hang_up(lifeline: socket.socket) -> None:
 
 
 def _exit_on_hang_up(lifeline: socket.socket) -> None:
-    lifeline.recv(1)
+    # Not recv: while a thread is in that, the kernel sends no signal, and a process may be stopped meanwhile.
+    select.select([lifeline], [], [])
     # Not sys.exit: the main thread may be deep in a verb, and tearing down torch at exit can abort.
     os._exit(0)
 

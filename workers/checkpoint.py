@@ -3,12 +3,13 @@
 adapter_model.safetensors, adapter_config.json   PEFT's layout
 trainhouse.json                                  format version, LoRA configuration, targets, base, steps taken
 optimizer.safetensors                            AdamW's moments, where the optimizer was asked for
-The weights are those of the last step: gradients accumulated since are neither saved nor disturbed by saving.
+window.safetensors                               in snapshots: the gradients accumulated since the last step, if any
+The weights are those of the last step. Saving disturbs no gradients, and but for snapshots saves none.
 """
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .lora import Adapter, Adapters
+from .lora import Adapter, Adapters, Window
 from .lora.adapter import LEARNED
 
 FORMAT = 1
@@ -27,24 +28,33 @@ _WEIGHTS = "adapter_model.safetensors"
 _PEFT_CONFIG = "adapter_config.json"
 _DESCRIPTION = "trainhouse.json"
 _OPTIMIZER = "optimizer.safetensors"
+_WINDOW = "window.safetensors"
 
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What an adapter has learned, without its gradients. vectors: float32 [P] by name, those that there are.
+    """What an adapter has learned. vectors: float32 [P] by name, those that there are.
 
-    Its own vectors, or others that stay as they are while it goes on.
+    Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
+    which are among the vectors then, where there are any.
     """
 
     adapter: Adapter
     vectors: Mapping[str, Tensor]
     num_steps: int
+    window: Window | None = None
 
     @staticmethod
     def by(adapter: Adapter) -> "Learned":
-        """Of an adapter on the device."""
+        """Of an adapter on the device, without its gradients."""
         live = adapter.live()
         return Learned(adapter, {name: live[name] for name in LEARNED if name in live}, adapter.num_steps)
+
+    @staticmethod
+    def with_window(adapter: Adapter) -> "Learned":
+        """Of an adapter on the device that is in no operation."""
+        window = replace(adapter.window, losses=dict(adapter.window.losses))
+        return Learned(adapter, adapter.live(), adapter.num_steps, window)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
         return replace(self, vectors={name: function(vector) for name, vector in self.vectors.items()})
@@ -62,12 +72,14 @@ def save_adapter(learned: Learned, directory: Path, *, optimizer: bool, base_nam
     _save_tensors(directory / _WEIGHTS, adapter.named_views(learned.vectors["weights"]))
     if optimizer:
         _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, learned.moments()))
+    if "accumulator" in learned.vectors:
+        _save_tensors(directory / _WINDOW, adapter.named_views(learned.vectors["accumulator"]))
     _save_json(directory / _PEFT_CONFIG, _peft_config(adapter, base_name))
     _save_json(directory / _DESCRIPTION, _describe(learned, base_name))
 
 
 def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replaces weights and optimizer state (fresh without `optimizer`) and discards accumulated gradients.
+    """Replaces weights, optimizer state (fresh without `optimizer`) and accumulated gradients (by a snapshot's).
 
     Raises OperationError, the adapter untouched, when the checkpoint does not fit it or is not whole.
     """
@@ -75,12 +87,19 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     _refuse_other_shape(adapter, description, directory)
     weights = _read_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
     moments = _read_moments(adapter, directory) if optimizer else {}
+    window = Window(**description.get("window", {}))
+    gradients = (
+        _read_tensors(directory / _WINDOW, adapter.named_views(adapter.weights)) if window.num_operations else {}
+    )
     _copy_into(adapter.named_views(adapter.weights), weights)
     adapter.clear_window()
     adapter.clear_optimizer()
     if optimizer and description["num_steps"]:
         _copy_into(_named_moments(adapter, {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}), moments)
         adapter.num_steps = description["num_steps"]
+    if gradients:
+        _copy_into(adapter.named_views(adapter.accumulator), gradients)
+    adapter.window = window
 
 
 def load_new_adapter(adapters: Adapters, adapter_id: str, directory: Path) -> Adapter:
@@ -97,12 +116,14 @@ def read_lora_config(directory: Path) -> LoraConfig:
 
 
 def _describe(learned: Learned, base_name: str) -> dict[str, Any]:
+    window = {} if learned.window is None else {"window": asdict(learned.window)}
     return {
         "format": FORMAT,
         "base_model": base_name,
         "lora": learned.adapter.lora.model_dump(),
         "targets": [target.name for target in learned.adapter.targets],
         "num_steps": learned.num_steps,
+        **window,
     }
 
 

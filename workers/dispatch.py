@@ -129,7 +129,7 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "load_run", str(directory), optimizer)
 
     async def snapshot_run(self, run_id: str, directory: Path) -> None:
-        """As save_run with the optimizer, of the run as it is when the operations submitted before have ended.
+        """The run as it is when the operations submitted before have ended, with optimizer and pending gradients.
 
         Into an existing empty directory, while the worker goes on with other work. Where writing fails, what is in the
         directory is of no use.

@@ -88,16 +88,17 @@ class Worker:
             save_adapter(Learned.by(adapter), Path(directory), optimizer=optimizer, base_name=self._name)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
-        """As save_run with the optimizer, of the run as it is now, but only begun: see `ended_snapshots`."""
+        """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
         with self._resident(run_id) as adapter:
-            self._snapshots.begin(snapshot_id, Learned.by(adapter), Path(directory))
+            self._snapshots.begin(snapshot_id, Learned.with_window(adapter), Path(directory))
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended since it was last asked: None where the files are written."""
         return self._snapshots.ended()
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
-        """Discards pending gradients. Raises OperationError, the run untouched, when the checkpoint does not fit."""
+        """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
+        checkpoint does not fit."""
         with self._resident(run_id) as adapter:
             load_adapter(adapter, Path(directory), optimizer=optimizer)
             self._program.forget(run_id)

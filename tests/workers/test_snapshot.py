@@ -118,6 +118,59 @@ def test_a_run_restored_from_a_snapshot_goes_on_as_one_that_was_never_disturbed(
     run(runner, check())
 
 
+def test_a_snapshot_holds_the_gradients_that_wait_for_their_step(
+    dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        for run_id in ("undisturbed", "restored", "without"):
+            await dispatch.create_run("tiny", spec(run_id), "tenant")
+        await train(dispatch, "undisturbed", range(2))
+        await dispatch.forward_backward(batch("undisturbed", 2))
+        for name in ("snapshot", "saved"):
+            (tmp_path / name).mkdir()
+        await dispatch.snapshot_run("undisturbed", tmp_path / "snapshot")
+        await dispatch.save_run("undisturbed", tmp_path / "saved", optimizer=True)
+        # What they had before is gone.
+        await dispatch.forward_backward(batch("restored", 7))
+        await dispatch.load_run("restored", tmp_path / "snapshot", optimizer=True)
+        await dispatch.load_run("without", tmp_path / "saved", optimizer=True)
+        ends = []
+        for run_id in ("undisturbed", "restored", "without"):
+            await dispatch.forward_backward(batch(run_id, 3))
+            ends.append(await dispatch.optim_step(step(run_id)))
+        undisturbed, restored, without = [
+            await saved(dispatch, run_id, tmp_path / run_id) for run_id in ("undisturbed", "restored", "without")
+        ]
+        assert same(restored, undisturbed) and ends[1] == ends[0]
+        assert not same(without, undisturbed)
+        assert ends[2]["num_tokens"] < ends[0]["num_tokens"]
+        for run_id in ("undisturbed", "restored", "without"):
+            await dispatch.drop_run(run_id)
+
+    run(runner, check())
+
+
+def test_a_window_that_lost_an_operation_stays_refused_in_a_snapshot(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), device="cpu", threads=1)
+    worker = Worker(config)
+    worker.create_run(spec("a"))
+    good, bad = batch("a", 0), batch("a", 1)
+    bad.data[0].loss_fn_inputs["weights"][0] = np.nan
+    answers = worker.run_pass(Pass(tuple(Part(number, one) for number, one in enumerate((good, bad)))))
+    assert isinstance(answers[1], Failure)
+    (tmp_path / "snapshot").mkdir()
+    worker.begin_snapshot(0, "a", str(tmp_path / "snapshot"))
+    while not (ended := worker.ended_snapshots()):
+        pass
+    assert ended == {0: None}
+    worker.create_run(spec("b"))
+    worker.load_run("b", str(tmp_path / "snapshot"), optimizer=True)
+    (answer,) = worker.apply_steps((step("b"),))
+    assert isinstance(answer, Failure) and "refused" in answer.message
+
+
 def test_after_a_death_the_last_snapshot_and_what_came_behind_it_give_the_run_that_never_died(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
@@ -146,7 +199,7 @@ def test_after_a_death_the_last_snapshot_and_what_came_behind_it_give_the_run_th
     run(runner, check())
 
 
-def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it_nor_gradients_that_wait(
+def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it(
     dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
 ) -> None:
     async def check() -> None:
@@ -157,13 +210,12 @@ def test_a_snapshot_holds_the_step_before_it_and_not_the_one_behind_it_nor_gradi
             dispatch.forward_backward(batch("run", 0)),
             dispatch.optim_step(step("run")),
             dispatch.save_run("run", tmp_path / "plain", optimizer=True),
-            dispatch.forward_backward(batch("run", 1)),
             dispatch.snapshot_run("run", tmp_path / "snapshot"),
+            dispatch.forward_backward(batch("run", 1)),
             dispatch.optim_step(step("run")),
         )
         assert sorted(os.listdir(tmp_path / "snapshot")) == sorted(os.listdir(tmp_path / "plain"))
-        for name in os.listdir(tmp_path / "plain"):
-            assert (tmp_path / "snapshot" / name).read_bytes() == (tmp_path / "plain" / name).read_bytes()
+        assert same(read(tmp_path / "snapshot"), read(tmp_path / "plain"))
         assert not same(await saved(dispatch, "run", tmp_path / "later"), read(tmp_path / "snapshot"))
         await dispatch.drop_run("run")
 

@@ -1,12 +1,32 @@
-"""The official SDK never closes some of its connections: they are collected here, where nobody is blamed for them."""
+"""What scripts end with where nothing goes wrong; and a place to collect what the official SDK leaves.
+
+It never closes some of its connections: here nobody is blamed for them.
+"""
 
 import asyncio
 import gc
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
 
 import pytest
+
+from .crashing import Crashing, Trained, train
+
+Undisturbed = Callable[[int], list[Trained]]
+"""By the number of steps."""
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
+    @cache
+    def trained(num_steps: int) -> list[Trained]:
+        with Crashing(tiny_models["qwen3"], tmp_path_factory.mktemp("calm")).running() as calm:
+            return train(calm, num_steps, {})
+
+    return trained
 
 
 @pytest.fixture(scope="package", autouse=True)

@@ -1,0 +1,146 @@
+"""A server that tests kill, damage and starve while scripts train on it, and what the scripts have in the end."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from ..live import LiveServer, live_server
+from .training_script import MODEL
+
+TOLERANCE = 1e-4
+OPTIONS = {"snapshot_steps": 3}
+
+Faults = Mapping[int, Callable[[], None]]
+"""By the step of the first tenant that they follow."""
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return listener.getsockname()[1]
+
+
+def nothing() -> None:
+    pass
+
+
+@dataclass
+class Crashing:
+    """A server on one port that can be killed and started again, and so can its worker.
+
+    state_dir: where its state is, if not in `directory` beside its log.
+    """
+
+    model: Path
+    directory: Path
+    options: Mapping[str, object] = field(default_factory=lambda: OPTIONS)
+    pool: str = "local"
+    state_dir: Path = field(kw_only=True, default=Path())
+    port: int = field(default_factory=free_port)
+
+    def __post_init__(self) -> None:
+        self.state_dir = self.directory / self.state_dir
+
+    @contextmanager
+    def running(self) -> Iterator["Crashing"]:
+        with ExitStack() as self._stack:
+            self._start()
+            yield self
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self._server.log.read_text(errors="replace")
+
+    @property
+    def pid(self) -> int:
+        return self._server.process.pid
+
+    def signal_worker(self, number: signal.Signals) -> None:
+        for pid in worker_pids(self.pid):
+            os.kill(pid, number)
+
+    def restart(self, meanwhile: Callable[[], None] = nothing) -> None:
+        """After kill -9; `meanwhile` is done while no server runs."""
+        self._server.process.kill()
+        self._server.process.wait(20)
+        self._stack.pop_all().close()
+        meanwhile()
+        self._start()
+
+    def strike(self, killed: str) -> None:
+        """killed: "worker", "server" or "both"."""
+        if killed in ("worker", "both"):
+            self.signal_worker(signal.SIGKILL)
+        if killed in ("server", "both"):
+            self.restart()
+
+    def _start(self) -> None:
+        options = {"port": self.port, "state-dir": self.state_dir} | dict(self.options)
+        live = live_server({MODEL: self.model}, self.directory, self.pool, **options)
+        self._server: LiveServer = self._stack.enter_context(live)
+
+
+def worker_pids(server_pid: int) -> list[int]:
+    """Of its children those that have torch loaded."""
+    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
+    return [int(pid) for pid in children if "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()]
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: list[float]
+    early: list[float]
+    late: list[float]
+    weights: dict[str, np.ndarray]
+
+
+def train(
+    crashing: Crashing, num_steps: int, faults: Faults, package: str = "tinker", url: str | None = None
+) -> list[Trained]:
+    """Of each tenant. url: another way to the server."""
+    module = "trainhouse.tests.acceptance.training_script"
+    arguments = [sys.executable, "-m", module, url or crashing.url, str(num_steps), package]
+    by_line = {f"step {step}\n": fault for step, fault in faults.items()}
+    lines = []
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
+        assert script.stdout is not None
+        try:
+            for line in script.stdout:
+                lines.append(line)
+                by_line.get(line, nothing)()
+        except BaseException:
+            script.kill()
+            raise
+    said = "".join(lines)
+    assert script.returncode == 0, said
+    assert set(by_line) <= set(lines), said
+    return [_trained(crashing.state_dir, each) for each in json.loads(lines[-1])]
+
+
+def _trained(state_dir: Path, said: dict) -> Trained:
+    run_id = said["path"].removeprefix("tinker://").split("/")[0].replace(":", "_")
+    (saved,) = (state_dir / "checkpoints" / run_id / "weights").glob("end.*")
+    return Trained(said["losses"], said["early"], said["late"], load_file(saved / "adapter_model.safetensors"))
+
+
+def assert_same(found: list[Trained], wanted: list[Trained]) -> None:
+    for one, other in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(one.losses, other.losses, rtol=TOLERANCE)
+        np.testing.assert_allclose(one.late, one.early, atol=1e-4)
+        np.testing.assert_allclose(one.early, other.early, atol=1e-3)
+        for name, weights in other.weights.items():
+            np.testing.assert_allclose(one.weights[name], weights, atol=TOLERANCE * max(1, np.abs(weights).max()))

@@ -1,11 +1,25 @@
-"""Connections: uvicorn's, but the head of an answer leaves together with the beginning of its body.
+"""Connections: uvicorn's, with limits to how long a client may take, and answers that leave together with their head.
 
-Written one after the other they are two system calls, two segments, and a reader who wakes up for half an answer.
+A request has ARRIVAL_SECONDS to arrive, and a second more for every BYTES_PER_SECOND that did, as Apache counts in
+RequestReadTimeout; else it is answered 408 and the connection closed. While the server does not read, the clock stands
+still. A head that is not whole after MOST_HEAD_BYTES is answered 431. Who takes nothing of an answer for
+STALLED_SECONDS loses the connection.
+
+Head and body of an answer, written one after the other, are two system calls, two segments, and a reader who wakes up
+for half an answer.
 """
 
 import asyncio
+import json
+import socket
+from http import HTTPStatus
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+ARRIVAL_SECONDS = 30.0
+BYTES_PER_SECOND = 500
+MOST_HEAD_BYTES = 64 << 10
+STALLED_SECONDS = 120.0
 
 
 class Connection(HttpToolsProtocol):
@@ -14,10 +28,86 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self.transport = self._answers = _HeadWithBody(transport)
+        self._is_arriving = self._is_in_head = False
+        self._num_bytes = 0
+        self._began_at = 0.0
+        self._watch: asyncio.TimerHandle | None = None
+        _give_up_stalled(transport)
+        # As long as between two requests.
+        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._unset_keepalive_if_required()
+        self._stop_watching()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self._is_arriving:
+            self._stop_watching()
+            return
+        self._num_bytes += len(data)
+        if self._is_in_head and self._num_bytes > MOST_HEAD_BYTES:
+            self._refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
+        elif self._watch is None:
+            self._watch_from_now()
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._is_arriving = self._is_in_head = True
+        self._num_bytes = 0
+
+    def on_headers_complete(self) -> None:
+        self._is_in_head = False
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        self._is_arriving = False
+        super().on_message_complete()
 
     def on_response_complete(self) -> None:
         self._answers.answer_ends()
         super().on_response_complete()
+
+    def _watch_from_now(self) -> None:
+        self._began_at = self.loop.time()
+        self._watch = self.loop.call_later(ARRIVAL_SECONDS, self._check_arrival)
+
+    def _check_arrival(self) -> None:
+        until = self._began_at + ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND
+        if self.flow.read_paused:
+            self._watch_from_now()
+        elif self.loop.time() < until:
+            self._watch = self.loop.call_at(until, self._check_arrival)
+        else:
+            self._refuse(
+                408,
+                f"the request was not there after {ARRIVAL_SECONDS:g} s, and a second for every {BYTES_PER_SECOND} "
+                "bytes of it: send it faster, or less of it",
+            )
+
+    def _stop_watching(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+
+    def _refuse(self, status: int, detail: str) -> None:
+        """Closes the connection; says why where no answer has begun."""
+        self._stop_watching()
+        if self._is_in_head or not self.cycle.response_started:
+            body = json.dumps({"detail": detail})
+            self.transport.write(
+                f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\ncontent-type: application/json\r\n"
+                f"content-length: {len(body)}\r\nconnection: close\r\n\r\n{body}".encode()
+            )
+        self.transport.close()
+
+
+def _give_up_stalled(transport: asyncio.Transport) -> None:
+    """By the kernel, which knows what the other side has taken; only Linux can."""
+    connection, option = transport.get_extra_info("socket"), getattr(socket, "TCP_USER_TIMEOUT", None)
+    if connection is not None and option is not None:
+        connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
 
 
 class _HeadWithBody(asyncio.Transport):

@@ -1,6 +1,7 @@
-"""Answers as they leave a connection: in one piece, and still whole where they are not."""
+"""Answers as they leave a connection, in one piece or whole in several; and how long a client may take."""
 
 import asyncio
+import contextlib
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -8,16 +9,26 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
+from trainhouse.server import connections
 from trainhouse.server.connections import Connection
 
 pytestmark = pytest.mark.anyio
 
 
 async def app(scope: Scope, receive: Receive, send: Send) -> None:
-    """/pieces answers in three, with time between them; everything else with the body it got."""
-    body = (await receive())["body"]
+    """/pieces answers in three, with time between them; /early before it reads, /late reads after a while, /whole all;
+    /long with 64 MiB; everything else with the first piece of the body."""
+    path = scope["path"]
+    if path == "/late":
+        await asyncio.sleep(0.3)
+    message = {"body": b"early"} if path == "/early" else await receive()
+    body = message["body"]
+    while path in ("/late", "/whole") and message.get("more_body"):
+        message = await receive()
     await send({"type": "http.response.start", "status": 200, "headers": []})
-    if scope["path"] == "/pieces":
+    for _ in range(64 if path == "/long" else 0):
+        await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+    if path == "/pieces":
         for piece in (b"one", b"HTTP/1.1 two"):
             await send({"type": "http.response.body", "body": piece, "more_body": True})
             await asyncio.sleep(0.02)
@@ -25,17 +36,34 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def connected() -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def serving(**options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, ws="none"))
-    serving = asyncio.create_task(server.serve([listener]))
+    config = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
+    server = uvicorn.Server(config)
+    task = asyncio.create_task(server.serve([listener]))
+    while not server.started:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    try:
+        yield server
+    finally:
+        server.should_exit = True
+        await task
+
+
+@asynccontextmanager
+async def connection_to(server: uvicorn.Server) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    (listener,) = server.servers[0].sockets
     reader, writer = await asyncio.open_connection(*listener.getsockname())
     try:
         yield reader, writer
     finally:
         writer.close()
-        server.should_exit = True
-        await serving
+
+
+@asynccontextmanager
+async def connected(**options: int) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+    async with serving(**options) as server, connection_to(server) as streams:
+        yield streams
 
 
 async def read(reader: asyncio.StreamReader) -> bytes:
@@ -89,3 +117,75 @@ async def test_what_is_no_http_is_refused() -> None:
         answer = await read(reader)
         assert answer.startswith(b"HTTP/1.1 400") and answer.endswith(b"Invalid HTTP request received.")
         assert await read(reader) == b""
+
+
+async def test_a_request_that_comes_a_byte_at_a_time_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its head and in its body, also when it was answered before its end."""
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "BYTES_PER_SECOND", 10_000)
+    for path, beginning in (("/whole", 30), ("/whole", -100), ("/early", -100)):
+        async with connected() as (reader, writer):
+            request = post(path, b"b" * 1000)
+            writer.write(request[:beginning])
+            dripping = asyncio.create_task(drip(writer))
+            answer = await asyncio.wait_for(reader.read(), 5)
+            dripping.cancel()
+            assert (b" 408 Request Timeout" in answer) == (path == "/whole"), answer
+            assert (b"early" in answer) == (path == "/early"), "one answer alone"
+            assert answer.count(b"HTTP/1.1") == 1
+
+
+async def drip(writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"x")
+            await asyncio.sleep(0.05)
+
+
+async def test_a_request_that_keeps_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.1)
+    async with connected() as (reader, writer):
+        request = post("/whole", b"b" * 1000)
+        for piece in (request[:500], request[500:]):
+            writer.write(piece)
+            await asyncio.sleep(0.3)  # 500 bytes are worth a second
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_a_request_that_the_server_does_not_read_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "BYTES_PER_SECOND", 1 << 30)
+    async with connected() as (reader, writer):
+        writer.write(post("/late", b"b" * (8 << 20)))
+        answer = await read(reader)
+        assert answer.startswith(b"HTTP/1.1 200 OK\r\n"), answer
+
+
+async def test_a_connection_that_says_nothing_is_closed() -> None:
+    async with connected(timeout_keep_alive=1) as (reader, _):
+        assert await asyncio.wait_for(reader.read(), 5) == b""
+
+
+async def test_a_head_has_a_limit() -> None:
+    async with connected() as (reader, writer):
+        within = b"GET / HTTP/1.1\r\nx: " + b"b" * (connections.MOST_HEAD_BYTES - 100)
+        writer.write(within)
+        await asyncio.sleep(0.05)
+        writer.write(b"\r\n\r\n")
+        assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+        writer.write(within + b"b" * 100)
+        answer = await asyncio.wait_for(reader.read(), 5)
+        assert answer.startswith(b"HTTP/1.1 431 ") and b"more than 65536 bytes" in answer
+
+
+@pytest.mark.skipif(not hasattr(socket, "TCP_USER_TIMEOUT"), reason="only Linux gives up who does not read")
+async def test_who_takes_nothing_of_an_answer_loses_the_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "STALLED_SECONDS", 0.5)
+    async with serving() as server, connection_to(server) as (_, writer):
+        writer.transport.pause_reading()  # pyright: ignore[reportAttributeAccessIssue]
+        writer.write(b"GET /long HTTP/1.1\r\nhost: here\r\n\r\n")
+        await asyncio.sleep(0.2)
+        assert server.server_state.connections
+        async with asyncio.timeout(10):
+            while server.server_state.connections:  # noqa: ASYNC110
+                await asyncio.sleep(0.1)

@@ -4,8 +4,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -36,7 +37,7 @@ from .samplers import Samplers
 from .services import Services
 from .sessions import Sessions
 from .snapshots import Snapshots
-from .store import DATABASE_NAME, SqliteStore
+from .store import open_store
 from .tokenizer import Tokenizers
 
 logger = logging.getLogger(__name__)
@@ -92,7 +93,7 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
 
 
 def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
-    store = SqliteStore(config.state_dir / DATABASE_NAME)
+    store = open_store(config.store_config())
     auth = Auth(store, config.is_loopback)
     sessions = Sessions(store, config.session_expiry_seconds)
     checkpoints = Checkpoints(store, auth, config.state_dir)
@@ -148,8 +149,8 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.sessions.close)
         await _resume(services)
         services.sessions.watch()
-        housekeeping = asyncio.create_task(_keep_house(services))
-        stack.callback(housekeeping.cancel)
+        for chores in (partial(_tidy_up, services), services.runs.settle):
+            stack.callback(asyncio.create_task(_now_and_then(chores)).cancel)
         yield
 
 
@@ -176,14 +177,18 @@ async def _warn_of_unknown_tenants(services: Services) -> None:
             )
 
 
-async def _keep_house(services: Services) -> None:
+async def _tidy_up(services: Services) -> None:
+    await services.runs.save_request_times()
+    await services.futures.expire()
+    await services.recordings.expire()
+    services.quotas.forget_idle()
+
+
+async def _now_and_then(chores: Callable[[], Awaitable[None]]) -> None:
     while True:
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         try:
-            await services.runs.save_request_times()
-            await services.futures.expire()
-            await services.recordings.expire()
-            services.quotas.forget_idle()
+            await chores()
         except Exception:
             # A full disk, say: the next round may find it better.
             logger.exception("housekeeping failed")

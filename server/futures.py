@@ -9,7 +9,7 @@ import contextlib
 import logging
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -31,19 +31,30 @@ _RETRY_SECONDS = 1.0
 _LINGER_SECONDS = 0.25
 """What comes within this time of the first result is told to the store together with it."""
 
-Encoding = Literal["json", "forward_backward", "sample"]
+Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
+
+_ERRORS = ("user_error", "server_error")
 
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """encoding: what the body is: JSON to send as it is, or the protobuf of an output that can be sent either way."""
+    """encoding: what the body is: JSON to send as it is, of an error, too, or protobuf that can be sent either way."""
 
     body: bytes
     encoding: Encoding = "json"
 
+    @property
+    def is_error(self) -> bool:
+        return self.encoding in _ERRORS
+
+    @property
+    def is_json(self) -> bool:
+        return self.encoding == "json" or self.is_error
+
 
 def failure(message: str, category: Category) -> Result:
-    return Result(RequestFailed(error=message, category=category).model_dump_json().encode())
+    encoding = "server_error" if category == "server" else "user_error"
+    return Result(RequestFailed(error=message, category=category).model_dump_json().encode(), encoding)
 
 
 @dataclass(eq=False, slots=True)
@@ -94,18 +105,19 @@ class Futures:
 
     async def lose(self, headers: Iterable[Header]) -> None:
         """Answers what an earlier process accepted and nobody takes up."""
-        for header in {header.request_id: header for header in headers}.values():
-            if header.request_id not in self._live and not await self.has_result(header.request_id):
-                self.fail(self.create(header.request_id, header.tenant_id), _lost(header), "server")
+        by_id = {header.request_id: header for header in headers if header.request_id not in self._live}
+        answered = await self.earlier(list(by_id))
+        for request_id, header in by_id.items():
+            if request_id not in answered:
+                self.fail(self.create(request_id, header.tenant_id), _lost(header), "server")
 
     async def has_result(self, request_id: str) -> bool:
         """Of a request that is not being worked on."""
         return await self._store.get_result(request_id) is not None
 
-    async def earlier_result(self, request_id: str) -> Result | None:
-        """What an earlier process answered, or was about to."""
-        record = await self._store.get_result(request_id)
-        return None if record is None else await self._read(record)
+    async def earlier(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
+        """How those of them were answered that an earlier process answered, or was about to."""
+        return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
 
     @property
     def num_stored(self) -> int:

@@ -1,8 +1,10 @@
 """History: the operations of a run that changed its state since its last snapshots, each held in the journal."""
 
 import asyncio
+import math
+import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from ..schemas.errors import OperationError
@@ -47,7 +49,7 @@ class Repeat(Enum):
 class Past:
     """An operation that was begun. outcome: None until it has ended, and where that is not known any more.
 
-    taints: the next step would be a wrong one.
+    taints: the next step would be a wrong one. added_at: monotonic.
 
     is_answered: its result is durable, or it has none. is_covered: by a snapshot, and the one after that.
     """
@@ -60,6 +62,7 @@ class Past:
     taints: bool = False
     is_answered: bool = False
     is_covered: bool = False
+    added_at: float = field(default_factory=time.monotonic)
 
     @property
     def is_needed(self) -> bool:
@@ -78,8 +81,9 @@ class History:
         """In the order of seq_ids."""
         past.is_covered |= past.kind not in KEPT
         self._pasts[past] = None
-        self._num_steps += past.kind == "optim_step"
-        self._num_bytes += past.num_bytes
+        if not past.is_covered:
+            self._num_steps += past.kind == "optim_step"
+            self._num_bytes += past.num_bytes
         self._let_go([past])
         return past
 
@@ -88,12 +92,17 @@ class History:
         past.is_answered = True
         self._let_go([past])
 
-    def is_due(self, most_steps: int, most_bytes: int) -> bool:
+    def is_due(self, most_steps: float, most_bytes: float) -> bool:
         """Whether so much has come since the last snapshot was begun. Asked again: no, until there is more."""
         if self._num_steps < most_steps and self._num_bytes < most_bytes:
             return False
         self._num_steps = self._num_bytes = 0
         return True
+
+    def is_older_than(self, seconds: float) -> bool:
+        """Whether something that old would be needed to make the state again."""
+        oldest = min((past.added_at for past in self._pasts if not past.is_covered), default=math.inf)
+        return oldest < time.monotonic() - seconds
 
     def cover(self, seq_id: int) -> None:
         """Nothing up to this one is needed to make the state again."""
@@ -107,9 +116,11 @@ class History:
         while any(not past.is_answered for past in self._pasts if past.seq_id <= seq_id):  # noqa: ASYNC110
             await asyncio.sleep(_PAUSE_SECONDS)
 
-    def repeats(self, after: int) -> Iterator[tuple[Past, Repeat]]:
-        """What has ended behind a snapshot of seq_id `after`, as far as it changed the state. Raises OperationError."""
-        is_tainted = False
+    def repeats(self, after: int, is_tainted: bool) -> Iterator[tuple[Past, Repeat]]:
+        """What has ended behind a snapshot of seq_id `after`, as far as it changed the state. Raises OperationError.
+
+        is_tainted: the snapshot's window.
+        """
         for past in sorted(self._pasts, key=lambda past: past.seq_id):
             if past.seq_id <= after or (past.outcome is None and not past.is_answered):
                 continue

@@ -11,7 +11,7 @@ import itertools
 import logging
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -22,11 +22,11 @@ from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
 from .futures import Future, Futures, Result
-from .history import REFUSED, STRIKE, Outcome, Past
+from .history import KEPT, REFUSED, STRIKE, Outcome, Past
 from .journal import Header, Journal
 from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
 from .quotas import Admission, Quotas, Standing
-from .run_state import Recovery, RunState
+from .run_state import Boundary, Recovery, RunState, Window
 from .segments import Place
 from .sessions import Sessions
 from .store import RunRecord
@@ -42,6 +42,7 @@ MOST_AHEAD = 10_000
 _MOST_REFUSALS_KEPT = 1000
 _MOST_STRIKES = 3
 _MOST_UNDER_WAY = 64
+_READ_AT_ONCE = 64
 _MOST_BYTES_UNDER_WAY = 64 << 20
 
 
@@ -94,22 +95,12 @@ class _Slot:
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier process accepted or refused. outcome: None where it has not answered."""
+    """What an earlier process accepted, or refused. outcome: None where it has not answered."""
 
     kind: str
     place: Place
-    content: Operation | Refused
-    outcome: Outcome | None
-
-
-@dataclass(eq=False)
-class _Window:
-    """The operations from one optimizer step to the next. tainted_by: why that step would be a wrong one."""
-
-    tainted_by: str | None = None
-
-    def taint(self, reason: str) -> None:
-        self.tainted_by = self.tainted_by or reason
+    refused: Refused | None = None
+    outcome: Outcome | None = None
 
 
 @dataclass(frozen=True)
@@ -140,11 +131,11 @@ class Run:
         self._one_ended = asyncio.Event()
         self._next_seq_id = 0
         self._refusals: dict[int, str] = {}
-        self._window = _Window()
+        self._window = Window()
         self._state = RunState(record, services.recovery)
         self._rebuilding: asyncio.Task[None] | None = None
         # Of those that wait until it is made again, and of those that workers died of.
-        self._waiting: dict[int, asyncio.Future[None]] = {}
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._strikes: Counter[int] = Counter()
         self._unusable: str | None = None
         self._working: asyncio.Task[None] | None = None
@@ -186,10 +177,19 @@ class Run:
             raise _refused_before(seq_id, slot.content.reason)
         return Submitted(self.request_id(seq_id), seq_id)
 
-    async def resume(self, found: Mapping[int, Earlier], strikes: Sequence[tuple[int, Place]]) -> None:
-        """Goes on where an earlier process ended. strikes: seq_ids, and where the journal has it."""
+    async def resume(
+        self,
+        found: Mapping[int, Earlier],
+        strikes: Sequence[tuple[int, Place]],
+        read: Callable[[Earlier], Awaitable[Operation]],
+    ) -> None:
+        """Goes on where an earlier process ended. strikes: seq_ids, and where the journal has it.
+
+        Raises ValueError, OSError and what `read` raises: then it cannot.
+        """
         self._next_seq_id = await self._state.find_snapshots(min(found, default=None))
-        self._state.created = CreateRun() if self._state.has_snapshots else _created(found)
+        self._window = self._state.first_window()
+        self._state.created = CreateRun() if self._state.has_snapshots else await _created(found, read)
         for seq_id, place in strikes:
             self._strikes[seq_id] += 1
             self._state.history.add(Past(seq_id, STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
@@ -199,8 +199,7 @@ class Run:
         last_ended = max((seq_id for seq_id, earlier in found.items() if earlier.outcome is not None), default=-1)
         while await self._is_past(self._next_seq_id, found.get(self._next_seq_id), last_ended):
             self._next_seq_id += 1
-        for seq_id in sorted(seq_id for seq_id in found if seq_id >= self._next_seq_id):
-            self._slots[seq_id] = self._earlier_slot(seq_id, found[seq_id])
+        await self._take_up({seq_id: found[seq_id] for seq_id in sorted(found) if seq_id >= self._next_seq_id}, read)
         self._go_on()
 
     def standing(self, seq_id: int) -> Standing:
@@ -231,6 +230,18 @@ class Run:
     def request_id(self, seq_id: int) -> str:
         return self.record.request_id(seq_id)
 
+    async def settle(self, held_seconds: float) -> None:
+        """Of what the journal holds for longer than that, brings the effect into snapshots, as soon as may be."""
+        if not self._state.history.is_older_than(held_seconds) or self._unusable is not None:
+            return
+        if not self._rests:
+            self._state.hurry()
+            return
+        if self._state.created is not None and not self._state.is_live:
+            await self._made_again(-1)
+        if self._rests and self._state.is_live:
+            await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=True)
+
     async def end(self, reason: str) -> None:
         """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
         self._unusable = reason
@@ -260,6 +271,11 @@ class Run:
         await self._state.stop()
         for slot in self._slots.values():
             slot.release()
+
+    @property
+    def _rests(self) -> bool:
+        """Nothing of it waits or is under way."""
+        return not self._slots and not self._under_way
 
     # Accepting
 
@@ -355,13 +371,13 @@ class Run:
             return False
         outcome = Outcome.BROKE if self._strikes[seq_id] >= _MOST_STRIKES else earlier.outcome
         past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
-        if isinstance(earlier.content, Refused):
-            past.kind, past.taints = REFUSED, earlier.content.taints
-            self._remember_refusal(seq_id, earlier.content)
+        if earlier.refused is not None:
+            past.kind, past.taints = REFUSED, earlier.refused.taints
+            self._remember_refusal(seq_id, earlier.refused)
         elif outcome is None:
             await self._services.futures.lose([self._header(earlier.kind, seq_id)])
         elif earlier.kind == "optim_step" or (earlier.kind == "load_weights" and outcome is Outcome.DONE):
-            self._window = _Window()
+            self._window = Window()
         elif earlier.kind == "forward_backward" and outcome is not Outcome.DONE:
             self._window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.history.add(past)
@@ -370,12 +386,20 @@ class Run:
     def _header(self, kind: str, seq_id: int) -> Header:
         return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
 
-    def _earlier_slot(self, seq_id: int, earlier: Earlier) -> _Slot:
-        """Of what is still to be done, or to be done again."""
+    async def _take_up(self, to_do: Mapping[int, Earlier], read: Callable[[Earlier], Awaitable[Operation]]) -> None:
+        """What is still to be done, or to be done again, in the order of seq_ids."""
+        several = list(to_do.items())
+        for first in range(0, len(several), _READ_AT_ONCE):
+            part = several[first : first + _READ_AT_ONCE]
+            contents = await asyncio.gather(*(_content(earlier, read) for _, earlier in part))
+            for (seq_id, earlier), content in zip(part, contents, strict=True):
+                self._slots[seq_id] = self._earlier_slot(seq_id, earlier, content)
+
+    def _earlier_slot(self, seq_id: int, earlier: Earlier, content: Operation | Refused) -> _Slot:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(earlier.place)
-        slot = _Slot(earlier.content, time.monotonic(), _Entry(journaled), was_answered=earlier.outcome is not None)
-        if isinstance(earlier.content, Refused):
+        slot = _Slot(content, time.monotonic(), _Entry(journaled), was_answered=earlier.outcome is not None)
+        if isinstance(content, Refused):
             return slot
         named = self.request_id(seq_id), self.record.tenant_id, partial(self._pending, seq_id)
         if slot.was_answered:
@@ -429,17 +453,23 @@ class Run:
             return
         window = self._window
         if isinstance(slot.content, OptimStepRequest):
-            self._window = _Window()
+            self._window = Window()
         self._under_way[seq_id] = slot
         self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
         # A task that is cancelled before its first step ends nothing by itself.
         self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
-        if isinstance(slot.content, OptimStepRequest):
-            self._state.snapshot_if_due(past, self._tasks[seq_id])
+        if is_chained(slot.content):
+            boundary = Boundary(seq_id, self._window, past, self._tasks[seq_id])
+            self._state.snapshot_if_due(boundary, is_step=isinstance(slot.content, OptimStepRequest))
 
-    async def _take_turn(self, seq_id: int, slot: _Slot, window: _Window) -> None:
+    async def _take_turn(self, seq_id: int, slot: _Slot, window: Window) -> None:
         operation, future, past = slot.content, slot.future, slot.entry.past
         assert future is not None and past is not None and not isinstance(operation, Refused)
+        if slot.was_answered and past.kind not in KEPT:
+            # It left nothing in the run that could be lost, and may not be published again.
+            self._state.history.answered(past)
+            self._end_turn(seq_id)
+            return
         try:
             result = await self._perform(seq_id, operation, window)
         except OperationError as error:
@@ -456,7 +486,7 @@ class Run:
             self._fail(seq_id, operation, future, window, message, "server")
         else:
             past.outcome = Outcome.DONE
-            self._note_done(operation, past)
+            self._note_done(seq_id, operation)
             self._services.futures.resolve(future, result)
         finally:
             if slot.was_answered:
@@ -464,12 +494,12 @@ class Run:
             self._end_turn(seq_id)
         self._services.sessions.heard_of(self.record.session_id)
 
-    def _note_done(self, operation: Operation, past: Past) -> None:
+    def _note_done(self, seq_id: int, operation: Operation) -> None:
         if isinstance(operation, CreateRun):
             self._state.created, self._state.is_live = operation, True
         if isinstance(operation, LoadWeightsRequest) or (isinstance(operation, CreateRun) and operation.checkpoint):
             # What was loaded may be deleted before it is needed again.
-            self._state.snapshot(past)
+            self._state.snapshot(Boundary(seq_id, self._window))
 
     def _end_turn(self, seq_id: int) -> None:
         """Also of one that was cancelled. Again: no-op."""
@@ -482,7 +512,7 @@ class Run:
         slot.release()
         self._one_ended.set()
 
-    async def _perform(self, seq_id: int, operation: Operation, window: _Window) -> Result:
+    async def _perform(self, seq_id: int, operation: Operation, window: Window) -> Result:
         """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
         while True:
             if self._unusable is not None:
@@ -496,15 +526,15 @@ class Run:
                 self._state.is_live = False
                 await self._count_strike(seq_id, lost)
 
-    async def _perform_once(self, seq_id: int, operation: Operation, window: _Window) -> Result:
+    async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
         if isinstance(operation, OptimStepRequest):
             return await self._perform_step(seq_id, operation, window)
         result = await self._services.operations.perform(self.record, operation, seq_id)
         if isinstance(operation, LoadWeightsRequest):
-            self._window = _Window()
+            self._window = Window()
         return result
 
-    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: _Window) -> Result:
+    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: Window) -> Result:
         """A step over a part of its batch would be a wrong step.
 
         Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
@@ -525,8 +555,9 @@ class Run:
         """Returns when the state is there and all operations before this one have been handed over again."""
         if self._rebuilding is None:
             self._rebuilding = asyncio.create_task(self._make_again())
-        self._waiting[seq_id] = asyncio.get_running_loop().create_future()
-        await self._waiting[seq_id]
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append((seq_id, waiting))
+        await waiting
 
     async def _make_again(self) -> None:
         try:
@@ -537,10 +568,10 @@ class Run:
         finally:
             self._rebuilding = None
             # They go on in this order, each up to where it hands its operation over.
-            for seq_id in sorted(self._waiting):
-                if not self._waiting[seq_id].done():
-                    self._waiting[seq_id].set_result(None)
-            self._waiting = {}
+            for _, waiting in sorted(self._waiting, key=lambda one: one[0]):
+                if not waiting.done():
+                    waiting.set_result(None)
+            self._waiting = []
             self._one_ended.set()
 
     async def _count_strike(self, seq_id: int, lost: WorkerLost) -> None:
@@ -561,7 +592,7 @@ class Run:
             )
 
     def _fail(
-        self, seq_id: int, operation: Operation, future: Future, window: _Window, message: str, category: Category
+        self, seq_id: int, operation: Operation, future: Future, window: Window, message: str, category: Category
     ) -> None:
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
@@ -630,10 +661,17 @@ class _StruckOut(OperationError):
     """Workers died of it."""
 
 
-def _created(found: Mapping[int, Earlier]) -> CreateRun | None:
+async def _created(found: Mapping[int, Earlier], read: Callable[[Earlier], Awaitable[Operation]]) -> CreateRun | None:
     """How a run began that has begun."""
-    first = found[0]
-    return first.content if isinstance(first.content, CreateRun) and first.outcome is Outcome.DONE else None
+    if found[0].outcome is not Outcome.DONE:
+        return None
+    operation = await read(found[0])
+    assert isinstance(operation, CreateRun)
+    return operation
+
+
+async def _content(earlier: Earlier, read: Callable[[Earlier], Awaitable[Operation]]) -> Operation | Refused:
+    return earlier.refused or await read(earlier)
 
 
 def _past(seq_id: int, slot: _Slot) -> Past:

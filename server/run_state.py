@@ -1,11 +1,13 @@
 """RunState: what a run is in the workers, and how it is made there again when they have lost it.
 
-Its last two snapshots and the operations behind the older one are kept. Snapshots are taken behind optimizer steps
-while passes go on, so at such a boundary operations of the past stop being needed.
+Its last two snapshots and the operations behind the older one are kept. Snapshots are taken while passes go on: behind
+optimizer steps, so at such a boundary operations of the past stop being needed; with the gradients that wait for their
+step where too much has come without one, or for too long.
 """
 
 import asyncio
 import logging
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +26,31 @@ logger = logging.getLogger(__name__)
 _MOST_AT_ONCE = 16
 _MOST_STRIKES = 5
 _NUM_KEPT = 2
+_WINDOW_SHARE = 2
+"""Times the bytes after which a snapshot is due at a step, it is due without one."""
+
+
+@dataclass(eq=False)
+class Window:
+    """The operations from one optimizer step to the next. tainted_by: why that step would be a wrong one."""
+
+    tainted_by: str | None = None
+
+    def taint(self, reason: str) -> None:
+        self.tainted_by = self.tainted_by or reason
+
+
+@dataclass(frozen=True, eq=False)
+class Boundary:
+    """A point in the order of a run's operations: right behind this one. window: whose operations come next.
+
+    past, ended: the operation's, unless it has ended well.
+    """
+
+    seq_id: int
+    window: Window
+    past: Past | None = None
+    ended: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
@@ -51,15 +78,19 @@ class RunState:
         self._kept: list[Snapshot] = []
         self._first_held = 0
         self._snapshotting: asyncio.Task[None] | None = None
-        # That came while another one was being taken.
-        self._wanted: Past | None = None
+        # That came while another one was being taken; and that for too long there was none.
+        self._wanted: Boundary | None = None
+        self._is_overdue = False
 
     async def find_snapshots(self, first_journaled: int | None) -> int:
         """Of an earlier process, of which the journal has the operations from this seq_id on, if any.
 
         Returns the first that is needed. Raises ValueError when the run cannot be made from what is there.
         """
-        self._kept = await self._recovery.snapshots.find(self._record.run_id)
+        found = await self._recovery.snapshots.find(self._record.run_id)
+        self._kept = found[:_NUM_KEPT]
+        for old in found[_NUM_KEPT:]:
+            await self._recovery.snapshots.remove(old.directory)
         if len(self._kept) >= _NUM_KEPT or (self._kept and first_journaled != 0):
             self._first_held = self._kept[-1].seq_id + 1
         elif first_journaled != 0:
@@ -70,22 +101,49 @@ class RunState:
     def has_snapshots(self) -> bool:
         return bool(self._kept)
 
+    def first_window(self) -> Window:
+        """In which the first operation is that `find_snapshots` has returned."""
+        return Window(self._kept[-1].tainted_by if self._first_held > 0 else None)
+
     def covers(self, seq_id: int) -> bool:
         """Whether a snapshot holds what this operation did."""
         return bool(self._kept) and seq_id <= self._kept[0].seq_id
 
-    def snapshot_if_due(self, past: Past, ended: asyncio.Task[None]) -> None:
-        """To be called as soon as an optimizer step has been handed over; `ended`: its task."""
-        may = self.is_live and self._snapshotting is None
-        if may and self.history.is_due(self._recovery.steps, self._recovery.num_bytes):
-            self._begin_snapshot(past, ended)
+    def snapshot_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
+        """To be called as soon as an operation has been handed over. is_step: an optimizer step, the best place."""
+        if not self.is_live or self._snapshotting is not None:
+            return
+        steps, num_bytes = self._recovery.steps, self._recovery.num_bytes
+        limits = (steps, num_bytes) if is_step else (math.inf, _WINDOW_SHARE * num_bytes)
+        if self.history.is_due(*limits) or self._is_overdue:
+            self._begin_snapshot(boundary)
 
-    def snapshot(self, past: Past) -> None:
+    def snapshot(self, boundary: Boundary) -> None:
         """Right behind an operation that has ended, and may be impossible to repeat."""
         if self._snapshotting is None:
-            self._begin_snapshot(past, None)
+            self._begin_snapshot(boundary)
         else:
-            self._wanted = past
+            self._wanted = boundary
+
+    def hurry(self) -> None:
+        """The next operation is to be followed by a snapshot."""
+        self._is_overdue = True
+
+    async def settle(self, boundary: Boundary, *, twice: bool) -> None:
+        """A snapshot of a live run of which nothing is under way, at a boundary that is now.
+
+        twice: also a copy of it, so that the journal need not hold anything of the run.
+        """
+        if self._snapshotting is None and not self.covers(boundary.seq_id):
+            self._begin_snapshot(boundary)
+        if self._snapshotting is not None:
+            await asyncio.wait({self._snapshotting})
+        if (
+            twice
+            and [one.seq_id for one in self._kept[:1]] == [boundary.seq_id]
+            and self._first_held <= boundary.seq_id
+        ):
+            await self._keep_copy(self._kept[0])
 
     async def make_again(self) -> None:
         """Raises OperationError, RequestError when it cannot be."""
@@ -114,37 +172,50 @@ class RunState:
 
     # Snapshots
 
-    def _begin_snapshot(self, past: Past, ended: asyncio.Task[None] | None) -> None:
+    def _begin_snapshot(self, boundary: Boundary) -> None:
         try:
             staging = self._recovery.snapshots.stage(self._record.run_id)
         except OSError as error:
             logger.error("%s: no snapshot can be taken (%s)", self._record.run_id, error)
             return
-        self._snapshotting = asyncio.create_task(self._take_snapshot(staging, past, ended))
+        self._is_overdue = False
+        self._snapshotting = asyncio.create_task(self._take_snapshot(staging, boundary))
 
-    async def _take_snapshot(self, staging: Path, past: Past, ended: asyncio.Task[None] | None) -> None:
+    async def _take_snapshot(self, staging: Path, boundary: Boundary) -> None:
         try:
-            # Handed over before anything else is awaited: it has its place behind the step.
+            # Handed over before anything else is awaited: it has its place behind the operation.
             await self._recovery.operations.snapshot(self._record, staging)
-            if ended is not None:
-                await asyncio.wait({ended})
-            # Else a crash would leave steps that a snapshot has and nobody knows to be done.
-            await self.history.all_answered(past.seq_id)
-            if past.outcome is Outcome.DONE:
-                await self._keep(await self._recovery.snapshots.publish(staging, self._record.run_id, past.seq_id))
+            if boundary.ended is not None:
+                await asyncio.wait({boundary.ended})
+            # Else a crash would leave operations that a snapshot has and nobody knows to be done.
+            await self.history.all_answered(boundary.seq_id)
+            if boundary.past is None or boundary.past.outcome is Outcome.DONE:
+                await self._publish(staging, boundary)
         except (OperationError, OSError) as error:
-            logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, past.seq_id, error)
+            logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, boundary.seq_id, error)
         finally:
             self._snapshotting = None
             wanted, self._wanted = self._wanted, None
             if wanted is not None and self.is_live:
-                self._begin_snapshot(wanted, None)
+                self._begin_snapshot(wanted)
             await self._recovery.snapshots.remove(staging)
 
+    async def _publish(self, staging: Path, boundary: Boundary) -> None:
+        """What taints the window later, too, is no harm: it will have tainted it whenever the snapshot is used."""
+        snapshots, tainted_by = self._recovery.snapshots, boundary.window.tainted_by
+        await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by))
+
+    async def _keep_copy(self, snapshot: Snapshot) -> None:
+        try:
+            await self._keep(await self._recovery.snapshots.copy(snapshot, self._record.run_id))
+        except (OSError, ValueError) as error:
+            logger.error("%s: %s cannot be copied: %s", self._record.run_id, snapshot.directory, error)
+            if snapshot in self._kept and isinstance(error, ValueError):
+                self._kept.remove(snapshot)
+
     async def _keep(self, snapshot: Snapshot) -> None:
-        self._kept.insert(0, snapshot)
-        dropped = self._kept[_NUM_KEPT:]
-        del self._kept[_NUM_KEPT:]
+        newest_first = sorted([snapshot, *self._kept], key=lambda one: -one.seq_id)
+        self._kept, dropped = newest_first[:_NUM_KEPT], newest_first[_NUM_KEPT:]
         if len(self._kept) == _NUM_KEPT:
             self._first_held = self._kept[-1].seq_id + 1
             self.history.cover(self._kept[-1].seq_id)
@@ -163,7 +234,8 @@ class RunState:
         await operations.make(record, self.created if snapshot is None else CreateRun())
         if snapshot is not None:
             await operations.restore(record, snapshot.directory)
-        repeats = list(self.history.repeats(-1 if snapshot is None else snapshot.seq_id))
+        after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
+        repeats = list(self.history.repeats(after, is_tainted))
         await self._repeat(repeats)
         begun = "its beginning" if snapshot is None else f"the snapshot behind seq_id {snapshot.seq_id}"
         logger.info("%s is there again, from %s and %d operations", record.run_id, begun, len(repeats))

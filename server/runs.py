@@ -4,17 +4,16 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import RequestError
-from ..schemas.futures import RequestFailed
 from ..schemas.models import CreateModelRequest, LoraConfig, OptimizerConfig
 from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
-from .futures import Result
+from .futures import Encoding
 from .history import STRIKE, Outcome
 from .journal import Journaled
 from .journaled import decode_entry
@@ -26,6 +25,9 @@ from .segments import Place
 from .store import CheckpointRecord, RunRecord, Store, string_metadata
 
 logger = logging.getLogger(__name__)
+
+_HELD_SECONDS = 600.0
+_OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_error": Outcome.BROKE}
 
 
 class Runs:
@@ -136,6 +138,14 @@ class Runs:
         """At start, what snapshots an earlier process left that nobody needs."""
         await asyncio.to_thread(self._services.recovery.snapshots.sweep, {*self._runs, *self._not_resumed})
 
+    async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
+        """One after the other brings runs that the journal has held something of for longer than that into snapshots.
+
+        They need no more of it then: neither its room, nor what else their operations refer to.
+        """
+        for run in list(self._runs.values()):
+            await run.settle(held_seconds)
+
     async def save_request_times(self) -> None:
         """For those who list runs."""
         saved_at, self._saved_at = self._saved_at, time.time()
@@ -162,26 +172,19 @@ class Runs:
         run = Run(record, self._services)
         strikes = [(one.header.seq_id, one.place) for one in entries if one.header.kind == STRIKE]
         operations = {one.header.seq_id: one for one in entries if one.header.kind != STRIKE}
-        found = {seq_id: await self._earlier(one) for seq_id, one in operations.items()}
         for one in entries:
             # A seq_id is there twice where a write failed half way and the client sent it again.
             if one.header.kind != STRIKE and operations[one.header.seq_id] is not one:
                 self._services.journal.release(one.place)
-        await run.resume(found, strikes)
+        answers = await self._services.futures.earlier([one.header.request_id for one in operations.values()])
+        found = {seq_id: _earlier(one, answers.get(one.header.request_id)) for seq_id, one in operations.items()}
+        await run.resume(found, strikes, self._read)
         self._runs[record.run_id] = run
 
-    async def _earlier(self, one: Journaled) -> Earlier:
-        header = one.header
-        if header.refused is not None:
-            taints = header.kind in ("forward_backward", GAP)
-            return Earlier(header.kind, one.place, Refused(header.kind, header.refused, taints), Outcome.FAILED)
-        result = await self._services.futures.earlier_result(header.request_id)
-        return Earlier(header.kind, one.place, await self._operation(one), None if result is None else _outcome(result))
-
-    async def _operation(self, one: Journaled) -> Operation:
-        entry = await self._services.journal.read(one.place)
+    async def _read(self, earlier: Earlier) -> Operation:
+        entry = await self._services.journal.read(earlier.place)
         decoded = await decode_entry(entry, self._services.recovery.limits)
-        if one.header.kind == "create_model_from_checkpoint":
+        if earlier.kind == "create_model_from_checkpoint":
             assert isinstance(decoded, LoadWeightsRequest)
             return CreateRun(await self._known(decoded.path), decoded.optimizer)
         return CreateRun() if isinstance(decoded, CreateModelRequest) else decoded  # pyright: ignore[reportReturnType]
@@ -227,15 +230,12 @@ class Runs:
         return await self._runs[record.run_id].submit(0, operation, received, admission, drawn)
 
 
-def _outcome(result: Result) -> Outcome:
-    """Failures are JSON with a category."""
-    if result.encoding != "json" or b'"category"' not in result.body:
-        return Outcome.DONE
-    try:
-        failed = RequestFailed.model_validate_json(result.body)
-    except ValueError:
-        return Outcome.DONE
-    return Outcome.BROKE if failed.category == "server" else Outcome.FAILED
+def _earlier(one: Journaled, answer: Encoding | None) -> Earlier:
+    header = one.header
+    if header.refused is not None:
+        refused = Refused(header.kind, header.refused, taints=header.kind in ("forward_backward", GAP))
+        return Earlier(header.kind, one.place, refused, Outcome.FAILED)
+    return Earlier(header.kind, one.place, outcome=None if answer is None else _OUTCOMES.get(answer, Outcome.DONE))
 
 
 def _not_live(run_id: str) -> RequestError:

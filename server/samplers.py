@@ -446,11 +446,10 @@ class Samplers:
         await self._resolve(job, future, admission)
         result = future.result
         assert result is not None
-        failed = result.encoding == "json"  # samples are protobuf
         completion = FutureCompletion(
-            state="failed" if failed else "finished",
+            state="failed" if result.is_error else "finished",
             request_id=job.request_id,
-            response_payload_uncompressed_size=None if failed else len(result.body),
+            response_payload_uncompressed_size=None if result.is_error else len(result.body),
         )
         clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
         job.sampler.completions_of(clone).add(completion)

@@ -1,7 +1,7 @@
 """Snapshots: states of live runs at optimizer boundaries, from which they are made again after a crash.
 
-Layout below state_dir/snapshots: RUN/SEQ_ID, with .staging-* beside them while they are written. One whose files are
-not as its manifest says counts as absent.
+Layout below state_dir/snapshots: RUN/SEQ_ID, RUN/SEQ_ID-copy, with .staging-* beside them while they are written. One
+whose files are not as its manifest says counts as absent.
 """
 
 import asyncio
@@ -13,19 +13,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoints import directory_name
-from .manifest import MANIFEST, check, seal, sync_directory
+from .manifest import MANIFEST, check, listed_files, read_manifest, seal, sync_directory
 
 logger = logging.getLogger(__name__)
 
 _STAGING = ".staging-"
+_COPY = "-copy"
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after the operation with this seq_id."""
+    """The state after the operation with this seq_id. tainted_by: why the step that ends its window must be refused."""
 
     seq_id: int
     directory: Path
+    tainted_by: str | None = None
 
 
 class Snapshots:
@@ -50,11 +52,23 @@ class Snapshots:
         staging.mkdir(parents=True)
         return staging
 
-    async def publish(self, staging: Path, run_id: str, seq_id: int) -> Snapshot:
+    async def publish(self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None) -> Snapshot:
         """Raises OSError."""
-        snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id))
+        snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id), tainted_by)
         await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
         return snapshot
+
+    async def copy(self, snapshot: Snapshot, run_id: str) -> Snapshot:
+        """The same state once more, for when one of the two is damaged. Raises OSError."""
+        staging = self.stage(run_id)
+        copy = Snapshot(
+            snapshot.seq_id, snapshot.directory.with_name(snapshot.directory.name + _COPY), snapshot.tainted_by
+        )
+        try:
+            await asyncio.to_thread(self._copy_and_rename, snapshot.directory, staging, copy)
+        finally:
+            await self.remove(staging)
+        return copy
 
     async def find(self, run_id: str) -> list[Snapshot]:
         """The newest first; those that look whole, unless one reads all of their files."""
@@ -79,19 +93,26 @@ class Snapshots:
         for path in self._of(run_id).glob("[0-9]*"):
             try:
                 check(path, hashes=False)
+                seq_id = int(path.name.removesuffix(_COPY))
+                found.append(Snapshot(seq_id, path, read_manifest(path).get("tainted_by")))
             except ValueError as error:
                 logger.error("a snapshot cannot be used: %s", error)
-            else:
-                found.append(Snapshot(int(path.name), path))
         return sorted(found, key=lambda one: -one.seq_id)
 
     def _of(self, run_id: str) -> Path:
         return self._root / directory_name(run_id)
 
+    def _copy_and_rename(self, source: Path, staging: Path, copy: Snapshot) -> None:
+        check(source)
+        for name in listed_files(source):
+            (staging / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source / name, staging / name)
+        self._seal_and_rename(staging, copy)
+
     def _seal_and_rename(self, staging: Path, snapshot: Snapshot) -> None:
         if (snapshot.directory / MANIFEST).exists():  # of this very state, made before a crash
             shutil.rmtree(snapshot.directory)
-        seal(staging, {"seq_id": snapshot.seq_id}, sync=self._sync)
+        seal(staging, {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by}, sync=self._sync)
         staging.rename(snapshot.directory)
         if self._sync:
             sync_directory(snapshot.directory.parent)

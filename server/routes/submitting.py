@@ -166,7 +166,7 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
 
 async def result_response(request: Request, result: Result) -> Response:
     """Protobuf where there is one and it is accepted, else JSON."""
-    if result.encoding == "json":
+    if result.is_json:
         return Response(result.body, media_type="application/json")
     if PROTOBUF in request.headers.get("accept", ""):
         return Response(result.body, media_type=PROTOBUF)

@@ -29,6 +29,8 @@ from .records import (
 )
 from .tables import api_keys, checkpoint_copies, checkpoints, leases, results, runs, samplers, sessions, tenants
 
+_MOST_NAMED = 500
+
 Record = TypeVar("Record")
 T = TypeVar("T")
 
@@ -387,6 +389,14 @@ class Store:
 
     async def get_result(self, request_id: str) -> ResultRecord | None:
         return await self._one(ResultRecord, select(results).where(results.c.request_id == request_id))
+
+    async def get_results(self, request_ids: Sequence[str]) -> list[ResultRecord]:
+        """Of those that have one."""
+        found: list[ResultRecord] = []
+        for first in range(0, len(request_ids), _MOST_NAMED):
+            named = results.c.request_id.in_(request_ids[first : first + _MOST_NAMED])
+            found += await self._all(ResultRecord, select(results).where(named))
+        return found
 
     async def newest_result(self) -> ResultRecord | None:
         return await self._one(ResultRecord, select(results).order_by(results.c.created_at.desc()).limit(1))

@@ -14,11 +14,12 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStep
 from trainhouse.server.bodies import BodyLimits, Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Journal
+from trainhouse.server.journal import Header, Journal
 from trainhouse.server.operations import CreateRun, Operation
 from trainhouse.server.quotas import Quotas
 from trainhouse.server.run import Run, RunServices, Submitted
 from trainhouse.server.run_state import Recovery
+from trainhouse.server.segments import Place
 from trainhouse.server.sessions import Sessions
 from trainhouse.server.snapshots import Snapshots
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
@@ -92,6 +93,11 @@ class Bench:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
         return (await self.submit(seq_id, request, Received(request.model_dump_json().encode()))).request_id
 
+    async def journaled(self, kind: str, seq_id: int) -> Place:
+        """As by an earlier process."""
+        header = Header(kind, "alice", RUN_ID, seq_id, self.run.request_id(seq_id))
+        return await self.services.journal.append(header)
+
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
         result = await self.futures.wait(self.run.request_id(seq_id), "alice", seconds)
         assert isinstance(result, Result), result
@@ -106,6 +112,7 @@ class MakeBench(Protocol):
         number: int = 0,
         quotas: Quotas | None = None,
         snapshot_steps: int = 1 << 30,
+        snapshot_bytes: int = 1 << 40,
     ) -> Bench: ...
 
 
@@ -128,6 +135,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             number: int = 0,
             quotas: Quotas | None = None,
             snapshot_steps: int = 1 << 30,
+            snapshot_bytes: int = 1 << 40,
         ) -> Bench:
             operations = Noting()
             if not hold:
@@ -136,7 +144,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             quotas = quotas or Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
             status = "busy: {}".format
             limits = BodyLimits(1 << 20, 1 << 20)
-            recovery = Recovery(journal, snapshots, operations, limits, snapshot_steps, 1 << 30)  # pyright: ignore[reportArgumentType]
+            recovery = Recovery(journal, snapshots, operations, limits, snapshot_steps, snapshot_bytes)  # pyright: ignore[reportArgumentType]
             services = RunServices(futures, journal, operations, sessions, quotas, recovery, status, gap_seconds)  # pyright: ignore[reportArgumentType]
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

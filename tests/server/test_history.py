@@ -18,8 +18,8 @@ def history(*ended: tuple[str, Outcome | None]) -> tuple[History, list[int]]:
     return made, released
 
 
-def repeats(made: History, after: int = 0) -> list[tuple[int, Repeat]]:
-    return [(past.seq_id, repeat) for past, repeat in made.repeats(after)]
+def repeats(made: History, after: int = 0, is_tainted: bool = False) -> list[tuple[int, Repeat]]:
+    return [(past.seq_id, repeat) for past, repeat in made.repeats(after, is_tainted)]
 
 
 FB, STEP, FORWARD = "forward_backward", "optim_step", "forward"

@@ -1,13 +1,17 @@
 """A run whose worker dies: it is made again, and what was under way goes on in its order, once."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
+from trainhouse.server.operations import CreateRun, Operation
 from trainhouse.server.run import Earlier, Refused, Run
 from trainhouse.workers.verbs import WorkerLost
 
@@ -143,16 +147,109 @@ async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
         await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
-    again = Run(bench.run.record, bench.services)
     place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
-    step = OptimStepRequest(model_id=RUN_ID, seq_id=2)
-    await again.resume({2: Earlier("optim_step", place, step, None)}, [])
     num_performed = len(bench.operations.performed)
-    bench.run = again
-    await bench.optim_step(3)
-    assert await bench.result(3) == {"seq_id": 3}
+    async with resumed(bench, {2: Earlier("optim_step", place)}):
+        await bench.optim_step(3)
+        assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed[num_performed:][:4] == ["discard", "make", "restore 2", 3]
-    await again.stop()
+
+
+async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeBench) -> None:
+    """Although what came before it has no answer any more, and is done once more."""
+    bench = await make_bench()
+    await bench.result(0)
+    contents = {
+        1: OptimStepRequest(model_id=RUN_ID, seq_id=1),
+        2: SaveWeightsRequest(model_id=RUN_ID, path="a", seq_id=2),
+        3: SaveWeightsRequest(model_id=RUN_ID, path="b", seq_id=3),
+    }
+    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    for seq_id, content in contents.items():
+        place = await bench.journaled(content.type, seq_id)
+        found[seq_id] = Earlier(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
+    async with resumed(bench, found, contents):
+        assert await bench.result(3) == {"seq_id": 3}
+    assert bench.operations.performed == [0, "discard", "make", 1, 3]
+
+
+# --- Snapshots elsewhere than behind steps ---
+
+
+async def test_where_no_step_comes_a_snapshot_holds_what_waits_for_it(make_bench: MakeBench) -> None:
+    bench = await make_bench(snapshot_bytes=100)
+    for seq_id in range(1, 8):
+        await bench.forward_backward(seq_id)
+        await bench.result(seq_id)
+        await asyncio.sleep(0.1)
+    await until(bench, lambda: len(list(bench.snapshots.glob("[0-9]*"))) == 2)
+    Dying(bench, (8,))
+    await bench.forward_backward(8)
+    await bench.result(8)
+    restored = trained(bench)
+    assert restored[1].startswith("restore ") and len(restored) < 8
+
+
+async def test_a_run_that_rests_needs_nothing_of_the_journal_once_it_is_settled(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.forward_backward(1)
+    await bench.run.refuse(2, Refused("forward_backward", "bad", taints=True))
+    await bench.result(1)
+    await bench.run.settle(held_seconds=100)
+    assert not bench.snapshots.exists(), "nothing is that old"
+    await until(bench, lambda: len(bench.run._state.history._pasts) == 3)
+    await bench.run.settle(held_seconds=0)
+    assert {path.name for path in bench.snapshots.iterdir()} == {"2", "2-copy"}
+    assert not bench.run._state.history._pasts
+    (bench.snapshots / "2" / "state").write_bytes(b"STATE")
+    # The step over the window of which a part was refused is refused, also by who knows the snapshot alone.
+    async with resumed(bench, {}):
+        await bench.optim_step(3)
+        assert "(bad)" in (await bench.result(3))["error"]
+        await bench.forward_backward(4)
+        await bench.optim_step(5)
+        assert await bench.result(5) == {"seq_id": 5}
+    assert trained(bench) == ["make", "restore 2-copy", "clear", 4, 5]
+
+
+async def test_a_run_that_is_at_work_is_settled_behind_its_next_operation(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bench.operations.may_go_on.clear()
+    await bench.forward_backward(1)
+    await until(bench, lambda: bench.operations.begun == [0, 1])
+    await bench.run.settle(held_seconds=0)
+    await bench.forward_backward(2)
+    bench.operations.may_go_on.set()
+    await until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
+
+
+async def test_a_run_that_rests_since_a_restart_is_made_again_to_be_settled(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    async with resumed(bench, found):
+        await bench.run.settle(held_seconds=0)
+        assert (bench.snapshots / "0-copy" / "manifest.json").exists()
+    assert bench.operations.performed == [0, "discard", "make", "snapshot"]
+
+
+@asynccontextmanager
+async def resumed(
+    bench: Bench, found: dict[int, Earlier], contents: Mapping[int, Operation] | None = None
+) -> AsyncIterator[None]:
+    """The bench's run as another process takes it up. contents: of those found from seq_id 0 on without a gap."""
+    contents, places = contents or {}, [earlier.place for earlier in found.values()]
+
+    async def read(earlier: Earlier) -> Operation:
+        return CreateRun() if earlier.kind == "create_model" else contents[places.index(earlier.place)]
+
+    bench.run = Run(bench.run.record, bench.services)
+    await bench.run.resume(found, [], read)
+    try:
+        yield
+    finally:
+        await bench.run.stop()
 
 
 async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:

@@ -351,9 +351,11 @@ async def test_a_long_training_leaves_no_more_than_its_last_journal_files(
     async with running_server(config, dispatch) as server:
         run = await server.create_run()
         await run.train(batch(), 30)
-        async with asyncio.timeout(10):
-            while len(files := sorted((tmp_path / "journal").iterdir())) > 2:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        async with asyncio.timeout(60):
+            # Snapshots come more slowly than these small steps: what lies between two of them is held.
+            while len(files := sorted((tmp_path / "journal").iterdir())) > 2:
+                await run.train(batch(), 1)
+                await asyncio.sleep(0.3)
         assert int(files[-1].stem) > 4, "there have been many"
 
 

@@ -22,11 +22,11 @@ from .config import (
     knob_of,
     load_config,
     shown_default,
-    state_dir_of,
+    store_config_of,
 )
 from .logs import configure_logging
 from .process import StartError, serve
-from .store import DATABASE_NAME, SqliteStore, Store
+from .store import Store, open_store
 
 FAILED = 1
 WRONGLY_USED = 2
@@ -174,6 +174,7 @@ def _add_keys(commands: _Commands) -> None:
         (revoke, _revoke_key),
     ):
         verb.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
+        verb.add_argument("--database-url", default=argparse.SUPPRESS, help="that of the server, where it has one")
         verb.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
         verb.set_defaults(run=_with_store(command))
 
@@ -182,8 +183,7 @@ def _with_store(
     command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]],
 ) -> Callable[[argparse.Namespace], int]:
     def run(options: argparse.Namespace) -> int:
-        state_dir = state_dir_of(_knob_flags(options), os.environ, _config_file(options))
-        store = SqliteStore(state_dir / DATABASE_NAME)
+        store = open_store(store_config_of(_knob_flags(options), os.environ, _config_file(options)))
         try:
             asyncio.run(command(store, options))
         finally:

@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 from ..workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.dispatch import DispatchConfig
+from .store import StoreConfig
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
@@ -35,7 +36,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Knob:
-    """What is said about a field. common: `--help` shows it.
+    """What is said about a field. common: `--help` shows it. secret: no message does.
 
     only_with: the mode in which alone it has effect. not_with: one in which it has none.
     """
@@ -46,6 +47,7 @@ class Knob:
     only_with: tuple[str, object] | None = None
     not_with: tuple[str, object] | None = None
     flag: str | None = None
+    secret: bool = False
 
 
 def between(low: float, high: float) -> Check:
@@ -68,9 +70,11 @@ def knob(
     only_with: tuple[str, object] | None = None,
     not_with: tuple[str, object] | None = None,
     flag: str | None = None,
+    secret: bool = False,
 ) -> Value:
     """A field of ServerConfig with its default."""
-    return field(default=default, metadata={"knob": Knob(help, common, check, only_with, not_with, flag)})
+    stated = Knob(help, common, check, only_with, not_with, flag, secret)
+    return field(default=default, metadata={"knob": stated}, repr=not secret)
 
 
 _DEVICE = "(auto|cpu|cuda(:[0-9]+)?)"
@@ -85,6 +89,10 @@ WITH_VLLM = ("sampler", "vllm")
 URLS = Check(
     lambda value: re.fullmatch(r"https?://[^\s,/]+[^\s,]*(,https?://[^\s,/]+[^\s,]*)*", str(value)) is not None,
     "http://HOST:PORT, or one for each base model with commas between",
+)
+DATABASE_URL = Check(
+    lambda value: re.fullmatch(r"postgresql(\+psycopg)?://[^\s]+", str(value)) is not None,
+    "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
 )
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
@@ -111,6 +119,12 @@ class ServerConfig:
     host: str = knob("127.0.0.1", "beyond loopback it takes keys", common=True)
     port: int = knob(8000, "0 = a free one, printed", common=True, check=between(0, 65535))
     state_dir: Path = knob(Path(".trainhouse"), "all state; of one server at a time", common=True)  # noqa: RUF009
+    database_url: str | None = knob(
+        None,
+        "a PostgreSQL instead of SQLite (better in the environment)",
+        check=DATABASE_URL,
+        secret=True,
+    )
     pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
@@ -222,6 +236,9 @@ class ServerConfig:
     def _devices(self) -> list[str]:
         return self.device.split(",")
 
+    def store_config(self) -> StoreConfig:
+        return StoreConfig(**_shared(self, StoreConfig))
+
     def dispatch_config(self) -> DispatchConfig:
         models = tuple(self.worker_config(model) for model in self.base_models)
         weights = {tenant.name: tenant.weight for tenant in self.tenant_weights}
@@ -267,9 +284,15 @@ def load_config(
     return config
 
 
-def state_dir_of(flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None) -> Path:
+def store_config_of(
+    flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
+) -> StoreConfig:
     """That of the server configured this way, for commands that need nothing else. Raises ConfigError."""
-    return _given(flags, environment, file).get("state_dir", ServerConfig.state_dir)
+    given = _given(flags, environment, file)
+    chosen = {entry.name: given.get(entry.name, _FIELDS[entry.name].default) for entry in fields(StoreConfig)}
+    for name, value in chosen.items():
+        _check_value(_FIELDS[name], value)
+    return StoreConfig(**chosen)
 
 
 def _given(
@@ -437,7 +460,8 @@ def _check_value(knob_field: Field, value: object) -> None:
         return
     if value == ():
         raise ConfigError(f"{flag_of(knob_field)} is not given: expected {knob.check.words}")
-    raise ConfigError(f"{knob_field.name} is {value!r}: expected {knob.check.words}")
+    shown = "malformed" if knob.secret else repr(value)
+    raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
 
 
 def _check_sampler(config: ServerConfig) -> None:

@@ -23,7 +23,7 @@ from .auth import require_keys
 from .config import ServerConfig
 from .connections import Connection
 from .services import Services
-from .store import DATABASE_NAME, SqliteStore
+from .store import open_store
 
 FORCED_STATUS = 130
 _ANSWER_SECONDS = 1.0
@@ -166,7 +166,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
 async def _has_keys(config: ServerConfig) -> bool:
     """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
     try:
-        store = SqliteStore(config.state_dir / DATABASE_NAME)
+        store = open_store(config.store_config())
     except ValueError as error:
         raise StartError(str(error)) from None
     try:

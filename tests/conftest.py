@@ -1,5 +1,6 @@
 """Shared fixtures: tiny models, made once a session."""
 
+import contextlib
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import trainhouse
 
 from .live import RUNNING, LiveServer, live_server, save_byte_tokenizer
+from .postgres import Databases, NoPostgresError, databases
 from .tiny import KINDS, tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -46,6 +48,24 @@ def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServ
     save_byte_tokenizer(model)
     with live_server({"tiny/chat": model}, tmp_path_factory.mktemp("state"), sdk_max_chunk_datums=5) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[Databases]:
+    """A running PostgreSQL."""
+    with contextlib.ExitStack() as stack:
+        try:
+            running = stack.enter_context(databases())
+        except NoPostgresError as error:
+            pytest.skip(str(error))
+        yield running
+
+
+@pytest.fixture
+def postgres_url(postgres: Databases) -> Iterator[str]:
+    """Of an empty database, for --database-url."""
+    with postgres.database() as url:
+        yield url
 
 
 @pytest.fixture(scope="session")

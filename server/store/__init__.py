@@ -3,6 +3,9 @@
 from collections.abc import Mapping
 
 from .base import Page, Store
+from .config import StoreConfig
+from .engine import DatabaseUnreachable
+from .postgres import PostgresStore
 from .records import (
     ApiKeyRecord,
     CheckpointCopyRecord,
@@ -21,7 +24,13 @@ from .records import (
 )
 from .sqlite import DATABASE_NAME, SqliteStore
 
-STORES: Mapping[str, type[SqliteStore]] = {"sqlite": SqliteStore}
+STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": SqliteStore, "postgresql": PostgresStore}
+
+
+def open_store(config: StoreConfig) -> Store:
+    """Raises ValueError when the database cannot be used."""
+    return STORES[config.scheme].open(config)
+
 
 __all__ = [
     "DATABASE_NAME",
@@ -31,9 +40,11 @@ __all__ = [
     "CheckpointKind",
     "CheckpointRecord",
     "CopyState",
+    "DatabaseUnreachable",
     "KeyCounts",
     "LeaseRecord",
     "Page",
+    "PostgresStore",
     "ResultRecord",
     "RunRecord",
     "SamplerRecord",
@@ -41,6 +52,8 @@ __all__ = [
     "SessionRecord",
     "SqliteStore",
     "Store",
+    "StoreConfig",
     "TenantRecord",
+    "open_store",
     "string_metadata",
 ]

@@ -35,11 +35,11 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
 FORMAT_VERSION = max(MIGRATIONS)
 
 
-def open_format(connection: Connection, place: str) -> None:
+def open_format(connection: Connection, place: str, flag: str) -> None:
     """Makes the tables in an empty database, migrates those of an older version; all in the caller's transaction.
 
-    Nobody else may do so meanwhile. Raises ValueError when a newer trainhouse wrote them; `place` names the database
-    to the user.
+    Nobody else may do so meanwhile. Raises ValueError when a newer trainhouse wrote them; `place` and `flag` tell the
+    user which database it is and how another is chosen.
     """
     version = _version(connection)
     if version is None:
@@ -49,7 +49,7 @@ def open_format(connection: Connection, place: str) -> None:
     if version > FORMAT_VERSION:
         raise ValueError(
             f"{place} has format {version}, this trainhouse knows formats up to {FORMAT_VERSION}: "
-            "upgrade trainhouse or choose another --state-dir"
+            f"upgrade trainhouse or choose another {flag}"
         )
     for newer in range(version + 1, FORMAT_VERSION + 1):
         for statement in MIGRATIONS[newer]:

@@ -14,8 +14,9 @@ from trainhouse.server.config import (
     load_config,
     parse_bytes,
     parse_served_model,
-    state_dir_of,
+    store_config_of,
 )
+from trainhouse.server.store import StoreConfig
 from trainhouse.workers.config import SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig
 
@@ -217,9 +218,23 @@ def test_a_weight_is_any_number_that_python_reads() -> None:
     assert [weight.weight for weight in config.tenant_weights] == [100.0, 0.5, 3.0, 2.0]
 
 
-def test_the_state_directory_is_known_without_a_base_model() -> None:
-    assert state_dir_of({}, {}, None) == Path(".trainhouse")
-    assert state_dir_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == Path("x")
+def test_where_the_store_is_is_known_without_a_base_model() -> None:
+    assert store_config_of({}, {}, None) == StoreConfig(Path(".trainhouse"))
+    assert store_config_of({}, {"TRAINHOUSE_STATE_DIR": "x"}, None) == StoreConfig(Path("x"))
+    given = {"database_url": "postgresql://h/d", "durability": "power"}
+    assert store_config_of(given, {}, None) == StoreConfig(Path(".trainhouse"), "postgresql://h/d", "power")
+    with pytest.raises(ConfigError, match="durability is 'disk'"):
+        store_config_of({"durability": "disk"}, {}, None)
+
+
+@pytest.mark.parametrize(
+    "url", ["mysql://me:geheim@h/d", "postgresql://", "me:geheim@h", "postgresql+asyncpg://me:geheim@h"]
+)
+def test_a_database_url_is_checked_and_never_shown(url: str) -> None:
+    with pytest.raises(ConfigError, match=r"database_url is malformed: expected postgresql") as refused:
+        config_of(database_url=url)
+    assert "geheim" not in str(refused.value)
+    assert "geheim" not in repr(config_of(database_url="postgresql://me:geheim@h/d"))
 
 
 def test_the_example_configuration_is_valid() -> None:

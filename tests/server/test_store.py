@@ -19,9 +19,11 @@ from trainhouse.server.store import (
     SamplerRecord,
     SqliteStore,
     Store,
+    StoreConfig,
     TenantRecord,
     string_metadata,
 )
+from trainhouse.server.store import open_store as open_configured
 from trainhouse.server.store.format import FORMAT_VERSION
 
 from .api import LORA, session_record
@@ -35,9 +37,10 @@ OpenStore = Callable[[], Store]
 def open_store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[OpenStore]:
     """Opens the same database each time."""
     opened: list[Store] = []
+    url = request.getfixturevalue("postgres_url") if request.param == "postgresql" else None
 
     def open_again() -> Store:
-        opened.append(STORES[request.param](tmp_path / "store.db"))
+        opened.append(open_configured(StoreConfig(tmp_path, url)))
         return opened[-1]
 
     yield open_again

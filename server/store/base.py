@@ -140,7 +140,8 @@ class Store:
 
     async def list_sessions(self, tenant_id: str, offset: int, limit: int) -> tuple[SessionRecord, ...]:
         """Newest first."""
-        newest = select(sessions).where(sessions.c.tenant_id == tenant_id).order_by(sessions.c.created_at.desc())
+        order = (sessions.c.created_at.desc(), sessions.c.session_id)
+        newest = select(sessions).where(sessions.c.tenant_id == tenant_id).order_by(*order)
         return await self._all(SessionRecord, newest.offset(offset).limit(limit))
 
     async def touch_sessions(self, heartbeats: Mapping[str, float]) -> None:
@@ -192,7 +193,7 @@ class Store:
         query = select(runs).where(visible)
         if project_id is not None:
             query = query.join(sessions).where(sessions.c.project_id == project_id)
-        return await self._page(RunRecord, query, runs.c.last_request_at.desc(), offset, limit)
+        return await self._page(RunRecord, query.order_by(runs.c.last_request_at.desc(), runs.c.run_id), offset, limit)
 
     async def touch_runs(self, requests: Mapping[str, float]) -> None:
         """run_id -> time of the last request. For many runs at once, now and then: not once a request."""
@@ -247,7 +248,8 @@ class Store:
     ) -> tuple[tuple[CheckpointRecord, ...], Page]:
         """Newest first."""
         query = select(checkpoints).where(checkpoints.c.tenant_id == tenant_id, _unexpired(unexpired_at))
-        return await self._page(CheckpointRecord, query, checkpoints.c.created_at.desc(), offset, limit)
+        order = (checkpoints.c.created_at.desc(), *checkpoints.primary_key)
+        return await self._page(CheckpointRecord, query.order_by(*order), offset, limit)
 
     async def list_expired_checkpoints(self, now: float) -> tuple[CheckpointRecord, ...]:
         return await self._all(CheckpointRecord, select(checkpoints).where(checkpoints.c.expires_at <= now))
@@ -401,6 +403,12 @@ class Store:
     async def newest_result(self) -> ResultRecord | None:
         return await self._one(ResultRecord, select(results).order_by(results.c.created_at.desc()).limit(1))
 
+    async def list_results(self, prefix: str) -> tuple[ResultRecord, ...]:
+        """Of the requests whose ids begin so, the oldest first."""
+        following = prefix[:-1] + chr(ord(prefix[-1]) + 1)
+        named = (results.c.request_id >= prefix) & (results.c.request_id < following)
+        return await self._all(ResultRecord, select(results).where(named).order_by(results.c.created_at))
+
     async def delete_results(self, created_before: float) -> tuple[ResultRecord, ...]:
         """The deleted ones, so that their payloads can go, too."""
         old = results.c.created_at < created_before
@@ -442,10 +450,12 @@ class Store:
         return tuple(_record(record_type, row) for row in rows)
 
     async def _page(
-        self, record_type: type[Record], query: Select, order: ColumnElement, offset: int, limit: int
+        self, record_type: type[Record], query: Select, offset: int, limit: int
     ) -> tuple[tuple[Record, ...], Page]:
+        """`query` has an order without ties, so that pages neither overlap nor leave anything out."""
+
         def statements(connection: Connection) -> tuple[Sequence[Row], int]:
-            rows = connection.execute(query.order_by(order).offset(offset).limit(limit)).all()
+            rows = connection.execute(query.offset(offset).limit(limit)).all()
             return rows, _count(connection, query)
 
         rows, total_count = await self._read(statements)
@@ -453,7 +463,7 @@ class Store:
 
 
 def _count(connection: Connection, query: Select) -> int:
-    return connection.execute(select(func.count()).select_from(query.subquery())).scalar_one()
+    return connection.execute(select(func.count()).select_from(query.order_by(None).subquery())).scalar_one()
 
 
 def _unexpired(now: float) -> ColumnElement[bool]:

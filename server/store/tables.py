@@ -3,11 +3,14 @@
 A change here needs a new FORMAT_VERSION and a migration: see format.py.
 """
 
+import re
+
 from sqlalchemy import (
     JSON,
     BigInteger,
     Boolean,
     Column,
+    Dialect,
     Float,
     ForeignKey,
     Index,
@@ -15,8 +18,22 @@ from sqlalchemy import (
     MetaData,
     String,
     Table,
+    TypeDecorator,
     UniqueConstraint,
 )
+
+_UNSTORABLE = re.compile("[\0\ud800-\udfff]")
+
+
+class Text(TypeDecorator):
+    """NUL and lone surrogates, which JSON can hold and databases cannot, become U+FFFD: in rows and in questions."""
+
+    impl = String
+    cache_ok = True
+
+    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
+        return None if value is None else _UNSTORABLE.sub("\ufffd", value)
+
 
 metadata = MetaData()
 
@@ -25,8 +42,8 @@ format_table = Table("format", metadata, Column("version", Integer, nullable=Fal
 tenants = Table(
     "tenants",
     metadata,
-    Column("tenant_id", String, primary_key=True),
-    Column("name", String, nullable=False, unique=True),
+    Column("tenant_id", Text, primary_key=True),
+    Column("name", Text, nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
 )
 
@@ -35,7 +52,7 @@ api_keys = Table(
     metadata,
     Column("key_id", Integer, primary_key=True, autoincrement=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("key_hash", String, nullable=False, unique=True),
+    Column("key_hash", Text, nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
     Column("scopes", JSON(none_as_null=True)),
@@ -45,19 +62,19 @@ api_keys = Table(
 sessions = Table(
     "sessions",
     metadata,
-    Column("session_id", String, primary_key=True),
+    Column("session_id", Text, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
     Column("created_at", Float, nullable=False),
     Column("last_heartbeat_at", Float, nullable=False),
     Column("finished_at", Float, index=True),
-    Column("end", String),
-    Column("end_detail", String),
+    Column("end", Text),
+    Column("end_detail", Text),
     Column("tags", JSON, nullable=False),
     Column("user_metadata", JSON(none_as_null=True)),
-    Column("sdk_version", String),
-    Column("project_id", String),
-    Column("display_name", String),
-    Column("idempotency_key", String),
+    Column("sdk_version", Text),
+    Column("project_id", Text),
+    Column("display_name", Text),
+    Column("idempotency_key", Text),
     UniqueConstraint("tenant_id", "idempotency_key"),
     Index("sessions_by_tenant", "tenant_id", "created_at"),
 )
@@ -65,10 +82,10 @@ sessions = Table(
 runs = Table(
     "runs",
     metadata,
-    Column("run_id", String, primary_key=True),
+    Column("run_id", Text, primary_key=True),
     Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", String, nullable=False),
+    Column("base_model", Text, nullable=False),
     Column("lora", JSON, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("last_request_at", Float, nullable=False),
@@ -80,16 +97,16 @@ checkpoints = Table(
     "checkpoints",
     metadata,
     Column("run_id", ForeignKey("runs.run_id"), primary_key=True),
-    Column("kind", String, primary_key=True),
-    Column("name", String, primary_key=True),
+    Column("kind", Text, primary_key=True),
+    Column("name", Text, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("directory", String, nullable=False),
+    Column("directory", Text, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False),
     Column("user_metadata", JSON(none_as_null=True)),
-    Column("base_model", String, nullable=False),
+    Column("base_model", Text, nullable=False),
     Column("lora", JSON, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
     Index("checkpoints_by_tenant", "tenant_id", "created_at"),
@@ -98,36 +115,36 @@ checkpoints = Table(
 samplers = Table(
     "samplers",
     metadata,
-    Column("sampler_id", String, primary_key=True),
+    Column("sampler_id", Text, primary_key=True),
     Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("base_model", String, nullable=False),
+    Column("base_model", Text, nullable=False),
     Column("created_at", Float, nullable=False),
-    Column("kind", String, nullable=False),
-    Column("model_path", String),
-    Column("run_id", String),
-    Column("directory", String),
+    Column("kind", Text, nullable=False),
+    Column("model_path", Text),
+    Column("run_id", Text),
+    Column("directory", Text),
 )
 
 results = Table(
     "results",
     metadata,
-    Column("request_id", String, primary_key=True),
+    Column("request_id", Text, primary_key=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
-    Column("place", String, nullable=False),
+    Column("place", Text, nullable=False),
     Column("size_bytes", BigInteger, nullable=False),
-    Column("encoding", String, nullable=False),
+    Column("encoding", Text, nullable=False),
     Column("created_at", Float, nullable=False, index=True),
 )
 
 checkpoint_copies = Table(
     "checkpoint_copies",
     metadata,
-    Column("directory", String, primary_key=True),
-    Column("mirror", String, primary_key=True),
-    Column("url", String, nullable=False),
-    Column("state", String, nullable=False),
-    Column("error", String),
+    Column("directory", Text, primary_key=True),
+    Column("mirror", Text, primary_key=True),
+    Column("url", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("error", Text),
     Column("num_tries", Integer, nullable=False),
     Column("updated_at", Float, nullable=False),
 )
@@ -135,9 +152,9 @@ checkpoint_copies = Table(
 leases = Table(
     "leases",
     metadata,
-    Column("base_model", String, primary_key=True),
-    Column("holder", String, nullable=False),
-    Column("url", String, nullable=False),
+    Column("base_model", Text, primary_key=True),
+    Column("holder", Text, nullable=False),
+    Column("url", Text, nullable=False),
     Column("epoch", BigInteger, nullable=False),
     Column("expires_at", Float, nullable=False),
 )

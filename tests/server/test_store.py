@@ -6,8 +6,10 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from sqlalchemy import text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 from trainhouse.server.store import (
     STORES,
@@ -25,6 +27,7 @@ from trainhouse.server.store import (
 )
 from trainhouse.server.store import open_store as open_configured
 from trainhouse.server.store.format import FORMAT_VERSION
+from trainhouse.server.store.tables import format_table
 
 from .api import LORA, session_record
 
@@ -264,6 +267,10 @@ async def test_listings_are_pages_with_a_total(open_store: OpenStore) -> None:
     records, page = await store.list_checkpoints("t", unexpired_at=10.0, offset=1, limit=2)
     assert [record.name for record in records] == ["c3", "c2"]
     assert (page.offset, page.limit, page.total_count) == (1, 2, 5)
+    for number in range(5, 30):
+        await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=7.0), overwrite=False)
+    pages = [(await store.list_checkpoints("t", 10.0, offset, 7))[0] for offset in range(0, 30, 7)]
+    assert len({record.name for part in pages for record in part}) == 30
     assert [record.name for record in await store.list_expired_checkpoints(10.0)] == ["expired"]
     assert await store.list_expired_checkpoints(9.9) == ()
 
@@ -363,14 +370,12 @@ async def test_results_go_by_age(open_store: OpenStore) -> None:
     assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
 
 
-async def test_a_newer_format_is_refused(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    SqliteStore(path).close()
-    with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE format SET version = ?", (FORMAT_VERSION + 1,))
-    connection.close()
+async def test_a_newer_format_is_refused(open_store: OpenStore) -> None:
+    store = open_store()
+    newer = update(format_table).values(version=FORMAT_VERSION + 1)
+    await asyncio.wrap_future(store.write(lambda connection: connection.execute(newer) and None))
     with pytest.raises(ValueError, match=rf"has format {FORMAT_VERSION + 1}.*upgrade trainhouse"):
-        SqliteStore(path)
+        open_store()
 
 
 async def test_format_1_is_migrated_with_its_rows(tmp_path: Path) -> None:
@@ -423,17 +428,40 @@ async def test_a_failed_migration_leaves_the_file_as_it_was(tmp_path: Path) -> N
     assert schema(path) == before
 
 
-async def test_two_processes_may_write_one_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("durability", "synchronous"), [("process", 1), ("power", 2)])
+async def test_sqlite_waits_for_the_disk_where_power_may_fail(
+    tmp_path: Path, durability: Literal["process", "power"], synchronous: int
+) -> None:
+    store = open_configured(StoreConfig(tmp_path, durability=durability))
+    for ask in (store.write, store.read):
+        asked = ask(lambda connection: connection.execute(text("PRAGMA synchronous")).scalar_one())
+        assert await asyncio.wrap_future(asked) == synchronous  # NORMAL, FULL
+    store.close()
+
+
+async def test_text_that_databases_cannot_hold_is_no_error(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    for number, odd in enumerate(("a\0b", "a\ud800b")):
+        names = {"display_name": odd, "idempotency_key": odd + str(number)}
+        record = session_record(f"odd{number}", "t", tags=(odd,), user_metadata={odd: odd}, **names)
+        assert await store.insert_session(record) == record
+        stored = await store.get_session(record.session_id)
+        assert stored is not None and stored.display_name == "a\ufffdb"
+        assert (stored.tags, stored.user_metadata) == ((odd,), {odd: odd})
+        again = await store.insert_session(dataclasses.replace(record, session_id="again"))
+        assert again.session_id == record.session_id
+        assert await store.get_run(odd) is None
+
+
+async def test_two_processes_may_write_one_database(open_store: OpenStore) -> None:
     """As `trainhouse keys` does beside a server: neither sees a locked database."""
-    stores = [SqliteStore(tmp_path / "store.db") for _ in range(2)]
+    stores = [open_store() for _ in range(2)]
     await filled(stores[0])
     puts = [
         stores[number % 2].put_results([ResultRecord(str(number), "t", "p", 1, "json", 1.0)]) for number in range(60)
     ]
     await asyncio.gather(*puts)
     assert len(await stores[1].delete_results(created_before=2.0)) == 60
-    for store in stores:
-        store.close()
 
 
 def test_metadata_values_become_strings() -> None:

@@ -1,38 +1,83 @@
-"""Completions: which sampling requests of one client of a sampler have ended, in the order in which they ended."""
+"""Completions: which sampling requests of one client of a sampler have ended, for who waits for many at once."""
 
 import asyncio
+import secrets
 from collections import deque
 
-from ..schemas.errors import RequestError
 from ..schemas.futures import FutureCompletion
+from .futures import Ended, Futures
 
 CLONE_SEQ_IDS = 1_000_000_000
 """Clone n of a sampling client numbers its requests from n times this."""
 
+_EPOCH_BITS, _NUMBER_BITS = 20, 32
+"""Of a cursor, which JSON carries as a float of 53 bits."""
+
+
+class Completions:
+    """By sampler and clone, from when a client first asks; `ended` tells of what ends."""
+
+    def __init__(self, futures: Futures) -> None:
+        self._futures = futures
+        self._logs: dict[tuple[str, int], CompletionLog] = {}
+
+    def ended(self, sampler_id: str, ended: Ended) -> None:
+        if log := self._logs.get((sampler_id, _clone_of(ended.request_id))):
+            log.add(ended)
+
+    async def log(self, sampler_id: str, clone: int) -> "CompletionLog":
+        """With all that has ended, also before an earlier process died, and has not been seen."""
+        log = self._logs.get((sampler_id, clone))
+        if log is None:
+            log = self._logs[sampler_id, clone] = CompletionLog()
+            log.filling = asyncio.create_task(self._fill(log, sampler_id, clone))
+        await asyncio.shield(log.filling)
+        return log
+
+    def forget(self, sampler_id: str) -> None:
+        """Its session has ended."""
+        for key in [key for key in self._logs if key[0] == sampler_id]:
+            del self._logs[key]
+
+    async def _fill(self, log: "CompletionLog", sampler_id: str, clone: int) -> None:
+        for ended in await self._futures.ended(f"{sampler_id}:"):
+            if _clone_of(ended.request_id) == clone:
+                log.add(ended)
+
 
 class CompletionLog:
-    """Entries are numbered from 1; a cursor is the number of the last one seen. Seen entries are let go."""
+    """Entries are numbered from 1. A cursor is the number of the last one seen, with a number of the log's own in front
+    of it: one of an earlier process has seen nothing here. Seen entries are let go.
+    """
 
     def __init__(self) -> None:
+        self.filling: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.grown = asyncio.Event()
+        self._epoch = secrets.randbelow((1 << _EPOCH_BITS) - 1) + 1
         self._unseen: deque[FutureCompletion] = deque()
         self._num_seen = 0
-        self.grown = asyncio.Event()
 
     @property
     def cursor(self) -> int:
-        return self._num_seen + len(self._unseen)
+        return (self._epoch << _NUMBER_BITS) + self._num_seen + len(self._unseen)
 
-    def add(self, completion: FutureCompletion) -> None:
-        self._unseen.append(completion)
+    def add(self, ended: Ended) -> None:
+        """Known ones, while the log is being filled: no-op."""
+        if not self.filling.done() and any(one.request_id == ended.request_id for one in self._unseen):
+            return
+        self._unseen.append(
+            FutureCompletion(
+                state="failed" if ended.is_error else "finished",
+                request_id=ended.request_id,
+                response_payload_uncompressed_size=None if ended.is_error else ended.num_bytes,
+            )
+        )
         self.grown.set()
 
     def see(self, cursor: int) -> None:
-        """Lets go of entries up to `cursor`. Raises RequestError 410 for a cursor of an earlier server process."""
-        if cursor > self.cursor:
-            raise RequestError(
-                f"cursor {cursor} is beyond {self.cursor}: the server restarted since; make a new sampling client", 410
-            )
-        while self._num_seen < cursor:
+        """Lets go of entries up to `cursor`."""
+        epoch, number = cursor >> _NUMBER_BITS, cursor & ((1 << _NUMBER_BITS) - 1)
+        while epoch == self._epoch and self._num_seen < number and self._unseen:
             self._unseen.popleft()
             self._num_seen += 1
         if not self._unseen:
@@ -40,3 +85,7 @@ class CompletionLog:
 
     def unseen(self) -> tuple[FutureCompletion, ...]:
         return tuple(self._unseen)
+
+
+def _clone_of(request_id: str) -> int:
+    return int(request_id.rpartition(":")[2]) // CLONE_SEQ_IDS

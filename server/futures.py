@@ -57,6 +57,15 @@ def failure(message: str, category: Category) -> Result:
     return Result(RequestFailed(error=message, category=category).model_dump_json().encode(), encoding)
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What of a result is known without its body. num_bytes: of that."""
+
+    request_id: str
+    is_error: bool
+    num_bytes: int
+
+
 @dataclass(eq=False, slots=True)
 class Future:
     """One accepted operation's result, or the place for it.
@@ -118,6 +127,14 @@ class Futures:
     async def earlier(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
         """How those of them were answered that an earlier process answered, or was about to."""
         return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
+
+    async def ended(self, prefix: str) -> list[Ended]:
+        """Of the requests whose ids begin so, those that have a result, of earlier processes, too."""
+        here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
+        stored = await self._store.list_results(prefix)
+        known = {one.request_id: Ended(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored}
+        known |= {one.request_id: Ended(one.request_id, one.result.is_error, _size(one)) for one in here if one.result}
+        return list(known.values())
 
     @property
     def num_stored(self) -> int:

@@ -8,8 +8,9 @@ import asyncio
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
 from pathlib import Path
@@ -20,7 +21,6 @@ from ..schemas.checkpoints import SaveWeightsForSamplerRequest
 from ..schemas.codec import CsrLayout, csr_layout_from_json, encode_sample_response, tensor_from_json
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.futures import (
-    FutureCompletion,
     Pending,
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
@@ -34,9 +34,10 @@ from ..workers.verbs import ModelInfo, SampledPart, SampleJob, WorkerLost
 from .auth import Tenant
 from .bodies import BodyLimits, Received
 from .checkpoints import Checkpoints
-from .completions import CLONE_SEQ_IDS, CompletionLog
+from .completions import Completions
 from .ephemeral import EphemeralWeights
-from .futures import Future, Futures, Result
+from .futures import Ended, Future, Futures, Result
+from .history import STRIKE
 from .journal import Header, Journal, Journaled
 from .journaled import decode_entry
 from .quotas import Admission
@@ -61,7 +62,6 @@ class Sampler:
 
     first_seq_id: of the requests that leave theirs out, not 0 where an earlier process has made the sampler. accepted:
     seq_id -> its submit being journaled, None once it was. under_way: ids of the jobs that are loading or sampling.
-    completions: by clone.
     """
 
     record: SamplerRecord
@@ -72,10 +72,6 @@ class Sampler:
     under_way: set[str] = field(default_factory=set)
     drawing_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_joined: int = 0
-    completions: dict[int, CompletionLog] = field(default_factory=dict)
-
-    def completions_of(self, clone: int) -> CompletionLog:
-        return self.completions.setdefault(clone, CompletionLog())
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)
@@ -122,6 +118,7 @@ class Samplers:
         self._recordings = recordings
         self._weights = weights
         self._limits = limits
+        self._completions = Completions(futures)
         self._samplers: dict[str, Sampler] = {}
         self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
         self._one_shots: dict[_Weights, str] = {}
@@ -141,28 +138,35 @@ class Samplers:
 
     async def resume(self, journaled: Iterable[Journaled]) -> set[Place]:
         """Takes up the requests that an earlier process has not answered; returns what of the journal they need."""
-        held: set[Place] = set()
+        strikes: dict[str, list[Place]] = defaultdict(list)
+        waiting: dict[str, Journaled] = {}
         for one in journaled:
-            sampler = self._samplers.get(one.header.run_id)
-            if one.header.kind != "sample" or sampler is None or sampler.record.base_model not in self._dispatch.models:
+            if one.header.run_id in self._samplers and one.header.kind == STRIKE:
+                strikes[one.header.request_id].append(one.place)
+            elif one.header.run_id in self._samplers and one.header.kind == "sample":
+                waiting[one.header.request_id] = one
+        answered = await self._futures.earlier(list(waiting))
+        held: set[Place] = set()
+        for request_id, one in waiting.items():
+            if request_id in answered:
                 continue
-            if not await self._futures.has_result(one.header.request_id) and one.header.seq_id not in sampler.accepted:
-                try:
-                    await self._resume(sampler, one)
-                except (RequestError, OSError, ValueError) as error:
-                    logger.error("%s cannot be taken up again: %s", one.header.request_id, error)
-                else:
-                    held.add(one.place)
+            try:
+                await self._resume(one, [one.place, *strikes[request_id]])
+            except (RequestError, OSError, ValueError) as error:
+                logger.error("%s cannot be taken up again: %s", request_id, error)
+            else:
+                held |= {one.place, *strikes[request_id]}
         return held
 
-    async def _resume(self, sampler: Sampler, one: Journaled) -> None:
+    async def _resume(self, one: Journaled, held: list[Place]) -> None:
         header = one.header
+        sampler = self._samplers[header.run_id]
+        model = require_served(self._dispatch, sampler.record.base_model)
         request = await decode_entry(await self._journal.read(one.place), self._limits)
         assert isinstance(request, SampleRequest)
-        model = self._dispatch.models[sampler.record.base_model]
         job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
         sampler.accepted[header.seq_id] = None
-        self._begin(job, one.place, None)
+        self._begin(job, _Held(header, held), None)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -230,6 +234,7 @@ class Samplers:
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
+            self._completions.forget(sampler.record.sampler_id)
             for request_id in sampler.under_way:
                 self._dispatch.cancel(request_id)
         self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
@@ -358,7 +363,7 @@ class Samplers:
         """What ended after `prev_cursor`, waiting for something to end. Raises RequestError 404 and 410."""
         sampler = await self.get(tenant, request.target.sampling_session_id)
         self._sessions.heard_of(sampler.record.session_id)
-        log = sampler.completions_of(request.target.cloned_sampler_id)
+        log = await self._completions.log(sampler.record.sampler_id, request.target.cloned_sampler_id)
         log.see(request.prev_cursor)
         await self._futures.long_poll(log.grown, seconds)
         return RetrieveFuturesResponse(completions=log.unseen(), cursor=log.cursor)
@@ -419,20 +424,22 @@ class Samplers:
             admission.release()
             raise
         sampler.accepted[seq_id] = None
-        performing = self._begin(job, place, admission)
+        performing = self._begin(job, _Held(header, [place]), admission)
         # A task that is cancelled before its first step releases nothing by itself.
         performing.add_done_callback(lambda _: admission.release())
 
-    def _begin(self, job: "SamplingJob", place: Place, admission: Admission | None) -> asyncio.Task[None]:
+    def _begin(self, job: "SamplingJob", held: "_Held", admission: Admission | None) -> asyncio.Task[None]:
         """admission: None for a request that an earlier process accepted."""
         record = job.sampler.record
+        job.held, job.num_strikes = held, len(held.places) - 1
         future = self._futures.create(
-            job.request_id,
-            record.tenant_id,
-            partial(self._pending, record.base_model),
-            partial(self._journal.release, place),
+            job.request_id, record.tenant_id, partial(self._pending, record.base_model), partial(self._release, held)
         )
         return self._in_background(self._perform(job, future, admission))
+
+    def _release(self, held: "_Held") -> None:
+        for place in held.places:
+            self._journal.release(place)
 
     def _job(
         self, sampler: Sampler, request: SampleRequest, request_id: str, stops: "Stops | None" = None
@@ -444,15 +451,9 @@ class Samplers:
 
     async def _perform(self, job: "SamplingJob", future: Future, admission: Admission | None) -> None:
         await self._resolve(job, future, admission)
-        result = future.result
-        assert result is not None
-        completion = FutureCompletion(
-            state="failed" if result.is_error else "finished",
-            request_id=job.request_id,
-            response_payload_uncompressed_size=None if result.is_error else len(result.body),
-        )
-        clone = int(job.request_id.rpartition(":")[2]) // CLONE_SEQ_IDS
-        job.sampler.completions_of(clone).add(completion)
+        assert future.result is not None
+        ended = Ended(job.request_id, future.result.is_error, len(future.result.body))
+        self._completions.ended(job.sampler.record.sampler_id, ended)
 
     async def _resolve(self, job: "SamplingJob", future: Future, admission: Admission | None) -> None:
         try:
@@ -479,17 +480,16 @@ class Samplers:
         sampler.under_way.add(job.request_id)
         telling = _Telling(on_progress)
         work = job.for_worker(streams=on_progress is not None)
-        num_strikes = 0
         try:
             while True:
                 loading = await self._load(sampler)
                 try:
                     return await self._dispatch.sample(sampler.record.base_model, work, telling.tell)
                 except WorkerLost as lost:
-                    num_strikes += lost.alone
                     self._load_again(sampler, loading)
-                    if telling.has_told or num_strikes >= _MOST_STRIKES:
+                    if telling.has_told:
                         raise
+                    await self._count_strike(job, lost)
                 except OperationError as error:
                     if error.category == "server":
                         self._load_again(sampler, loading)
@@ -497,16 +497,36 @@ class Samplers:
         finally:
             sampler.under_way.discard(job.request_id)
 
+    async def _count_strike(self, job: "SamplingJob", lost: WorkerLost) -> None:
+        """Durable where there is room. Raises OperationError at the last."""
+        if not lost.alone:
+            return
+        job.num_strikes += 1
+        if job.held is not None:
+            try:
+                job.held.places.append(await self._journal.append(replace(job.held.header, kind=STRIKE, drawn={})))
+            except RequestError as error:
+                logger.error("%s: a strike is not journaled: %s", job.request_id, error)
+        if job.num_strikes >= _MOST_STRIKES:
+            raise OperationError(
+                f"the worker died {_MOST_STRIKES} times while it did nothing but this request ({lost}): it is not "
+                "tried again"
+            )
+
     async def _load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
         """Its adapter, once, for whoever comes first; returns that loading, None where there is nothing to load."""
         if sampler.record.kind == "base":
             return None
+        num_strikes = 0
         while True:
             loading = sampler.loading = sampler.loading or asyncio.create_task(self._load_now(sampler))
             try:
                 await asyncio.shield(loading)
-            except WorkerLost:
+            except WorkerLost as lost:
+                num_strikes += lost.alone
                 self._load_again(sampler, loading)
+                if num_strikes >= _MOST_STRIKES:
+                    raise
             except (OperationError, RequestError):
                 self._load_again(sampler, loading)
                 raise
@@ -595,8 +615,19 @@ class Stops:
     strings: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True)
+class _Held:
+    """What the journal has of a request until its result is stored: itself first, and then its strikes."""
+
+    header: Header
+    places: list[Place]
+
+
 class SamplingJob:
-    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
+    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request.
+
+    num_strikes: deaths of workers that did nothing else.
+    """
 
     def __init__(
         self,
@@ -617,6 +648,8 @@ class SamplingJob:
         self._seed = drawn if request.sampling_params.seed is None else request.sampling_params.seed
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
+        self.held: _Held | None = None
+        self.num_strikes = 0
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)

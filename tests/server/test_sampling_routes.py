@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.verbs import WorkerLost
 
 from .real import (
     BOB,
@@ -268,7 +269,7 @@ async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server
     sampler_id = await base_sampler(server)
     target = {"sampling_session_id": sampler_id}
     nothing = await server.post("retrieve_futures", {"target": target, "timeout": 0})
-    assert nothing == {"completions": [], "cursor": 0}
+    assert nothing["completions"] == []
     waiting = asyncio.create_task(server.post("retrieve_futures", {"target": target}))
     await server.post("asample", sample_body(sampler_id, 0))
     first = await waiting
@@ -279,10 +280,83 @@ async def test_one_poll_tells_of_all_samples_that_ended_in_order_and_once(server
     no_tokenizer = sample_body(sampler_id, 1, sampling_params={"max_tokens": 4, "stop": ["x"]})
     await server.post("asample", no_tokenizer)
     second = await server.post("retrieve_futures", {"target": target, "prev_cursor": first["cursor"]})
-    assert second == {"completions": [{"state": "failed", "request_id": f"{sampler_id}:1"}], "cursor": 2}
+    assert second["completions"] == [{"state": "failed", "request_id": f"{sampler_id}:1"}]
     clone = {"sampling_session_id": sampler_id, "cloned_sampler_id": 7}
     await server.post("asample", sample_body(sampler_id, 7_000_000_001))
     of_clone = await server.post("retrieve_futures", {"target": clone})
     assert [one["request_id"] for one in of_clone["completions"]] == [f"{sampler_id}:7000000001"]
-    await server.post("retrieve_futures", {"target": target, "prev_cursor": 99, "timeout": 0}, status=410)
+    of_another_process = {"target": target, "prev_cursor": 99, "timeout": 0}
+    assert (await server.post("retrieve_futures", of_another_process))["completions"] == second["completions"]
     await server.post("retrieve_futures", {"target": target, "timeout": 0}, key=BOB, status=404)
+
+
+async def test_one_poll_tells_also_of_samples_that_ended_before_a_restart(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with running_server(config, dispatch) as server:
+        sampler_id = await base_sampler(server)
+        target = {"sampling_session_id": sampler_id}
+        for seq_id in (0, 1):
+            await server.post("asample", sample_body(sampler_id, seq_id))
+        cursor = 0
+        for _ in range(2):
+            cursor = (await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor}))["cursor"]
+        await sample(server, sample_body(sampler_id, 2))
+        of_clone = await server.post("asample", sample_body(sampler_id, 1_000_000_000))
+        await server.result(of_clone["request_id"])
+    async with running_server(config, dispatch) as server:
+        told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor, "timeout": 0})
+        assert f"{sampler_id}:2" in [one["request_id"] for one in told["completions"]]
+        assert of_clone["request_id"] not in [one["request_id"] for one in told["completions"]]
+        assert all(one["response_payload_uncompressed_size"] > 0 for one in told["completions"])
+        await server.post("asample", sample_body(sampler_id, 3))
+        later = await server.post("retrieve_futures", {"target": target, "prev_cursor": told["cursor"]})
+        assert [one["request_id"] for one in later["completions"]] == [f"{sampler_id}:3"]
+
+
+async def test_a_sample_that_workers_die_of_fails_at_the_third_time_also_over_a_restart(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deaths = asyncio.Semaphore(0)
+    num_deaths = 0
+
+    async def dies(*_: object) -> None:
+        nonlocal num_deaths
+        await deaths.acquire()
+        num_deaths += 1
+        raise WorkerLost("the worker died", alone=True)
+
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    monkeypatch.setattr(dispatch, "sample", dies)
+    async with running_server(config, dispatch) as server:
+        sampler_id = await base_sampler(server)
+        await server.post("asample", sample_body(sampler_id, 0))
+        for _ in range(2):
+            deaths.release()
+        async with asyncio.timeout(10):
+            while num_deaths < 2 or not deaths.locked():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.05)
+    async with running_server(config, dispatch) as server:
+        deaths.release()
+        failed = await server.result(f"{sampler_id}:0")
+        assert "died 3 times" in failed["error"] and num_deaths == 3
+
+
+async def test_an_adapter_that_workers_die_of_loading_is_given_up(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def dies(*_: object) -> None:
+        raise WorkerLost("the worker died", alone=True)
+
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:
+        run = await server.create_run()
+        path = (await run.do("save_weights_for_sampler", path="a"))["path"]
+        body = {"session_id": run.session_id, "sampling_session_seq_id": 0, "model_path": path}
+        sampler_id = (await server.post("create_sampling_session", body))["sampling_session_id"]
+        monkeypatch.setattr(dispatch, "load_adapter", dies)
+        await server.post("asample", sample_body(sampler_id, 0))
+        assert "died" in (await server.result(f"{sampler_id}:0"))["error"]
+        monkeypatch.undo()
+        assert (await sample(server, sample_body(sampler_id, 1))).sequences

@@ -145,8 +145,17 @@ class Cursor(Wire):
     total_count: int
 
 
+class CheckpointCopy(Wire):
+    """At a mirror. error: why the last try failed; there will be another."""
+
+    url: str
+    state: Literal["waiting", "copied", "failed"]
+    updated_at: datetime
+    error: str | None = None
+
+
 class Checkpoint(Wire):
-    """checkpoint_id: `weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`."""
+    """checkpoint_id: `weights/NAME`, `sampler_weights/NAME` or `external_weights/NAME`. copies: None = no mirrors."""
 
     checkpoint_id: str
     checkpoint_type: Literal["training", "sampler", "external"]
@@ -156,6 +165,7 @@ class Checkpoint(Wire):
     public: bool = False
     user_metadata: dict[str, str] | None = None
     expires_at: datetime | None = None
+    copies: list[CheckpointCopy] | None = None
 
 
 class TrainingRun(Wire):

@@ -1,8 +1,7 @@
-"""Checkpoints: names <-> places. Written aside, published by one rename and one row, aged, copied, given access to.
+"""Checkpoints: names <-> files. Written aside, published by one row, aged, copied, given access to.
 
-Layout below state_dir/checkpoints: RUN/KIND/NAME.VERSION, with .staging-* beside them while they are written. A
-directory without a row is nothing and is swept at start: a torn checkpoint is never listed, and one saved over
-another is the new one or the old one.
+A directory without a row is nothing and is swept at start: a torn checkpoint is never listed, and one saved over
+another is the new one or the old one. Where the files lie is CheckpointFiles', their copies are the Mirror's.
 """
 
 import asyncio
@@ -11,25 +10,27 @@ import logging
 import os
 import re
 import secrets
-import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine
-from contextlib import asynccontextmanager
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
 from .auth import Auth, Tenant
-from .manifest import listed_files, read_manifest, seal, sync_directory
-from .store import CheckpointKind, CheckpointRecord, RunRecord, SessionRecord, Store
+from .checkpoint_files import CheckpointFiles, PlaceConfig, link_files
+from .mirror import Mirror
+from .places import PlaceError, Places
+from .store import CheckpointCopyRecord, CheckpointKind, CheckpointRecord, RunRecord, SessionRecord, Store
 
 logger = logging.getLogger(__name__)
 
 MANIFEST_FORMAT = 1
 URL_LIFETIME_SECONDS = 3600
-_STAGING = ".staging-"
 _NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
 _EXPIRY_PERIOD_SECONDS = 10.0
 _SECRET_BYTES = 32
@@ -38,27 +39,38 @@ _SECRET_BYTES = 32
 class Checkpoints:
     """The owner may do everything; everyone reads what is public, and whoever shows the owner's key as access token."""
 
-    def __init__(self, store: Store, auth: Auth, state_dir: Path, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        store: Store,
+        auth: Auth,
+        state_dir: Path,
+        clock: Callable[[], float] = time.time,
+        config: PlaceConfig = PlaceConfig(),  # noqa: B008
+    ) -> None:
         self._store = store
         self._auth = auth
-        self._root = state_dir.absolute() / "checkpoints"
+        self._places = Places(config.pauses_seconds)
+        self._mirror = Mirror(store, self._places, config)
+        self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.copies)
         self._secret_file = state_dir / "url_secret"
         self._secret = b""
         self._clock = clock
-        self._aging: asyncio.Task[None] | None = None
+        self._tasks: list[asyncio.Task[None]] = []
 
     async def start(self) -> None:
         """Sweeps what a crash left behind, and from now on deletes what expires."""
         self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
         runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
-        await asyncio.to_thread(_sweep, self._root, runs, published)
-        self._aging = asyncio.create_task(self._expire_in_time())
+        await self._files.sweep(runs, published)
+        await self._mirror.start(self._files, published)
+        self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
 
     async def close(self) -> None:
-        if self._aging is not None:
-            self._aging.cancel()
-            await asyncio.gather(self._aging, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, self._mirror.close(), self._files.close(), return_exceptions=True)
+        self._places.close()
 
     @asynccontextmanager
     async def writing(
@@ -81,18 +93,30 @@ class Checkpoints:
         if not overwrite:
             await self._require_free(draft)
 
-        async def insert(record: CheckpointRecord) -> None:
-            replaced = await self._store.put_checkpoint(record, overwrite)
-            if replaced is not None:
-                await asyncio.to_thread(_remove, Path(replaced.directory))
-
-        async with self._publishing(draft, insert, request_id) as staging:
+        async with self._files.staging(draft.directory) as staging:
             yield staging
+            about = _about(draft, request_id)
+            bring = partial(self._files.publish, staging, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, partial(self._insert, overwrite)))
 
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
-        """Whether this very save published it, before a crash took its answer."""
+        """Whether this very save published it, before a crash took its answer. Raises OperationError (server)."""
         record = await self._find(run.run_id, kind, name)
-        return record is not None and await asyncio.to_thread(_saved_by, Path(record.directory)) == request_id
+        return record is not None and (await self._files.manifest(record.directory)).get("request_id") == request_id
+
+    def reading(self, checkpoint: CheckpointRecord) -> AbstractAsyncContextManager[Path]:
+        """Its files in a local directory, as its manifest says, for as long as the block lasts.
+
+        Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
+        """
+        return self._files.reading(checkpoint.directory)
+
+    async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
+        """Directory -> its copies at mirrors."""
+        found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
+        for copy in await self._store.list_copies([checkpoint.directory for checkpoint in checkpoints]):
+            found[copy.directory].append(copy)
+        return found
 
     async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
         """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
@@ -117,8 +141,10 @@ class Checkpoints:
         return record
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
-        await self._store.delete_checkpoint(checkpoint)
-        await asyncio.to_thread(_remove, Path(checkpoint.directory))
+        """Its copies at mirrors go behind it."""
+        async with self._mirror.forgetting(checkpoint.directory):
+            await self._store.delete_checkpoint(checkpoint)
+        await self._files.remove(checkpoint.directory)
 
     async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
         await self._store.set_checkpoint_public(checkpoint, public)
@@ -131,7 +157,7 @@ class Checkpoints:
         """A copy whose run is new and cannot be trained on: `to`, not in the store yet, has ended already.
 
         The files are shared with the source where the file system can. The same idempotency key of the same tenant
-        answers the same copy.
+        answers the same copy. Raises RequestError 503 where the source cannot be read or the copy not be written.
         """
         if known := await self._store.find_copy(to):
             return known
@@ -147,25 +173,27 @@ class Checkpoints:
             user_metadata={"copied_from": source.tinker_path},
         )
         draft = self._draft(run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer)
-        async with self._publishing(draft, lambda record: self._store.insert_copy(to, run, record)) as staging:
-            await asyncio.to_thread(_link_files, Path(source.directory), staging)
+        with _refusing():
+            await self._copy(source, draft, partial(self._store.insert_copy, to, run))
         return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
-        """What can be downloaded without a key for the next URL_LIFETIME_SECONDS."""
+        """What can be downloaded without a key for the next URL_LIFETIME_SECONDS. RequestError 503."""
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
-        files = await asyncio.to_thread(listed_files, Path(checkpoint.directory))
+        with _refusing():
+            files = (await self._files.manifest(checkpoint.directory))["files"]
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
     async def signed_file(self, path: str, signed: "SignedFile") -> Path:
-        """The file of a checkpoint that `sign_files` has signed. Raises RequestError 403, 404."""
+        """The file of a checkpoint that `sign_files` has signed, to be opened at once. Raises RequestError 403, 503."""
         record = await self._find(*parse_path(path))
         expected = "" if record is None else self._signature(record, signed.name, signed.expires)
         if record is None or not hmac.compare_digest(expected.encode(), signed.signature.encode()):
             raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: ask for new URLs", 403)
-        return Path(record.directory) / signed.name
+        with _refusing():
+            return await self._files.file(record.directory, signed.name)
 
     async def expire(self) -> None:
         """Deletes what has outlived its time to live; none of it was to be seen any more."""
@@ -179,10 +207,17 @@ class Checkpoints:
 
     async def _follow_moved_root(self, directories: Collection[str]) -> Collection[str]:
         """The state directory may lie elsewhere than when the rows were written. Answers the directories as of now."""
-        places = {directory: str(self._root.joinpath(*Path(directory).parts[-3:])) for directory in directories}
-        if moves := {old: new for old, new in places.items() if old != new}:
+        moves = await self._files.follow_moved_root(directories)
+        await self._mirror.follow(moves)
+        if moves:
             await self._store.move_checkpoint_directories(moves)
-        return places.values()
+        return {moves.get(directory, directory) for directory in directories}
+
+    async def _sweep_url(self, runs: Collection[str]) -> None:
+        try:
+            await self._files.sweep_url(runs, self._store.list_checkpoint_directories)
+        except PlaceError as error:
+            logger.warning("what a crash may have left there could not be looked for: %s", error)
 
     async def _expire_in_time(self) -> None:
         while True:
@@ -192,37 +227,51 @@ class Checkpoints:
                 logger.exception("expired checkpoints could not be deleted")
             await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
 
-    @asynccontextmanager
-    async def _publishing(
+    async def _copy(
         self,
+        source: CheckpointRecord,
         draft: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
-        request_id: str | None = None,
-    ) -> AsyncIterator[Path]:
-        staging = Path(draft.directory).with_name(f"{_STAGING}{secrets.token_hex(8)}")
-        await asyncio.to_thread(staging.mkdir, parents=True)
-        try:
-            yield staging
-        except BaseException:
-            await asyncio.to_thread(_remove, staging)
-            raise
-        await _to_the_end(self._publish(staging, draft, insert, request_id))
+    ) -> None:
+        about = _about(draft, None)
+        if self._files.may_copy_there(source.directory, draft.directory):
+            bring = partial(self._files.copy_there, source.directory, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, insert))
+            return
+        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        async with new_run, staging as staging, self.reading(source) as files:
+            await asyncio.to_thread(link_files, files, staging)
+            bring = partial(self._files.publish, staging, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, insert))
+
+    async def _insert(self, overwrite: bool, record: CheckpointRecord) -> None:
+        """In place of one of the same name."""
+        known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
+        async with self._mirror.forgetting(known.directory) if known else nullcontext():
+            replaced = await self._store.put_checkpoint(record, overwrite)
+        if replaced is not None:
+            await self._files.remove(replaced.directory)
 
     async def _publish(
         self,
-        staging: Path,
         draft: CheckpointRecord,
+        bring: Callable[[], Awaitable[int]],
         insert: Callable[[CheckpointRecord], Awaitable[None]],
-        request_id: str | None,
     ) -> None:
+        """bring: the files to where the draft says, answering their bytes."""
         try:
-            size_bytes = await asyncio.to_thread(_seal_and_rename, staging, draft, request_id)
-            await insert(replace(draft, size_bytes=size_bytes))
-        except Exception as error:
-            await asyncio.to_thread(_remove, staging, Path(draft.directory))
-            if isinstance(error, IntegrityError):
-                raise _taken(draft) from None
+            record = replace(draft, size_bytes=await bring())
+            await insert(record)
+        except (PlaceError, OSError) as error:
+            await self._files.remove(draft.directory)
+            raise OperationError(f"checkpoint {draft.tinker_path} could not be saved: {error}", "server") from error
+        except IntegrityError:
+            await self._files.remove(draft.directory)
+            raise _taken(draft) from None
+        except Exception:
+            await self._files.remove(draft.directory)
             raise
+        await self._mirror.add(record.directory)
 
     def _draft(
         self,
@@ -233,13 +282,12 @@ class Checkpoints:
         user_metadata: dict[str, str] | None,
         has_optimizer: bool,
     ) -> CheckpointRecord:
-        place = self._root / directory_name(run.run_id) / kind / f"{name}.{secrets.token_hex(4)}"
         return CheckpointRecord(
             run_id=run.run_id,
             tenant_id=run.tenant_id,
             kind=kind,
             name=name,
-            directory=str(place),
+            directory=self._files.directory(directory_name(run.run_id), kind, name),
             size_bytes=0,
             created_at=self._clock(),
             expires_at=self._expiry(ttl_seconds),
@@ -318,6 +366,15 @@ def _taken(checkpoint: CheckpointRecord) -> OperationError:
     )
 
 
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """For requests that are answered at once."""
+    try:
+        yield
+    except OperationError as error:
+        raise RequestError(error.message, 503) from error
+
+
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
     """A caller that is cancelled learns of it after `work` is done: a row and its directory come and go together."""
     task = asyncio.create_task(work)
@@ -334,9 +391,9 @@ def directory_name(run_id: str) -> str:
     return run_id.replace(":", "_")
 
 
-def _seal_and_rename(staging: Path, draft: CheckpointRecord, request_id: str | None) -> int:
-    """Hashes the files, writes the manifest, makes all of it durable and renames; returns their bytes."""
-    about = {
+def _about(draft: CheckpointRecord, request_id: str | None) -> Mapping[str, object]:
+    """What the manifest says beside the files."""
+    return {
         "format": MANIFEST_FORMAT,
         "tinker_path": draft.tinker_path,
         "base_model": draft.base_model,
@@ -345,40 +402,6 @@ def _seal_and_rename(staging: Path, draft: CheckpointRecord, request_id: str | N
         "created_at": draft.created_at,
         "request_id": request_id,
     }
-    size_bytes = seal(staging, about)
-    staging.rename(draft.directory)
-    sync_directory(staging.parent)
-    return size_bytes
-
-
-def _saved_by(directory: Path) -> str | None:
-    return read_manifest(directory).get("request_id")
-
-
-def _link_files(source: Path, target: Path) -> None:
-    """Published files never change, so two checkpoints may share them."""
-    for name in listed_files(source):
-        (target / name).parent.mkdir(parents=True, exist_ok=True)
-        try:
-            os.link(source / name, target / name)
-        except OSError:  # a file system without links
-            shutil.copyfile(source / name, target / name)
-
-
-def _remove(*directories: Path) -> None:
-    """What cannot be removed now (a worker still writes into it) is swept at the next start."""
-    for directory in directories:
-        shutil.rmtree(directory, ignore_errors=True)
-
-
-def _sweep(root: Path, runs: Collection[str], published: Collection[str]) -> None:
-    """Runs that this database does not know are left alone: somebody may have put in another database."""
-    for directory in root.glob("*/*/*"):
-        if directory.name.startswith(_STAGING) or (
-            directory.parent.parent.name in runs and str(directory) not in published
-        ):
-            logger.info("removing %s: it was never published, or was deleted", directory)
-            _remove(directory)
 
 
 def _load_secret(file: Path) -> bytes:

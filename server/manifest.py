@@ -41,12 +41,16 @@ def check(directory: Path, *, hashes: bool = True) -> None:
     """Raises ValueError with what is missing or differs. Without hashes only in size."""
     try:
         for name, listed in read_manifest(directory)["files"].items():
-            path = directory / name
-            same_size = path.stat().st_size == listed["size_bytes"]
-            if not same_size or (hashes and _hash(path, sync=False) != listed["sha256"]):
-                raise ValueError(f"{path} is not as its manifest says")
+            check_file(directory / name, listed, hashes=hashes)
     except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise ValueError(f"{directory} is not whole: {error}") from error
+
+
+def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) -> None:
+    """listed: what the manifest says of it. Raises ValueError where it differs, OSError where it is not there."""
+    same_size = path.stat().st_size == listed["size_bytes"]
+    if not same_size or (hashes and _hash(path, sync=False) != listed["sha256"]):
+        raise ValueError(f"{path} is not as its manifest says")
 
 
 def sync_directory(directory: Path) -> None:

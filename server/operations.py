@@ -242,7 +242,8 @@ class Operations:
                 f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
                 "that save_state wrote"
             )
-        await self._dispatch.load_run(run.run_id, Path(checkpoint.directory), optimizer)
+        async with self._checkpoints.reading(checkpoint) as directory:
+            await self._dispatch.load_run(run.run_id, directory, optimizer)
 
 
 def _json(response: BaseModel) -> Result:

@@ -9,6 +9,7 @@ from fastapi import APIRouter, Query
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     Checkpoint,
+    CheckpointCopy,
     CheckpointList,
     Cursor,
     SessionInfo,
@@ -18,13 +19,13 @@ from ...schemas.models import (
 )
 from ..auth import Tenant, TenantDependency
 from ..services import Services, ServicesDependency
-from ..store import CheckpointRecord, Page, RunRecord
+from ..store import CheckpointCopyRecord, CheckpointRecord, Page, RunRecord
 from .examples import RunIdPath, SessionIdPath
 
 router = APIRouter(prefix="/api/v1", tags=["listing"])
 
 AccessScope = Literal["owned", "accessible"]
-Offset = Annotated[int, Query(ge=0)]
+Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
@@ -67,7 +68,7 @@ async def list_run_checkpoints(
     readable = await _readable(services, tenant, run, "accessible")
     if run.tenant_id != tenant.id and not readable:
         raise _no_run(run_id)
-    return CheckpointList(checkpoints=[checkpoint_of(record) for record in readable])
+    return CheckpointList(checkpoints=await _checkpoints(services, tenant, readable))
 
 
 @router.get("/checkpoints")
@@ -77,7 +78,7 @@ async def list_user_checkpoints(
     """The tenant's own, newest first."""
     now = services.checkpoints.now()
     records, page = await services.store.list_checkpoints(tenant.id, now, offset, limit)
-    return CheckpointList(checkpoints=[checkpoint_of(record) for record in records], cursor=_cursor(page))
+    return CheckpointList(checkpoints=await _checkpoints(services, tenant, records), cursor=_cursor(page))
 
 
 @router.get("/sessions")
@@ -103,7 +104,14 @@ async def get_session(session_id: SessionIdPath, services: ServicesDependency, t
     )
 
 
-def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
+async def _checkpoints(services: Services, tenant: Tenant, records: Iterable[CheckpointRecord]) -> list[Checkpoint]:
+    """Where its copies are is told to the owner alone."""
+    records = list(records)
+    copies = await services.checkpoints.copies([one for one in records if one.tenant_id == tenant.id])
+    return [checkpoint_of(one, copies.get(one.directory)) for one in records]
+
+
+def checkpoint_of(record: CheckpointRecord, copies: Iterable[CheckpointCopyRecord] | None = None) -> Checkpoint:
     return Checkpoint.model_validate(
         {
             "checkpoint_id": record.checkpoint_id,
@@ -114,8 +122,13 @@ def checkpoint_of(record: CheckpointRecord) -> Checkpoint:
             "public": record.public,
             "user_metadata": record.user_metadata,
             "expires_at": None if record.expires_at is None else _time(record.expires_at),
+            "copies": None if copies is None else [_copy_of(copy) for copy in copies],
         }
     )
+
+
+def _copy_of(copy: CheckpointCopyRecord) -> CheckpointCopy:
+    return CheckpointCopy(url=copy.url, state=copy.state, updated_at=_time(copy.updated_at), error=copy.error)
 
 
 async def _readable(

@@ -11,6 +11,7 @@ from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.app import create_app
 from trainhouse.server.auth import Auth, Tenant
+from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.checkpoints import Checkpoints
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.sessions import Sessions
@@ -82,7 +83,10 @@ class Api:
 
 @asynccontextmanager
 async def running_api(
-    state_dir: Path, source: Path | str = "tiny/source", host: str = "127.0.0.1"
+    state_dir: Path,
+    source: Path | str = "tiny/source",
+    host: str = "127.0.0.1",
+    places: PlaceConfig = PlaceConfig(),  # noqa: B008
 ) -> AsyncIterator[Api]:
     """The same `state_dir` again = a restart."""
     clock = Clock()
@@ -97,7 +101,7 @@ async def running_api(
         store=store,
         auth=auth,
         sessions=Sessions(store, config.session_expiry_seconds, clock),
-        checkpoints=Checkpoints(store, auth, state_dir, clock),
+        checkpoints=Checkpoints(store, auth, state_dir, clock, places),
     )
     app = create_app(config, dispatch)
     app.state.services = services

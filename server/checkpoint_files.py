@@ -1,0 +1,294 @@
+"""CheckpointFiles: where the files of checkpoints lie, how they get there, and how they are read back whole.
+
+Below a place, a local directory or a URL, as RUN/KIND/NAME.VERSION. Locally they are written beside that, as
+.staging-*, and come by one rename; to a URL they are carried, the manifest last. Whoever reads is given a local
+directory that matches its manifest: the checkpoint's own, or a cached one; what is lost or damaged comes from a copy.
+"""
+
+import asyncio
+import logging
+import os
+import secrets
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..schemas.errors import OperationError
+from .cache import STAGING, Cache
+from .manifest import MANIFEST, check, listed_files, read_manifest, seal, sync_directory
+from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
+
+logger = logging.getLogger(__name__)
+
+Copies = Callable[[str], Awaitable[Collection[str]]]
+_NEW_RUN = ".new"
+_CLOSING_SECONDS = 3.0
+_Signature = tuple[tuple[str, int, int, int], ...]
+
+
+@dataclass(frozen=True)
+class PlaceConfig:
+    """checkpoints: a directory or a URL, None = in the state directory. mirrors: URLs that get a copy of each.
+
+    cache_bytes: of those that were read from URLs. pauses_seconds: between two tries at a URL. mirror_pause_seconds:
+    behind the first copy of a checkpoint that failed; it doubles, up to an hour.
+    """
+
+    checkpoints: str | None = None
+    mirrors: tuple[str, ...] = ()
+    cache_bytes: int = 16 << 30
+    pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
+    mirror_pause_seconds: float = 5.0
+
+
+class CheckpointFiles:
+    """A checkpoint's `directory` is a path or a URL, and never used twice. copies: URLs where one is, too."""
+
+    def __init__(self, state_dir: Path, config: PlaceConfig, places: Places, copies: Copies) -> None:
+        place = config.checkpoints or str(state_dir / "checkpoints")
+        is_here = not is_url(place)
+        self._local_root = Path(place).expanduser().absolute() if is_here else state_dir.absolute() / "checkpoints"
+        self._root = str(self._local_root) if is_here else place.rstrip("/")
+        self._places = places
+        self._copies = copies
+        self._staging = state_dir.absolute() / "staging"
+        self._cache = Cache(state_dir.absolute() / "cache", config.cache_bytes)
+        self._being_written: set[str] = set()
+        self._removing: set[asyncio.Task[None]] = set()
+        self._being_made_whole: dict[Path, asyncio.Task[None]] = {}
+        self._seen_whole: dict[Path, _Signature] = {}
+
+    def directory(self, run_name: str, kind: str, name: str) -> str:
+        """A new one, at which there is nothing yet."""
+        return f"{self._root}/{run_name}/{kind}/{name}.{secrets.token_hex(4)}"
+
+    @asynccontextmanager
+    async def staging(self, directory: str) -> AsyncIterator[Path]:
+        """An empty local directory to write into, for as long as the block lasts. Raises OSError."""
+        beside = self._staging if is_url(directory) else Path(directory).parent
+        staging = beside / f"{STAGING}{secrets.token_hex(8)}"
+        self._being_written.add(directory)
+        try:
+            await asyncio.to_thread(staging.mkdir, parents=True)
+            yield staging
+        finally:
+            self._being_written.discard(directory)
+            await asyncio.to_thread(_remove, staging)
+
+    @asynccontextmanager
+    async def new_run(self, directory: str) -> AsyncIterator[None]:
+        """To publish in, and to insert its row and its run's: else nobody would know whose it is, were it left over."""
+        mark = Path(directory).parents[1] / _NEW_RUN
+        if is_url(directory):
+            yield
+            return
+        await asyncio.to_thread(mark.mkdir, parents=True)
+        yield
+        await asyncio.to_thread(_remove, mark)
+
+    async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
+        """Hashes the files, writes the manifest and brings all of it to its place, durably; returns their bytes.
+
+        Raises OSError, PlaceError.
+        """
+        if not is_url(directory):
+            return await asyncio.to_thread(self._seal_and_rename, staging, Path(directory), about)
+        size_bytes = await asyncio.to_thread(seal, staging, about, sync=False)
+        await self._places.upload(staging, directory)
+        return size_bytes
+
+    def may_copy_there(self, source: str, directory: str) -> bool:
+        """Whether both are in one place that copies by itself."""
+        return is_url(directory) and source.startswith(f"{self._root}/")
+
+    async def copy_there(self, source: str, directory: str, about: Mapping[str, object]) -> int:
+        """In place of `publish`. Raises PlaceError."""
+        return await self._places.copy(source, directory, about)
+
+    async def remove(self, directory: str) -> None:
+        """At a URL in the background. What is not removed is found by the next start, or by `trainhouse verify`."""
+        here = self._here(directory)
+        self._seen_whole.pop(here, None)
+        await asyncio.to_thread(_remove, here)
+        if is_url(directory):
+            removing = asyncio.create_task(self._remove_at(directory))
+            self._removing.add(removing)
+            removing.add_done_callback(self._removing.discard)
+
+    async def close(self) -> None:
+        """Gives what is being removed a moment."""
+        if self._removing:
+            await asyncio.wait(self._removing, timeout=_CLOSING_SECONDS)
+        for removing in self._removing:
+            removing.cancel()
+
+    async def manifest(self, directory: str) -> Mapping[str, Any]:
+        """Raises OperationError (server)."""
+        try:
+            if is_url(directory):
+                return await self._places.manifest(directory)
+            return await asyncio.to_thread(read_manifest, Path(directory))
+        except (PlaceError, OSError, ValueError):
+            here = self._here(directory)
+            await self._make_whole(directory, here)
+            return await asyncio.to_thread(read_manifest, here)
+
+    @asynccontextmanager
+    async def reading(self, directory: str) -> AsyncIterator[Path]:
+        """Its files in a local directory, for as long as the block lasts. Raises OperationError (server)."""
+        here = self._here(directory)
+        with self._cache.held(here):
+            self._seen_whole.pop(here, None)
+            await self._make_whole(directory, here)
+            yield here
+
+    async def file(self, directory: str, name: str) -> Path:
+        """To be opened at once. Raises OperationError (server)."""
+        here = self._here(directory)
+        await self._make_whole(directory, here)
+        return here / name
+
+    async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
+        """Old -> new directory of those that lie elsewhere now than when their rows were written."""
+        return await asyncio.to_thread(self._moves, directories)
+
+    async def sweep(self, runs: Collection[str], published: Collection[str]) -> None:
+        """At start: what lies here and was never published, or was deleted.
+
+        Runs that this database does not know are left alone: somebody may have put in another database.
+        """
+        await asyncio.to_thread(_remove, self._staging)
+        await asyncio.to_thread(self._cache.sweep)
+        await asyncio.to_thread(_sweep, self._local_root, runs, published)
+
+    async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
+        """The same at a URL, beside everything else. Raises PlaceError.
+
+        What is whole stays though no row knows it, in case this is an older database: `trainhouse verify` tells of it.
+        """
+        if not is_url(self._root):
+            return
+        found = await self._places.list(self._root)
+        kept = {*await published(), *self._being_written}
+        for key, names in found.items():
+            directory = f"{self._root}/{key}"
+            if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:
+                logger.info("removing %s: it was never published, or was deleted", directory)
+                await self._places.remove(directory)
+
+    def _here(self, directory: str) -> Path:
+        return self._cache.path(directory) if is_url(directory) else Path(directory)
+
+    async def _remove_at(self, url: str) -> None:
+        try:
+            await self._places.remove(url)
+        except PlaceError as error:
+            logger.warning("a checkpoint could not be removed: %s", error)
+
+    async def _make_whole(self, directory: str, here: Path) -> None:
+        """Once, however many ask for it meanwhile."""
+        if here not in self._being_made_whole:
+            making = self._being_made_whole[here] = asyncio.create_task(self._make_whole_now(directory, here))
+            making.add_done_callback(lambda _: self._being_made_whole.pop(here))
+        await asyncio.shield(self._being_made_whole[here])
+
+    async def _make_whole_now(self, directory: str, here: Path) -> None:
+        try:
+            await asyncio.to_thread(self._check, here)
+        except ValueError as error:
+            sources = [directory] if is_url(directory) else []
+            sources += await self._copies(directory)
+            await self._bring(directory, here, sources, str(error))
+            await asyncio.to_thread(self._check, here)
+        if is_url(directory):
+            await asyncio.to_thread(self._cache.used, here)
+
+    def _check(self, here: Path) -> None:
+        """Its hashes, unless its files are those that were seen to have them. Raises ValueError."""
+        signature = _signature(here)
+        if signature and self._seen_whole.get(here) == signature:
+            return
+        check(here)
+        self._seen_whole[here] = signature
+
+    async def _bring(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
+        """From the first source that has it whole."""
+        staging = here.with_name(f"{STAGING}{secrets.token_hex(8)}")
+        reasons = [] if is_url(directory) else [reason]
+        for source in sources:
+            try:
+                await asyncio.to_thread(staging.mkdir, parents=True, exist_ok=True)
+                await self._places.download(source, staging)
+                await asyncio.to_thread(_put_in_place, staging, here)
+            except (PlaceError, OSError) as error:
+                reasons.append(str(error))
+            else:
+                if source != directory:
+                    logger.warning("%s was brought back from %s (%s)", directory, source, "; ".join(reasons))
+                return
+            finally:
+                await asyncio.to_thread(_remove, staging)
+        remedy = "" if sources else "; it has no copy: start the server with --mirror to have them"
+        raise OperationError(f"the checkpoint's files cannot be read: {'; '.join(reasons)}{remedy}", "server")
+
+    def _seal_and_rename(self, staging: Path, directory: Path, about: Mapping[str, object]) -> int:
+        size_bytes = seal(staging, about)
+        staging.rename(directory)
+        for above in directory.parents[:KEY_PARTS]:
+            sync_directory(above)
+        return size_bytes
+
+    def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
+        places = {one: f"{self._local_root}/{key_of(one)}" for one in directories if not is_url(one)}
+        # The state directory was moved; or --checkpoints was changed, and what was saved before is where it was.
+        return {
+            old: new for old, new in places.items() if old != new and (Path(new).exists() or not Path(old).exists())
+        }
+
+
+def link_files(source: Path, target: Path) -> None:
+    """Those of the manifest. Published files never change, so two checkpoints may share them."""
+    for name in listed_files(source):
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        link_or_copy(source / name, target / name)
+
+
+def link_or_copy(source: Path, target: Path) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links, or two of them
+        shutil.copyfile(source, target)
+
+
+def _put_in_place(staging: Path, here: Path) -> None:
+    """Of what was there before. Between the two renames there is neither: who comes then brings it once more."""
+    before = staging.with_name(f"{staging.name}-before")
+    if here.exists():
+        here.rename(before)
+    staging.rename(here)
+    _remove(before)
+
+
+def _signature(directory: Path) -> _Signature:
+    stats = [(path.name, path.stat()) for path in sorted(directory.rglob("*"))]
+    return tuple((name, stat.st_size, stat.st_mtime_ns, stat.st_ino) for name, stat in stats)
+
+
+def _remove(*directories: Path) -> None:
+    """What cannot be removed now (a worker still writes into it) is swept at the next start."""
+    for directory in directories:
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def _sweep(root: Path, runs: Collection[str], published: Collection[str]) -> None:
+    for mark in root.glob(f"*/{_NEW_RUN}"):
+        _remove(mark if mark.parent.name in runs else mark.parent)
+    for directory in root.glob("*/*/*"):
+        if directory.name.startswith(STAGING) or (
+            directory.parent.parent.name in runs and str(directory) not in published
+        ):
+            logger.info("removing %s: it was never published, or was deleted", directory)
+            _remove(directory)

@@ -1,0 +1,197 @@
+"""Mirror: copies of every published checkpoint at other URLs, made in the background and known to the store.
+
+A copy that fails is tried again, ever less often, over restarts. What is deleted goes from its mirrors, too: a copy
+that waits and whose checkpoint is not there any more is one to be removed.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from itertools import product
+from pathlib import Path
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ..schemas.errors import OperationError
+from .checkpoint_files import CheckpointFiles, PlaceConfig
+from .manifest import read_manifest
+from .places import PlaceError, Places, key_of
+from .store import CheckpointCopyRecord, Store
+
+logger = logging.getLogger(__name__)
+
+_LONGEST_PAUSE_SECONDS = 3600.0
+_MOST_PER_QUERY = 500
+
+
+class Mirror:
+    """config.mirrors: each is worked on by itself, so that one that is away holds up no other."""
+
+    def __init__(
+        self, store: Store, places: Places, config: PlaceConfig, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._store = store
+        self._places = places
+        self._urls = tuple(url.rstrip("/") for url in config.mirrors)
+        self._first_pause_seconds = config.mirror_pause_seconds
+        self._clock = clock
+        self._changes: list[asyncio.Event] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._being_copied: Counter[str] = Counter()
+
+    async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
+        """directories: of all checkpoints; those that have no copy yet get one."""
+        if self._urls:
+            await self._add_missing(sorted(directories))
+        works = [lambda url=url: self._copy_due(files, url) for url in self._urls]
+        self._tasks = [asyncio.create_task(self._repeat(work)) for work in (*works, self._remove_due)]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def add(self, directory: str) -> None:
+        """A checkpoint that is published. It is, whatever becomes of its copies."""
+        try:
+            await self._add_missing([directory])
+        except SQLAlchemyError:
+            logger.exception("%s gets its copies at the next start", directory)
+        self._notice()
+
+    @asynccontextmanager
+    async def forgetting(self, directory: str) -> AsyncIterator[None]:
+        """To delete the checkpoint's row in. Its copies go after that, and stay if the row does."""
+        # Before: a crash behind the row must find them. After: one of them may have been completed in between.
+        await self._let_wait(directory)
+        try:
+            yield
+        finally:
+            await self._let_wait(directory)
+
+    async def follow(self, moves: Mapping[str, str]) -> None:
+        """Old -> new directory of checkpoints whose rows are about to say so."""
+        for directories in _parts(list(moves)):
+            for copy in await self._store.list_copies(directories):
+                await self._store.put_copy(replace(copy, directory=moves[copy.directory]))
+            await self._store.delete_copies(directories)
+
+    async def copies(self, directory: str) -> list[str]:
+        """The URLs of those that are complete."""
+        return [copy.url for copy in await self._store.list_copies([directory]) if copy.state == "copied"]
+
+    async def _add_missing(self, directories: Sequence[str]) -> None:
+        for part in _parts(directories):
+            known = {(copy.directory, copy.mirror) for copy in await self._store.list_copies(part)}
+            for directory, url in product(part, self._urls):
+                if (directory, url) not in known:
+                    place = f"{url}/{key_of(directory)}"
+                    waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
+                    await self._store.put_copy(waiting)
+
+    async def _let_wait(self, directory: str) -> None:
+        for copy in await self._store.list_copies([directory]):
+            await self._store.put_copy(replace(copy, state="waiting", error=None, num_tries=0))
+        self._notice()
+
+    def _notice(self) -> None:
+        for change in self._changes:
+            change.set()
+
+    async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
+        """work: answers in how many seconds there is more of it, None when only a change brings more."""
+        change = asyncio.Event()
+        self._changes.append(change)
+        while True:
+            change.clear()
+            try:
+                seconds = await work()
+            except SQLAlchemyError:  # a full disk, say: it may go better next time
+                logger.exception("the copies of checkpoints cannot be kept up")
+                seconds = self._first_pause_seconds
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(change.wait(), seconds)
+
+    async def _unfinished(self) -> tuple[list[CheckpointCopyRecord], list[CheckpointCopyRecord]]:
+        """Of checkpoints that are there, and of those that are gone."""
+        unfinished = await self._store.list_unfinished_copies()
+        # Behind that, since a checkpoint's row comes before those of its copies.
+        published = await self._store.list_checkpoint_directories()
+        there = [copy for copy in unfinished if copy.directory in published]
+        return there, [copy for copy in unfinished if copy.directory not in published]
+
+    async def _copy_due(self, files: CheckpointFiles, mirror: str) -> float | None:
+        there, _ = await self._unfinished()
+        after = []
+        for copy in there:
+            if copy.mirror == mirror:
+                after.append(copy if self._seconds_until(copy) > 0 else await self._copy(files, copy))
+        return min((self._seconds_until(copy) for copy in after if copy.state != "copied"), default=None)
+
+    async def _copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
+        self._being_copied[copy.directory] += 1
+        try:
+            async with files.reading(copy.directory) as here:
+                if not await self._is_there(copy.url, here):
+                    await self._places.upload(here, copy.url)
+        except (PlaceError, OperationError, OSError, ValueError) as error:
+            after = self._failed(copy, error)
+        else:
+            after = replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
+        finally:
+            self._being_copied -= Counter((copy.directory,))
+        await self._store.put_copy(after)
+        if copy.directory not in await self._store.list_checkpoint_directories():
+            await self._let_wait(copy.directory)
+        return after
+
+    async def _is_there(self, url: str, here: Path) -> bool:
+        try:
+            return await self._places.manifest(url) == await asyncio.to_thread(read_manifest, here)
+        except PlaceError:
+            return False
+
+    async def _remove_due(self) -> float | None:
+        _, gone = await self._unfinished()
+        pauses = []
+        for directory in {copy.directory for copy in gone if not self._being_copied[copy.directory]}:
+            copies = await self._store.list_copies([directory])
+            seconds = max(self._seconds_until(copy) for copy in copies)
+            pauses.append(seconds if seconds > 0 else await self._remove(copies))
+        return min((seconds for seconds in pauses if seconds > 0), default=None)
+
+    async def _remove(self, copies: Sequence[CheckpointCopyRecord]) -> float:
+        """All of one checkpoint's; in how many seconds to try again, 0 when they are gone."""
+        failed = []
+        for copy in copies:
+            try:
+                await self._places.remove(copy.url)
+            except PlaceError as error:
+                failed.append(self._failed(copy, error))
+                await self._store.put_copy(failed[-1])
+        if not failed:
+            await self._store.delete_copies([copies[0].directory])
+        return max((self._seconds_until(copy) for copy in failed), default=0.0)
+
+    def _failed(self, copy: CheckpointCopyRecord, error: Exception) -> CheckpointCopyRecord:
+        failed = replace(copy, state="failed", error=str(error), num_tries=copy.num_tries + 1, updated_at=self._clock())
+        logger.warning("%s; try %d, the next in %.0f s", error, failed.num_tries, self._seconds_until(failed))
+        return failed
+
+    def _seconds_until(self, copy: CheckpointCopyRecord) -> float:
+        """Its next try; not above 0 when that is due."""
+        if copy.state == "waiting":
+            return 0.0
+        pause = min(self._first_pause_seconds * 2 ** (copy.num_tries - 1), _LONGEST_PAUSE_SECONDS)
+        return copy.updated_at + pause - self._clock()
+
+
+def _parts(directories: Sequence[str]) -> Iterator[Sequence[str]]:
+    """As many as a query may name."""
+    for first in range(0, len(directories), _MOST_PER_QUERY):
+        yield directories[first : first + _MOST_PER_QUERY]

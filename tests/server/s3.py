@@ -1,0 +1,65 @@
+"""A local S3 server for tests, with faults in the test's hand."""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from wsgiref.types import StartResponse, WSGIEnvironment
+
+import fsspec
+import pytest
+from moto.server import DomainDispatcherApplication, MotoRequestHandler, create_backend_app
+from werkzeug.serving import make_server
+
+BUCKET = "bucket"
+
+
+class S3:
+    """fails: of a request, METHOD PATH, whether it is to be answered with 500. requests: all that came."""
+
+    def __init__(self) -> None:
+        self.fails: Callable[[str], bool] = lambda request: False
+        self.requests: list[str] = []
+        self._moto = DomainDispatcherApplication(create_backend_app)
+
+    def __call__(self, environment: WSGIEnvironment, start_response: StartResponse) -> Iterable[bytes]:
+        request = f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}"
+        self.requests.append(request)
+        if self.fails(request):
+            environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
+            start_response("500 Internal Server Error", [("Content-Length", "0")])
+            return []
+        return self._moto(environment, start_response)
+
+
+class _Quiet(MotoRequestHandler):
+    def log(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def s3_server() -> Iterator[S3]:
+    """With an empty bucket, for this process and its children."""
+    s3 = S3()
+    server = make_server("127.0.0.1", 0, s3, threaded=True, request_handler=_Quiet)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        patch.setenv("AWS_ACCESS_KEY_ID", "test")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_MAX_ATTEMPTS", "1")  # trying again is ours
+        thread.start()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+        fsspec.filesystem("s3").makedirs(BUCKET, exist_ok=True)
+        yield s3
+        server.shutdown()
+        thread.join()
+        server.server_close()
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
+
+
+def names_at(url: str) -> list[str]:
+    """The files below a place."""
+    files, path = fsspec.core.url_to_fs(url)
+    files.invalidate_cache()
+    return sorted(file.removeprefix(f"{path}/") for file in files.find(path))

@@ -1,0 +1,110 @@
+"""Whatever step of a publication a process is killed before: what is listed is whole, and the rest is swept."""
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from trainhouse.server.auth import Auth
+from trainhouse.server.checkpoint_files import PlaceConfig
+from trainhouse.server.checkpoints import Checkpoints
+from trainhouse.server.manifest import check
+from trainhouse.server.store import DATABASE_NAME, SqliteStore
+
+from .api import running_api
+from .killed import FIRST, SECOND
+from .s3 import BUCKET, names_at, s3_server
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 120
+SOON_SECONDS = 10
+
+
+@asynccontextmanager
+async def started(state: Path, place: str | None) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
+    store = SqliteStore(state / DATABASE_NAME)
+    checkpoints = Checkpoints(store, Auth(store, True), state, config=PlaceConfig(place))
+    await checkpoints.start()
+    yield checkpoints, store
+    await checkpoints.close()
+    store.close()
+
+
+async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = None) -> list[list[bytes]]:
+    """What the weights of the listed checkpoints are after each; nothing else is left."""
+    async with running_api(tmp_path / "base") as api:
+        await api.run()
+    arguments = [sys.executable, "-m", "trainhouse.tests.server.killed", action, str(tmp_path / "base")]
+    arguments += [place] if place else []
+    done = await asyncio.to_thread(
+        subprocess.run, arguments, capture_output=True, text=True, timeout=SECONDS, check=True
+    )
+    numbers = [f"{number:03d}" for number in range(int(done.stdout) + 1)]
+    return [await listed_after_a_start(tmp_path / number, place and f"{place}/{number}") for number in numbers]
+
+
+async def listed_after_a_start(state: Path, place: str | None) -> list[bytes]:
+    async with started(state, place) as (checkpoints, store):
+        found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
+        directories = {record.directory for record in found}
+        if place is None:
+            assert {str(path) for path in (state / "checkpoints").glob("*/*/*")} == directories
+            assert not list((state / "checkpoints").glob("*/.*"))
+        else:
+            await until_swept(place, {directory.removeprefix(f"{place}/") for directory in directories})
+        contents = []
+        for record in found:
+            async with checkpoints.reading(record) as directory:
+                check(directory)
+                (content,) = {file.read_bytes() for file in directory.glob("*.safetensors")}
+                contents.append(content)
+        return contents
+
+
+async def until_swept(place: str, published: set[str]) -> None:
+    """At a URL that is when all that is left has its manifest."""
+    async with asyncio.timeout(SOON_SECONDS):
+        while True:
+            names = names_at(place)
+            whole = {name.removesuffix("/manifest.json") for name in names if name.endswith("/manifest.json")}
+            if {name.rpartition("/")[0] for name in names} == whole:
+                break
+            await asyncio.sleep(0.01)
+    assert published <= whole
+
+
+def check_first_nothing_then_the_first_then_the_second(outcomes: list[list[bytes]]) -> None:
+    order = [[[], [FIRST], [SECOND]].index(outcome) for outcome in outcomes]
+    assert order == sorted(order) and set(order) == {0, 1, 2} and len(order) > 20
+
+
+async def test_a_save_and_one_over_it_killed_at_every_step(tmp_path: Path) -> None:
+    check_first_nothing_then_the_first_then_the_second(await kill_at_every_step("save_twice", tmp_path))
+
+
+@pytest.mark.full
+async def test_a_save_and_one_over_it_at_a_url_killed_at_every_step(tmp_path: Path) -> None:
+    with s3_server():
+        outcomes = await kill_at_every_step("save_twice", tmp_path, f"s3://{BUCKET}/killed")
+    check_first_nothing_then_the_first_then_the_second(outcomes)
+
+
+@pytest.mark.full
+async def test_a_copy_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save_and_copy", tmp_path)
+    assert all(content == SECOND for outcome in outcomes for content in outcome)
+    num_listed = [len(outcome) for outcome in outcomes]
+    assert num_listed == sorted(num_listed) and set(num_listed) == {0, 1, 2}
+
+
+@pytest.mark.full
+async def test_a_deletion_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save_and_delete", tmp_path)
+    num_saved, num_deleted = outcomes.index([SECOND]), len(outcomes) - outcomes[::-1].index([SECOND])
+    assert all(outcome == [] for outcome in outcomes[:num_saved] + outcomes[num_deleted:])
+    assert all(outcome == [SECOND] for outcome in outcomes[num_saved:num_deleted])
+    assert 0 < num_saved < num_deleted < len(outcomes)

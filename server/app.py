@@ -100,7 +100,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
     sync = config.durability == "power"
     futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds, sync=sync)
     journal = Journal(config.state_dir / "journal", config.journal_segment_bytes, sync)
-    recordings = Recordings(config.state_dir / "recordings")
+    recordings = Recordings(config.state_dir / "recordings", sync)
     quotas = Quotas(config)
     weights = EphemeralWeights(config.state_dir / "ephemeral")
     limits = body_limits(config)

@@ -120,6 +120,16 @@ class Operations:
             case LoadWeightsRequest():
                 return await self._load_weights(run, operation)
 
+    async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
+        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
+        if not isinstance(operation, LoadWeightsRequest):
+            await self.perform(run, operation, seq_id)
+            return
+        checkpoint = await self._checkpoints.known(operation.path)
+        if checkpoint is None:
+            raise OperationError(f"checkpoint {operation.path}, which was loaded then, is gone")
+        await self._load(run, checkpoint, operation.optimizer)
+
     async def clear_gradients(self, run: RunRecord) -> None:
         await self._dispatch.clear_gradients(run.run_id)
 

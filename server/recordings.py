@@ -5,6 +5,7 @@ spans of a `stable_reinforce` request into its `logprobs` and `sampled_mask` inp
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import OrderedDict
 from collections.abc import Mapping
@@ -38,8 +39,9 @@ class Recording:
 class Recordings:
     """By request id; a sequence id is its request's id, a colon, and the sequence's number."""
 
-    def __init__(self, directory: Path) -> None:
-        self._segments = Segments(directory, _SEGMENT_BYTES)
+    def __init__(self, directory: Path, sync: bool = False) -> None:
+        """sync: whether recordings are to survive the death of the machine."""
+        self._segments = Segments(directory, _SEGMENT_BYTES, sync)
         self._places: dict[str, Place] = {}
         self._in_memory: OrderedDict[str, Recording] = OrderedDict()
         self._read_earlier = not self._segments.earlier
@@ -69,7 +71,8 @@ class Recordings:
 
     async def expire(self) -> None:
         self._segments.delete_older_than(KEPT_SECONDS)
-        gone = {place.segment for place in self._places.values() if not self._segments.path(place.segment).exists()}
+        segments = {place.segment for place in self._places.values()}
+        gone = {segment for segment in segments if not self._segments.path(segment).exists()}
         for request_id in [one for one, place in self._places.items() if place.segment in gone]:
             del self._places[request_id]
             self._in_memory.pop(request_id, None)
@@ -128,7 +131,10 @@ class Recordings:
             await self._index_earlier()
         if request_id not in self._places:
             return None
-        recording = _recording(await self._segments.read(self._places[request_id]))
+        try:
+            recording = _recording(await self._segments.read(self._places[request_id]))
+        except FileNotFoundError:  # it is older than they are kept
+            return None
         self._remember(request_id, recording)
         return recording
 
@@ -142,8 +148,9 @@ class Recordings:
     def _earlier_places(self) -> Mapping[str, Place]:
         places = {}
         for segment in self._segments.earlier:
-            for record in read_segment(self._segments.path(segment)):
-                places[str(record.header["request_id"])] = Place(segment, record.offset)
+            with contextlib.suppress(FileNotFoundError):  # it is older than they are kept
+                for record in read_segment(self._segments.path(segment)):
+                    places[str(record.header["request_id"])] = Place(segment, record.offset)
         return places
 
     def _remember(self, request_id: str, recording: Recording) -> None:

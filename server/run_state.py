@@ -271,7 +271,7 @@ class RunState:
             if operation is None:
                 await self._recovery.operations.clear_gradients(self._record)
             else:
-                await self._recovery.operations.perform(self._record, operation, past.seq_id)  # pyright: ignore[reportArgumentType]
+                await self._recovery.operations.repeat(self._record, operation, past.seq_id)  # pyright: ignore[reportArgumentType]
         except WorkerLost:
             raise
         except (OperationError, RequestError) as error:

@@ -49,6 +49,9 @@ class Noting:
             raise self.failing[seq_id]
         return Result(json.dumps({"seq_id": seq_id}).encode())
 
+    async def repeat(self, run: RunRecord, operation: Any, seq_id: int) -> None:
+        await self.perform(run, operation, seq_id)
+
     async def discard(self, run: RunRecord) -> None:
         self.performed.append("discard")
 

@@ -1,5 +1,6 @@
 """What samplers drew, kept for the losses that train on it."""
 
+import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -68,6 +69,23 @@ async def test_recordings_survive_a_restart(recordings: Recordings, tmp_path: Pa
     await later.keep("s:sample:0:5", "alice", PROMPT, drawn(1))
     check_filled_in(await later.fill_in("alice", GOOD))
     await later.close()
+
+
+async def test_what_is_older_than_recordings_are_kept_is_missing_also_after_a_restart(tmp_path: Path) -> None:
+    first = Recordings(tmp_path)
+    await first.keep("s:sample:0:4", "alice", PROMPT, drawn(3, 0, 2))
+    await first.close()
+    later, indexed = Recordings(tmp_path), Recordings(tmp_path)
+    check_filled_in(await indexed.fill_in("alice", GOOD))
+    indexed._in_memory.clear()
+    (segment,) = os.listdir(tmp_path)
+    os.utime(tmp_path / segment, (0, 0))
+    await later.expire()
+    assert not os.listdir(tmp_path)
+    for recordings in (later, indexed):
+        with pytest.raises(OperationError, match="no recording"):
+            await recordings.fill_in("alice", GOOD)
+        await recordings.close()
 
 
 SAMPLED = ProvenanceSpan("sampled", "s:sample:0:4:0", 0, 3)

@@ -29,13 +29,20 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    models: Mapping[str, Path], state_dir: Path, pool: str = "local", **options: object
+    models: Mapping[str, Path],
+    state_dir: Path,
+    pool: str = "local",
+    module: str = "trainhouse.server",
+    **options: object,
 ) -> Iterator[LiveServer]:
-    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3. The same `state_dir` = a restart."""
+    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3. The same `state_dir` = a restart.
+
+    module: what `python -m` runs.
+    """
     state_dir.mkdir(parents=True, exist_ok=True)
     log, ready = state_dir / "server.log", state_dir / "ready"
     ready.unlink(missing_ok=True)
-    process = start(command(models, state_dir, pool, ready, options), log)
+    process = start([sys.executable, "-m", module, *arguments(models, state_dir, pool, ready, options)], log)
     try:
         server = LiveServer(wait_until_ready(process, ready, log), process, log, state_dir)
         RUNNING.append(server)
@@ -45,22 +52,22 @@ def live_server(
         stop(process)
 
 
-def command(
+def arguments(
     models: Mapping[str, Path], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
     # One thread: tiny models gain nothing from more, and tests share their cores with others.
     flags += [f"--{name.replace('_', '-')}={value}" for name, value in ({"threads": 1} | dict(options)).items()]
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
-    return [sys.executable, "-m", "trainhouse.server", "serve", *fixed, *flags]
+    return ["serve", *fixed, *flags]
 
 
-def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
+def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
     environment = os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONUNBUFFERED": "1"}
     with log.open("ab") as output:
         # A session of its own, so that a server that will not stop can be ended together with its workers.
         return subprocess.Popen(
-            arguments, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
         )
 
 

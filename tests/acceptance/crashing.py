@@ -6,12 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
+import psutil
 from safetensors.numpy import load_file
 
 from ..live import LiveServer, live_server
@@ -38,7 +40,8 @@ def nothing() -> None:
 class Crashing:
     """A server on one port that can be killed and started again, and so can its worker.
 
-    state_dir: where its state is, if not in `directory` beside its log.
+    state_dir: where its state is, if not in `directory` beside its log. module: what is run. pids: of all servers so
+    far.
     """
 
     model: Path
@@ -46,7 +49,9 @@ class Crashing:
     options: Mapping[str, object] = field(default_factory=lambda: OPTIONS)
     pool: str = "local"
     state_dir: Path = field(kw_only=True, default=Path())
+    module: str = field(kw_only=True, default="trainhouse.server")
     port: int = field(default_factory=free_port)
+    pids: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.state_dir = self.directory / self.state_dir
@@ -70,6 +75,8 @@ class Crashing:
         return self._server.process.pid
 
     def signal_worker(self, number: signal.Signals) -> None:
+        """As soon as there is one: it may just have died."""
+        until(lambda: worker_pids(self.pid))
         for pid in worker_pids(self.pid):
             os.kill(pid, number)
 
@@ -90,14 +97,29 @@ class Crashing:
 
     def _start(self) -> None:
         options = {"port": self.port, "state-dir": self.state_dir} | dict(self.options)
-        live = live_server({MODEL: self.model}, self.directory, self.pool, **options)
+        live = live_server({MODEL: self.model}, self.directory, self.pool, self.module, **options)
         self._server: LiveServer = self._stack.enter_context(live)
+        self.pids.append(self.pid)
 
 
 def worker_pids(server_pid: int) -> list[int]:
-    """Of its children those that have torch loaded."""
-    children = Path(f"/proc/{server_pid}/task/{server_pid}/children").read_text().split()
-    return [int(pid) for pid in children if "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()]
+    """Of the processes below it those that have torch loaded, but for the forkserver, its own child."""
+    below = psutil.Process(server_pid).children(recursive=True)
+    return [each.pid for each in below if each.ppid() != server_pid and _has_torch(each.pid)]
+
+
+def _has_torch(pid: int) -> bool:
+    try:
+        return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+def until(condition: Callable[[], object], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come"
+        time.sleep(0.02)
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ def striking(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
 
 def test_training_scripts_do_not_notice(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
     with Crashing(tiny_models["qwen3"], tmp_path).running() as crashing:
-        found = train(crashing, 9, striking(crashing, {2: "worker", 6: "both"}))
-    assert_same(found, undisturbed(9))
+        found = train(crashing, 15, striking(crashing, {2: "worker", 6: "both"}))
+        assert "the worker died" in crashing.log
+    assert_same(found, undisturbed(15))
     with pytest.raises(AssertionError):
-        assert_same(found, undisturbed(9)[::-1])
+        assert_same(found, undisturbed(15)[::-1])
 
 
 def faults_of(worker: int, server: int, both: int, num_steps: int) -> dict[int, str]:

@@ -1,0 +1,253 @@
+"""Training scripts end as if nothing had happened: torn journals, damaged snapshots, a full disk, a hung worker, and an
+operation that kills its worker each time."""
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import httpx
+import pytest
+from trainhouse import AdamParams, Datum, GoneError, RequestFailedError, ServiceClient
+from trainhouse.server.history import STRIKE
+from trainhouse.server.journal import read_journal
+
+from ..faults.damage import DAMAGES, TEARS, newest_segment, snapshots_of_runs
+from ..faults.disk import filled, small_disk
+from .conftest import Undisturbed
+from .crashing import OPTIONS, Crashing, Faults, assert_same, train, until
+from .poisonable import POISON, POISONABLE
+from .training_script import MODEL
+
+STEPS, MANY_STEPS = 15, 40
+
+
+@pytest.fixture
+def crashing(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
+    with Crashing(tiny_models["qwen3"], tmp_path).running() as crashing:
+        yield crashing
+
+
+# --- files that are damaged while no server runs ---
+
+
+def tear(state_dir: Path, how: str, drawn: random.Random) -> None:
+    for name in ("journal", "results"):
+        TEARS[how](newest_segment(state_dir / name), drawn)
+
+
+def damage_newest_snapshots(state_dir: Path, how: str, drawn: random.Random) -> None:
+    """Of each run that has two."""
+    for snapshots in snapshots_of_runs(state_dir):
+        if len(snapshots) > 1:
+            DAMAGES[how](snapshots[-1], drawn)
+
+
+def restart_torn(crashing: Crashing, how: str, drawn: random.Random) -> None:
+    crashing.restart(lambda: tear(crashing.state_dir, how, drawn))
+
+
+def restart_damaged(crashing: Crashing, how: str, drawn: random.Random) -> None:
+    until(lambda: any(len(snapshots) > 1 for snapshots in snapshots_of_runs(crashing.state_dir)))
+    crashing.restart(lambda: damage_newest_snapshots(crashing.state_dir, how, drawn))
+
+
+def test_a_torn_journal_and_a_damaged_snapshot_change_nothing(crashing: Crashing, undisturbed: Undisturbed) -> None:
+    crashing.options = {"snapshot_steps": 1}
+
+    def fault() -> None:
+        until(lambda: any(len(snapshots) > 1 for snapshots in snapshots_of_runs(crashing.state_dir)))
+        crashing.restart(damage)
+
+    def damage() -> None:
+        tear(crashing.state_dir, "half", random.Random(0))
+        damage_newest_snapshots(crashing.state_dir, "byte", random.Random(0))
+
+    found = train(crashing, STEPS, {6: fault})
+    assert "is torn" in crashing.log and "a snapshot cannot be used" in crashing.log
+    assert_same(found, undisturbed(STEPS))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_torn_journals_change_nothing(crashing: Crashing, undisturbed: Undisturbed) -> None:
+    hows = [*TEARS, *TEARS]
+    drawn = random.Random(1)
+    steps = sorted(drawn.sample(range(1, MANY_STEPS), len(hows)))
+    faults = {step: partial(restart_torn, crashing, how, drawn) for step, how in zip(steps, hows, strict=True)}
+    found = train(crashing, MANY_STEPS, faults)
+    assert crashing.log.count("is torn") >= 2 * len(hows)
+    assert_same(found, undisturbed(MANY_STEPS))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_damaged_snapshots_change_nothing(crashing: Crashing, undisturbed: Undisturbed) -> None:
+    crashing.options = {"snapshot_steps": 2}
+    drawn = random.Random(2)
+    steps = range(8, MANY_STEPS, 8)
+    faults = {step: partial(restart_damaged, crashing, how, drawn) for step, how in zip(steps, DAMAGES, strict=True)}
+    found = train(crashing, MANY_STEPS, faults)
+    assert crashing.log.count("a snapshot cannot be used") >= 3
+    assert_same(found, undisturbed(MANY_STEPS))
+
+
+def test_damage_to_what_was_acknowledged_is_told_and_never_passed_over(crashing: Crashing) -> None:
+    data = [Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})]
+    with ServiceClient(crashing.url, "tml-damaged") as service:
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        for _ in range(2):
+            client.forward_backward(data, "cross_entropy").result(60)
+            client.optim_step(AdamParams(learning_rate=1e-2)).result(60)
+        crashing.restart(lambda: damage_body(newest_segment(crashing.state_dir / "journal"), seq_id=3))
+        assert "is damaged" in crashing.log and "cannot be taken up again" in crashing.log
+        with pytest.raises(GoneError, match="is not live"):
+            client.forward_backward(data, "cross_entropy").result(60)
+
+
+def damage_body(segment: Path, seq_id: int) -> None:
+    (entry,) = (entry for entry in read_journal(segment) if entry.header.seq_id == seq_id)
+    content = segment.read_bytes()
+    at = content.index(entry.body, entry.offset)
+    segment.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+
+
+# --- a full disk ---
+
+
+@dataclass
+class Bystander:
+    """Another tenant, who watches by plain REST what a server says whose disk is full."""
+
+    url: str
+
+    def __post_init__(self) -> None:
+        session_id = self.post("create_session", {"sdk_version": "0"}).json()["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        self.model_id = self.post("create_model", create).json()["model_id"]
+        assert self.submit(1).status_code == 200
+
+    def post(self, path: str, body: dict) -> httpx.Response:
+        headers = {"X-API-Key": "tml-bystander", "Prefer": "wait=30"}
+        return httpx.post(f"{self.url}/api/v1/{path}", json=body, headers=headers, timeout=60)
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(f"{self.url}/api/v1/{path}", headers={"X-API-Key": "tml-bystander"}, timeout=60)
+
+    def submit(self, seq_id: int) -> httpx.Response:
+        """More than fits into what files have left of their last pages."""
+        row = {"model_input": [5] * 900, "loss_fn_inputs": {"target_tokens": [6] * 900, "weights": [1.0] * 900}}
+        body = {"model_id": self.model_id, "seq_id": seq_id, "data": [row] * 4, "loss_fn": "cross_entropy"}
+        return self.post("forward_backward", body)
+
+    def looks_on(self) -> None:
+        """While the disk is full."""
+        refused = self.submit(2)
+        assert refused.status_code == 503 and "free space" in refused.json()["detail"], refused.text
+        known = self.post("retrieve_future", {"request_id": f"{self.model_id}:1"})
+        assert known.status_code == 200 and "metrics" in known.json(), known.text
+        for path in ("training_runs", "get_server_capabilities", "limits"):
+            assert self.get(path).status_code == 200, path
+
+
+@contextmanager
+def on_a_small_disk(model: Path, directory: Path) -> Iterator[Crashing]:
+    with (
+        small_disk(directory / "disk", 64 << 20) as disk,
+        Crashing(model, directory, OPTIONS, state_dir=disk / "state").running() as crashing,
+    ):
+        yield crashing
+
+
+def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> None:
+    # A sampler that cannot be written fails, and says so: both tenants are to have theirs.
+    until(lambda: len(list((crashing.state_dir / "ephemeral").iterdir())) >= 2)
+    with filled(crashing.state_dir.parent):
+        bystander.looks_on()
+        time.sleep(seconds)
+        bystander.looks_on()
+
+
+def test_a_full_disk_is_waited_for(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
+    with on_a_small_disk(tiny_models["qwen3"], tmp_path) as crashing:
+        bystander = Bystander(crashing.url)
+        found = train(crashing, STEPS, {7: partial(fill_the_disk, crashing, bystander, 1.0)})
+        assert bystander.submit(2).status_code == 200
+    assert_same(found, undisturbed(STEPS))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_full_disks_and_deaths_change_nothing(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """The worker dies while the disk is full, and the server soon afterwards."""
+    with on_a_small_disk(tiny_models["qwen3"], tmp_path) as crashing:
+        bystander = Bystander(crashing.url)
+
+        def die_while_it_is_full() -> None:
+            with filled(crashing.state_dir.parent):
+                crashing.signal_worker(signal.SIGKILL)
+                time.sleep(5)
+                bystander.looks_on()
+            crashing.restart()
+
+        faults: Faults = {
+            18: partial(fill_the_disk, crashing, bystander, 5.0),
+            24: die_while_it_is_full,
+            30: partial(fill_the_disk, crashing, bystander, 20.0),
+        }
+        found = train(crashing, MANY_STEPS, faults)
+        assert bystander.submit(2).status_code == 200
+    assert_same(found, undisturbed(MANY_STEPS))
+
+
+# --- workers that hang, or die of an operation ---
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+def test_a_hung_worker_is_replaced(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | {"hang_seconds": 2})
+    with crashing.running():
+        hang = partial(crashing.signal_worker, signal.SIGSTOP)
+        found = train(crashing, MANY_STEPS, dict.fromkeys((3, 17, 29), hang))
+        assert crashing.log.count("it hung: ") >= 3
+    assert_same(found, undisturbed(MANY_STEPS))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("strikes_before_restart", [0, 1, 2])
+def test_a_poisoned_operation_fails_alone(
+    strikes_before_restart: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """After three strikes, which are remembered over a restart of the server."""
+    poison = [Datum([POISON] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, module=POISONABLE)
+    with crashing.running(), ServiceClient(crashing.url, "tml-poisoner") as service:
+        client = service.create_lora_training_client(MODEL, rank=4, seed=1)
+        doomed = []
+
+        def swallow() -> None:
+            doomed.append(client.forward_backward(poison, "cross_entropy"))
+            if strikes_before_restart:
+                until(lambda: num_strikes(crashing.state_dir) >= strikes_before_restart)
+                crashing.restart()
+                assert num_strikes(crashing.state_dir) == strikes_before_restart
+
+        found = train(crashing, STEPS, {4: swallow})
+        with pytest.raises(RequestFailedError, match="died 3 times"):
+            doomed[0].result(240)
+        assert num_strikes(crashing.state_dir) == 3
+        client.forward_backward([Datum([5] * 4, poison[0].loss_fn_inputs)], "cross_entropy").result(60)
+    assert_same(found, undisturbed(STEPS))
+
+
+def num_strikes(state_dir: Path) -> int:
+    segments = (state_dir / "journal").glob("*.segment")
+    return sum(entry.header.kind == STRIKE for segment in segments for entry in read_journal(segment))

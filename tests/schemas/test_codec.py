@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -755,6 +756,23 @@ def test_other_content_encodings_are_refused_with_415() -> None:
     with pytest.raises(RequestError, match="'br' is not supported: send zstd or none") as refusal:
         codec.decompress(b"", "br", 10)
     assert refusal.value.status == 415
+
+
+@pytest.mark.parametrize(
+    ("prefix", "content_type"),
+    [
+        (b'{"' + b'\\"' * 500_000, codec.JSON),
+        (b"{" + b'"",' * 300_000, codec.JSON),
+        (bytes(1 << 20), codec.PROTOBUF),
+        (b"\x1a\x00" * (1 << 19), codec.PROTOBUF),
+        (zstandard.compress(bytes(1 << 26)), codec.PROTOBUF),
+    ],
+    ids=["string without end", "many strings", "zeros", "empty messages", "bomb"],
+)
+def test_a_prefix_that_says_nothing_is_not_looked_at_for_long(prefix: bytes, content_type: str) -> None:
+    began_at = time.thread_time()
+    assert codec.peek_operation(prefix, content_type) == codec.PeekedOperation()
+    assert time.thread_time() - began_at < 0.5
 
 
 # Anything at all

@@ -23,6 +23,11 @@ async def test_runs_come_in_pages_last_used_first(api: Api) -> None:
     assert (page.cursor.offset, page.cursor.limit, page.cursor.total_count) == (1, 2, 5)
 
 
+async def test_a_page_beyond_all_pages_is_refused(api: Api) -> None:
+    refused = await (await api.client()).get("/api/v1/training_runs", params={"offset": 2**63})
+    assert refused.status_code == 400 and "offset is" in refused.json()["detail"]
+
+
 async def test_a_run_tells_its_owner_adapter_and_last_checkpoints(api: Api) -> None:
     run = await api.run()
     for name in ("one", "two"):

@@ -1,0 +1,157 @@
+"""Any request to any route, as the OpenAPI describes them and otherwise, with names of things that are there.
+
+None is answered with a server's error, none breaks a connection, and afterwards the server trains and samples.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import requests
+import schemathesis
+from hypothesis import given
+from hypothesis import strategies as st
+from schemathesis import Case, GenerationMode
+
+from ..server.real import ALICE, MODEL, server_config
+from .effort import MANY, effort
+from .serving import Served, served
+
+FEW = 2
+_SECONDS = 20
+_DATUM = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}
+_SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
+_ENDS_THINGS = ("finish", "{name}", "publish", "ttl", "load_weights", "load_checkpoint")
+"""What the paths of routes end with that end or change what the others need."""
+
+
+@dataclass
+class Client:
+    server: Served
+    http: requests.Session = field(default_factory=requests.Session)
+    num_requests: int = 0
+
+    def __post_init__(self) -> None:
+        self.http.headers["X-API-Key"] = ALICE
+
+    def post(self, route: str, body: object) -> requests.Response:
+        return self.http.post(f"{self.server.url}/api/v1/{route}", json=body, timeout=_SECONDS)
+
+    def do(self, route: str, body: object) -> dict:
+        """What comes of an operation."""
+        submitted = self.post(route, body)
+        assert submitted.status_code == 200, submitted.text
+        while (
+            answer := self.post("retrieve_future", {"request_id": submitted.json()["request_id"]})
+        ).status_code == 408:
+            pass
+        return answer.json()
+
+    def send(self, case: Case) -> requests.Response | schemathesis.Response:
+        self.num_requests += 1
+        headers = {"X-API-Key": ALICE}
+        return case.call(base_url=self.server.url, session=self.http, headers=headers, timeout=_SECONDS)
+
+    def things(self) -> Mapping[str, object]:
+        """By the names that the API gives them in paths and bodies."""
+        session_id = self.post("create_session", {"sdk_version": "fuzz"}).json()["session_id"]
+        new = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 2}}
+        model_id = self.do("create_model", new)["model_id"]
+        path = self.do("save_weights", {"model_id": model_id, "path": "saved"})["path"]
+        sampled = self.do("save_weights_for_sampler", {"model_id": model_id, "path": "saved"})["path"]
+        sampler_id = self.do("save_weights_for_sampler", {"model_id": model_id})["sampling_session_id"]
+        ids = {"session_id": session_id, "model_id": model_id, "run_id": model_id, "request_id": f"{model_id}:1"}
+        samplers = dict.fromkeys(("sampler_id", "sampling_session_id", "model"), sampler_id)
+        paths = dict.fromkeys(("tinker_path", "source_path"), path) | {"model_path": sampled}
+        return ids | samplers | paths | {"base_model": MODEL, "kind": "weights", "name": "saved"}
+
+
+@pytest.fixture(scope="module")
+def client(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    limits = {"long_poll_seconds": 0.5, "max_context_length": 64, "max_lora_rank": 4}
+    config = server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("state"), **limits)
+    with served(config) as server:
+        client = Client(server)
+        yield client
+        client.http.close()
+
+
+@pytest.fixture
+def errors() -> Iterator[list[logging.LogRecord]]:
+    """What the server logs as such."""
+    kept = _Kept(logging.ERROR)
+    logging.getLogger().addHandler(kept)
+    yield kept.records
+    logging.getLogger().removeHandler(kept)
+
+
+class _Kept(logging.Handler):
+    def __init__(self, level: int) -> None:
+        super().__init__(level)
+        self.records: list[logging.LogRecord] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+
+@pytest.mark.parametrize("num_examples", [FEW, pytest.param(MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])])
+def test_no_request_is_answered_with_a_servers_error(
+    client: Client, errors: list[logging.LogRecord], num_examples: int
+) -> None:
+    schema = schemathesis.openapi.from_dict(client.server.document)
+    lasting = client.things()
+    operations = [found.ok() for found in schema.get_all_operations()]
+    failures = []
+    for operation in operations:
+        things = client.things() if operation.path.endswith(_ENDS_THINGS) else lasting
+        failures += _failures(client, operation, things, num_examples)
+    assert not failures, "\n".join(failures)
+    assert not errors, errors[0].getMessage()
+    _check_that_it_works(client)
+    print(f"{client.num_requests} requests to {len(operations)} routes")
+
+
+def _failures(
+    client: Client, operation: schemathesis.APIOperation, things: Mapping[str, object], num_examples: int
+) -> list[str]:
+    failures = []
+
+    @effort(num_examples)
+    @given(case=_cases(operation), are_real=st.booleans())
+    def send(case: Case, are_real: bool) -> None:
+        if are_real:
+            case.path_parameters = _named(case.path_parameters, things)
+            case.body = _named(case.body, things)
+        answer = client.send(case)
+        if answer.status_code >= 500:
+            failures.append(f"{case.as_curl_command()}: {answer.text}")
+
+    send()
+    return failures
+
+
+def _cases(operation: schemathesis.APIOperation) -> st.SearchStrategy[Case]:
+    """As described, and otherwise where there is an otherwise."""
+    described = operation.as_strategy(GenerationMode.POSITIVE)
+    has_input = operation.body or operation.query or operation.path_parameters
+    return described | operation.as_strategy(GenerationMode.NEGATIVE) if has_input else described
+
+
+def _named(value: object, things: Mapping[str, object]) -> object:
+    """With what is there in place of names that were made up."""
+    if isinstance(value, list):
+        return [_named(entry, things) for entry in value]
+    if isinstance(value, dict):
+        return {key: things[key] if key in things else _named(entry, things) for key, entry in value.items()}
+    return value
+
+
+def _check_that_it_works(client: Client) -> None:
+    things = client.things()
+    model = {"model_id": things["model_id"]}
+    trained = client.do("forward_backward", model | {"loss_fn": "cross_entropy", "data": [_DATUM]})
+    assert trained["metrics"]["loss:sum"] > 0
+    assert "metrics" in client.do("optim_step", model | {"adam_params": {}})
+    assert client.do("asample", {"sampling_session_id": things["sampler_id"]} | _SAMPLED)["sequences"]

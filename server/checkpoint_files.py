@@ -33,13 +33,13 @@ _Signature = tuple[tuple[str, int, int, int], ...]
 class PlaceConfig:
     """checkpoints: a directory or a URL, None = in the state directory. mirrors: URLs that get a copy of each.
 
-    cache_bytes: of those that were read from URLs. pauses_seconds: between two tries at a URL. mirror_pause_seconds:
-    behind the first copy of a checkpoint that failed; it doubles, up to an hour.
+    checkpoint_cache_bytes: of those that were read from URLs. pauses_seconds: between two tries at a URL.
+    mirror_pause_seconds: behind the first copy of a checkpoint that failed; it doubles, up to an hour.
     """
 
     checkpoints: str | None = None
     mirrors: tuple[str, ...] = ()
-    cache_bytes: int = 16 << 30
+    checkpoint_cache_bytes: int = 16 << 30
     pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
     mirror_pause_seconds: float = 5.0
 
@@ -55,7 +55,7 @@ class CheckpointFiles:
         self._places = places
         self._copies = copies
         self._staging = state_dir.absolute() / "staging"
-        self._cache = Cache(state_dir.absolute() / "cache", config.cache_bytes)
+        self._cache = Cache(state_dir.absolute() / "cache", config.checkpoint_cache_bytes)
         self._being_written: set[str] = set()
         self._removing: set[asyncio.Task[None]] = set()
         self._being_made_whole: dict[Path, asyncio.Task[None]] = {}

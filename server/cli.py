@@ -15,6 +15,7 @@ from ..schemas.version import VERSION
 from .auth import create_key, list_keys, revoke_key
 from .config import (
     ENVIRONMENT_PREFIX,
+    REPEATED,
     ConfigError,
     ServerConfig,
     choices_of,
@@ -26,6 +27,7 @@ from .config import (
 )
 from .logs import configure_logging
 from .process import StartError, serve
+from .scopes import SCOPES, parse_scopes
 from .store import Store, open_store
 
 FAILED = 1
@@ -80,7 +82,7 @@ def _add_serve(commands: _Commands) -> None:
     parser.add_argument("--help-all", action=_Print, text=serve_help_all, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
     for entry in fields(ServerConfig):
-        action = "append" if entry.name == "base_models" else "store"
+        action = "append" if entry.name in REPEATED else "store"
         parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
     parser.set_defaults(run=_serve)
 
@@ -136,7 +138,7 @@ def _metavar(entry: Field) -> str:
     if entry.name == "dtype":
         return "TYPE"
     named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
-    named |= {"vllm_python": "FILE"}
+    named |= {"vllm_python": "FILE", "checkpoints": "URL", "mirrors": "URL"}
     is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
     return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
 
@@ -166,6 +168,8 @@ def _add_keys(commands: _Commands) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     create = verbs.add_parser("create", help="make a key and print it, this once")
     create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
+    create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all)")
+    create.add_argument("--requests-per-minute", metavar="N", help="beyond them it is answered 429 (any number)")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
     for verb, command in (
@@ -194,18 +198,35 @@ def _with_store(
 
 
 async def _create_key(store: Store, options: argparse.Namespace) -> None:
+    scopes = None if options.scopes is None else _scopes(options.scopes)
+    per_minute = None if options.requests_per_minute is None else _per_minute(options.requests_per_minute)
     is_first = (await store.count_keys()).made == 0
-    print(await create_key(store, options.name))
+    print(await create_key(store, options.name, scopes, per_minute))
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:
         print("it is the first: on this state directory made-up tml- keys no longer work", file=sys.stderr)
 
 
+def _scopes(text: str) -> tuple[str, ...]:
+    try:
+        return parse_scopes(text)
+    except ValueError as error:
+        raise ConfigError(f"--scopes: {error}") from None
+
+
+def _per_minute(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise ConfigError(f"--requests-per-minute is {text!r}: expected an integer from 1 to {2**31 - 1}")
+    return int(text)
+
+
 async def _list_keys(store: Store, _: argparse.Namespace) -> None:
     keys = await list_keys(store)
-    print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  NAME")
+    print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  {'SCOPES':<23}  {'A MINUTE':>8}  NAME")
     for key in keys:
-        print(f"{key.key_id:>4}  {_day(key.created_at):<16}  {_day(key.revoked_at):<16}  {key.name}")
+        scopes = "all" if key.scopes is None else ",".join(key.scopes)
+        times = f"{_day(key.created_at):<16}  {_day(key.revoked_at):<16}"
+        print(f"{key.key_id:>4}  {times}  {scopes:<23}  {key.requests_per_minute or 'any':>8}  {key.name}")
 
 
 def _day(timestamp: float | None) -> str:

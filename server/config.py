@@ -17,6 +17,8 @@ from typing import Literal, TypeVar
 
 from ..workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.dispatch import DispatchConfig
+from .checkpoint_files import PlaceConfig
+from .places import check_url
 from .store import StoreConfig
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
@@ -94,6 +96,8 @@ DATABASE_URL = Check(
     lambda value: re.fullmatch(r"postgresql(\+psycopg)?://[^\s]+", str(value)) is not None,
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
 )
+REPEATED = ("base_models", "mirrors")
+"""The knobs that a command line may name several times."""
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
@@ -179,6 +183,11 @@ class ServerConfig:
     hang_seconds: float = knob(
         60.0, "what a call to a worker may take beyond its work; then it is replaced", check=above(0)
     )
+    checkpoints: str | None = knob(
+        None, "directory, s3://BUCKET/... or another URL of fsspec (default: in the state directory)"
+    )
+    mirrors: tuple[str, ...] = knob((), "URL that gets a copy of every checkpoint; repeatable", flag="--mirror")
+    checkpoint_cache_bytes: int = knob(16 << 30, "of checkpoints at a URL, kept here to read", check=POSITIVE)
     durability: Literal["process", "power"] = knob(
         "process", "nothing is lost by kill -9; power: waits for the disk (fsync), too"
     )
@@ -213,6 +222,8 @@ class ServerConfig:
                 "or one for each in their order"
             )
         _check_sampler(self)
+        for place in (*([self.checkpoints] if self.checkpoints else []), *self.mirrors):
+            _check_place(place)
         for model in self.base_models:
             _check_source(model)
 
@@ -246,6 +257,9 @@ class ServerConfig:
         return replace(
             DispatchConfig(models=models, **shared), tenant_weights=weights, sampling=self._sampling_config()
         )
+
+    def place_config(self) -> PlaceConfig:
+        return PlaceConfig(**_shared(self, PlaceConfig))
 
     def _sampling_config(self) -> SamplingConfig:
         return SamplingConfig(
@@ -332,7 +346,7 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, typing.Any]:
 
 
 def _split_list(knob_field: Field, text: str) -> str | list[str]:
-    return [part.strip() for part in text.split(",")] if knob_field.name == "base_models" else text
+    return [part.strip() for part in text.split(",")] if knob_field.name in REPEATED else text
 
 
 def _from_flags(flags: Mapping[str, str | Sequence[str]]) -> dict[str, typing.Any]:
@@ -361,6 +375,8 @@ def _from_toml(knob_field: Field, value: object, place: str) -> object:
 def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> object:
     if knob_field.name == "base_models":
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
+    if knob_field.name == "mirrors":
+        return (text,) if isinstance(text, str) else tuple(text)
     if knob_field.name == "tenant_weights":
         return parse_weights(text if isinstance(text, str) else ",".join(text))
     if not isinstance(text, str):
@@ -486,6 +502,13 @@ def _check_sampler(config: ServerConfig) -> None:
         )
     if config.sampler == "native" and num_devices and not config.sampler_workers:
         raise ConfigError("sampler_device has no effect without sampler_workers: leave it out or set sampler_workers")
+
+
+def _check_place(place: str) -> None:
+    try:
+        check_url(place)
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
 
 
 def _check_source(model: ServedModel) -> None:

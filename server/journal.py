@@ -58,8 +58,11 @@ class Journaled:
 
 
 class Journal:
+    """unreadable: segments of earlier processes in which there is something of which nobody knows whose it is."""
+
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False) -> None:
         self._segments = Segments(directory, segment_bytes, sync)
+        self.unreadable: set[int] = set()
         self._num_open: Counter[int] = Counter()
         # The last segment of which an entry was counted; earlier ones have all of theirs counted.
         self._newest = self._segments.current
@@ -115,6 +118,7 @@ class Journal:
             if (header := _header(found)) is not None:
                 yield Journaled(Place(segment, found.offset), header)
             else:
+                self.unreadable.add(segment)
                 logger.error(
                     "%s: what is at byte %d is of another version, or of nobody knows which run", path, found.offset
                 )

@@ -198,6 +198,7 @@ class Run:
                 self._services.journal.release(earlier.place)
         last_ended = max((seq_id for seq_id, earlier in found.items() if earlier.outcome is not None), default=-1)
         while await self._is_past(self._next_seq_id, found.get(self._next_seq_id), last_ended):
+            self._refuse_lost(self._next_seq_id, found)
             self._next_seq_id += 1
         await self._take_up({seq_id: found[seq_id] for seq_id in sorted(found) if seq_id >= self._next_seq_id}, read)
         self._go_on()
@@ -382,6 +383,15 @@ class Run:
             self._window.taint(f"forward_backward with seq_id {seq_id} failed")
         self._state.history.add(past)
         return True
+
+    def _refuse_lost(self, seq_id: int, found: Mapping[int, Earlier]) -> None:
+        """What changed nothing leaves the journal early, but with its whole segment. Raises ValueError."""
+        if seq_id in found or self._state.covers(seq_id):
+            return
+        before = max((one.place.segment for number, one in found.items() if number < seq_id), default=0)
+        behind = max((one.place.segment for number, one in found.items() if number > seq_id), default=0)
+        if lost_in := [segment for segment in self._services.journal.unreadable if before <= segment <= behind]:
+            raise ValueError(f"its operation {seq_id} may be what is damaged in segment {lost_in[0]} of the journal")
 
     def _header(self, kind: str, seq_id: int) -> Header:
         return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))

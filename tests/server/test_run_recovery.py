@@ -69,7 +69,7 @@ async def test_what_a_snapshot_holds_is_not_repeated(make_bench: MakeBench) -> N
         await bench.forward_backward(seq_id)
         await bench.optim_step(seq_id + 1)
         await bench.result(seq_id + 1)
-        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id + 1) / "manifest.json").exists())
+        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id + 1))
     Dying(bench, (5,))
     await bench.forward_backward(5)
     await bench.result(5)
@@ -81,7 +81,7 @@ async def test_a_damaged_snapshot_falls_back_to_the_one_before(make_bench: MakeB
     for seq_id in (1, 2, 3):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
     (bench.snapshots / "3" / "state").write_bytes(b"STATE")
     Dying(bench, (4,))
     await bench.optim_step(4)
@@ -107,7 +107,7 @@ async def test_without_a_whole_snapshot_it_does_not_begin_anew_in_silence(make_b
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
     await until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
     for seq_id in (1, 2):
         (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
@@ -146,7 +146,7 @@ async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: (bench.snapshots / str(seq_id) / "manifest.json").exists())
+        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
     place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
     num_performed = len(bench.operations.performed)
     async with resumed(bench, {2: Earlier("optim_step", place)}):
@@ -171,6 +171,22 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
     async with resumed(bench, found, contents):
         assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed == [0, "discard", "make", 1, 3]
+
+
+async def test_a_gap_where_the_journal_is_damaged_is_not_taken_for_what_changed_nothing(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    kinds = {0: "create_model", 1: "forward_backward", 3: "optim_step"}
+    found = {
+        seq_id: Earlier(kind, await bench.journaled(kind, seq_id), outcome=Outcome.DONE)
+        for seq_id, kind in kinds.items()
+    }
+    async with resumed(bench, found):
+        assert bench.run.standing(0).num_operations == 0
+    bench.services.journal.unreadable.add(found[3].place.segment)
+    with pytest.raises(ValueError, match="operation 2 may be what is damaged"):
+        async with resumed(bench, found):
+            pass
 
 
 # --- Snapshots elsewhere than behind steps ---

@@ -243,12 +243,17 @@ class KeyDetails(Wire):
 
 
 class OwnKey(Wire):
-    """What `tinker auth login` shows of the key it was given. key_id 0: a key that an open server let in."""
+    """What `tinker auth login` shows of the key it was given. key_id 0: a key that an open server let in.
+
+    Ours: scopes, and requests_per_minute (None = any number).
+    """
 
     key_id: int
     name: str
     note: str
     details: KeyDetails
+    scopes: list[str]
+    requests_per_minute: int | None
 
 
 class TokenResponse(Wire):

@@ -1,4 +1,4 @@
-"""Who is asking: an API key stands for a tenant. Keys are kept as hashes alone.
+"""Who is asking: an API key stands for a tenant, and may have scopes and a rate. Keys are kept as hashes alone.
 
 Which tenant may see what is decided where the thing is looked up: sessions, runs, checkpoints.
 """
@@ -16,6 +16,8 @@ from fastapi.security import APIKeyHeader
 
 from ..schemas.errors import RequestError
 from .config import ServerConfig
+from .rate_limits import UNCOUNTED, RateLimits
+from .scopes import check_scopes, route_of
 from .store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .tokens import Tokens
 
@@ -32,9 +34,9 @@ class Tenant:
 
 @dataclass(frozen=True)
 class _Known:
-    """Whom a key stands for; nobody when it is not in force."""
+    """Whom a key stands for. key: None where an open server let it in."""
 
-    tenant: Tenant | None
+    tenant: Tenant
     key: ApiKeyRecord | None
 
 
@@ -51,21 +53,23 @@ class Auth:
         self._loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
+        self._rates = RateLimits(clock)
         # Valid while the store's counts of keys stay as they are.
-        self._known: dict[str, _Known] = {}
+        self._known: dict[str, _Known | None] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
+    async def admit(self, request: Request) -> Tenant:
+        """Who sends it. Raises RequestError 401; 403 and 429 where the key lacks the scope or exceeds its rate."""
+        known = await self._require(presented_key(request))
+        key = known.key
+        if key is not None and (key.scopes is not None or key.requests_per_minute is not None):
+            self._check(key, route_of(request))
+        return known.tenant
+
     async def authenticate(self, key: str | None) -> Tenant:
         """Raises RequestError 401."""
-        if not key:
-            raise RequestError(
-                "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
-            )
-        tenant = await self.tenant_of(key)
-        if tenant is None:
-            raise RequestError(_refusal(key, self._was_open()), status=401)
-        return tenant
+        return (await self._require(key)).tenant
 
     async def token_for(self, key: str) -> str:
         """A token that stands for the key for an hour. Raises RequestError 401."""
@@ -73,30 +77,52 @@ class Auth:
         return self._tokens.issue(self._tokens.key_hash_of(key) or hash_key(key), tenant.id, tenant.name)
 
     async def tenant_of(self, key: str) -> Tenant | None:
-        """None for a key that is not in force."""
-        return (await self._look_up(key)).tenant
+        """Whose weights may be read with the key; None for one that is not in force, or has not the scope read."""
+        known = await self._look_up(key)
+        if known is None or (known.key is not None and "read" not in (known.key.scopes or ("read",))):
+            return None
+        return known.tenant
 
     async def key_of(self, key: str) -> ApiKeyRecord | None:
         """The record behind a key in force; None for the keys of an open loopback server."""
-        return (await self._look_up(key)).key
+        known = await self._look_up(key)
+        return None if known is None else known.key
 
     async def revoke(self, key: ApiKeyRecord) -> None:
         await revoke_key(self._store, key.key_id)
         self._known.clear()
 
-    async def _look_up(self, key: str) -> _Known:
+    def _check(self, key: ApiKeyRecord, route: str) -> None:
+        if key.requests_per_minute is not None and route not in UNCOUNTED:
+            self._rates.take(key.key_id, key.requests_per_minute)
+        if key.scopes is not None:
+            check_scopes(key.scopes, route)
+
+    async def _require(self, key: str | None) -> _Known:
+        """Raises RequestError 401."""
+        if not key:
+            raise RequestError(
+                "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
+            )
+        known = await self._look_up(key)
+        if known is None:
+            raise RequestError(_refusal(key, self._was_open()), status=401)
+        return known
+
+    async def _look_up(self, key: str) -> _Known | None:
+        """None for a key that is not in force."""
         if self._clock() >= self._counted_until:
             await self._count()
         stood_for = self._tokens.key_hash_of(key)
         key_hash = stood_for or hash_key(key)
-        known = self._known.get(key_hash)
-        if known is None:
-            if len(self._known) >= _MOST_CACHED:
-                self._known.clear()
-            counts = self._counts
-            known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
-            if counts is self._counts:
-                self._known[key_hash] = known
+        if key_hash in self._known:
+            return self._known[key_hash]
+        if len(self._known) >= _MOST_CACHED:
+            self._known.clear()
+        counts = self._counts
+        known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
+        if counts is self._counts:
+            self._known[key_hash] = known
         return known
 
     async def _count(self) -> None:
@@ -112,7 +138,7 @@ class Auth:
             self._known.clear()
             self._counts = counts
 
-    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known:
+    async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known | None:
         record = await self._store.find_key(key_hash)
         if record is not None and hmac.compare_digest(record.key_hash, key_hash) and record.revoked_at is None:
             tenant = await self._store.get_tenant(record.tenant_id)
@@ -120,7 +146,7 @@ class Auth:
             return _Known(Tenant(tenant.tenant_id, tenant.name), record)
         if record is None and may_be_new and await self._is_open():
             return _Known(await self._own_tenant(key_hash), None)
-        return _Known(None, None)
+        return None
 
     async def _is_open(self) -> bool:
         return self._loopback and (await self._store.count_keys()).made == 0
@@ -153,8 +179,8 @@ _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_err
 
 
 async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
-    """Raises RequestError 401."""
-    return await request.app.state.services.auth.authenticate(presented_key(request))
+    """Raises RequestError 401, 403, 429."""
+    return await request.app.state.services.auth.admit(request)
 
 
 TenantDependency = Annotated[Tenant, Depends(current_tenant)]
@@ -184,10 +210,13 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
         )
 
 
-async def create_key(store: Store, name: str) -> str:
+async def create_key(
+    store: Store, name: str, scopes: tuple[str, ...] | None = None, requests_per_minute: int | None = None
+) -> str:
     """A new key of the tenant of that name, who is made if there is none. The key can be shown only now.
 
-    Raises ValueError when it is no name that --tenant-weights can say.
+    scopes: None = all. requests_per_minute: None = any number. Raises ValueError when it is no name that
+    --tenant-weights can say.
     """
     if not name or name != name.strip() or "," in name or "=" in name:
         raise ValueError(
@@ -199,7 +228,7 @@ async def create_key(store: Store, name: str) -> str:
         tenant = TenantRecord(f"tenant-{secrets.token_hex(8)}", name, time.time())
         await store.ensure_tenant(tenant)
     key = KEY_PREFIX + secrets.token_urlsafe(32)
-    await store.insert_key(tenant.tenant_id, hash_key(key), time.time())
+    await store.insert_key(tenant.tenant_id, hash_key(key), time.time(), scopes, requests_per_minute)
     return key
 
 
@@ -211,12 +240,15 @@ class KeyInfo:
     name: str
     created_at: float
     revoked_at: float | None
+    scopes: tuple[str, ...] | None
+    requests_per_minute: int | None
 
 
 async def list_keys(store: Store) -> tuple[KeyInfo, ...]:
     names = {tenant.tenant_id: tenant.name for tenant in await store.list_tenants()}
     return tuple(
-        KeyInfo(key.key_id, names[key.tenant_id], key.created_at, key.revoked_at) for key in await store.list_keys()
+        KeyInfo(key.key_id, names[key.tenant_id], key.created_at, key.revoked_at, key.scopes, key.requests_per_minute)
+        for key in await store.list_keys()
     )
 
 

@@ -7,6 +7,7 @@ from fastapi import APIRouter, Depends
 from ...schemas.errors import RequestError
 from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
 from ..auth import TenantDependency, presented_key
+from ..scopes import SCOPES
 from ..services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
@@ -22,13 +23,16 @@ async def token(services: ServicesDependency, tenant: TenantDependency, key: Key
 
 @router.get("/apikey/me")
 async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
-    """Whose key it is."""
+    """Whose key it is, and what it may."""
     record = await services.auth.key_of(key or "")
+    scopes = SCOPES if record is None or record.scopes is None else record.scopes
     return OwnKey(
         key_id=0 if record is None else record.key_id,
         name=tenant.name,
         note="a key of this open server" if record is None else "",
         details=KeyDetails(org_details=KeyOrganization(name="trainhouse"), user_details=KeyUser(email=tenant.name)),
+        scopes=list(scopes),
+        requests_per_minute=None if record is None else record.requests_per_minute,
     )
 
 

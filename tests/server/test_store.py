@@ -269,8 +269,10 @@ async def test_listings_are_pages_with_a_total(open_store: OpenStore) -> None:
     assert (page.offset, page.limit, page.total_count) == (1, 2, 5)
     for number in range(5, 30):
         await store.put_checkpoint(checkpoint(f"c{number}", f"/{number}", created_at=7.0), overwrite=False)
-    pages = [(await store.list_checkpoints("t", 10.0, offset, 7))[0] for offset in range(0, 30, 7)]
-    assert len({record.name for part in pages for record in part}) == 30
+    seen: list[CheckpointRecord] = []
+    for offset in range(0, 30, 7):
+        seen += (await store.list_checkpoints("t", unexpired_at=10.0, offset=offset, limit=7))[0]
+    assert len(seen) == len({record.name for record in seen}) == 30
     assert [record.name for record in await store.list_expired_checkpoints(10.0)] == ["expired"]
     assert await store.list_expired_checkpoints(9.9) == ()
 

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import socket
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -134,7 +133,7 @@ async def test_a_commit_of_which_the_answer_was_lost_is_not_repeated(
             raw = connection.connection.dbapi_connection
             assert raw is not None
             raw.commit()
-            socket.socket(fileno=raw.fileno()).close()
+            raw.close()
 
     event.listen(store._writing, "commit", commit_and_hear_nothing)
     await asyncio.wrap_future(store.write(add_tenant("once")))
@@ -167,8 +166,8 @@ async def test_the_database_gives_up_on_a_server_that_fell_asleep(
     """So that its locks hinder nobody; what it was about is repeated."""
     monkeypatch.setattr(postgres_module, "_IDLE_MILLISECONDS", 200)
     store = PostgresStore(postgres_url)
-    naps = iter([0.6])
-    await asyncio.wrap_future(store.write(add_tenant("slept", lambda _: time.sleep(next(naps, 0.0)))))
+    naps = iter([0.6, 0.0])
+    await asyncio.wrap_future(store.write(add_tenant("slept", lambda _: time.sleep(next(naps)))))
     assert await names(store) == ["slept"] and next(naps, None) is None
     store.close()
 

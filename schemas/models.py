@@ -223,6 +223,17 @@ class Health(Wire):
     status: Literal["ok"] = "ok"
 
 
+class Readiness(Wire):
+    """base_models: served name -> whether its workers are up. runs: live ones; of these runs_to_make_again have their
+    state on disk alone since the server started or a worker died, until they are needed or rest for long.
+    """
+
+    status: Literal["ready", "stopping"]
+    base_models: dict[str, Literal["up", "restarting"]]
+    runs: int
+    runs_to_make_again: int
+
+
 class TokenizerFiles(Wire):
     """File name -> URL of the file, fetched with the same API key."""
 

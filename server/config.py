@@ -122,6 +122,8 @@ class ServerConfig:
     )
     host: str = knob("127.0.0.1", "beyond loopback it takes keys", common=True)
     port: int = knob(8000, "0 = a free one, printed", common=True, check=between(0, 65535))
+    tls_certificate: Path | None = knob(None, "PEM, its chain behind it: serve https (docs/security.md)")  # noqa: RUF009
+    tls_key: Path | None = knob(None, "PEM, of that certificate, without a passphrase")  # noqa: RUF009
     state_dir: Path = knob(Path(".trainhouse"), "all state; of one server at a time", common=True)  # noqa: RUF009
     database_url: str | None = knob(
         None,
@@ -198,6 +200,7 @@ class ServerConfig:
     sdk_compression: Literal["none", "zstd"] = knob("none", "of the forward_backward bodies that SDKs send")
     sdk_sample_polling: Literal["each", "together"] = knob("each", "a poll per sample, or one for a client's samples")
     keep_alive_seconds: int = knob(75, "how long an idle connection stays open", check=POSITIVE)
+    drain_seconds: float = knob(20.0, "what accepted work gets at shutdown before the doors close", check=NOT_NEGATIVE)
     shutdown_seconds: int = knob(3, "what open requests get at shutdown", check=NOT_NEGATIVE)
     log_level: Literal["debug", "info", "warning", "error"] = knob("info", "least severity that is logged")
     ready_file: Path | None = knob(None, "written with the URL once the server answers, removed at its end")  # noqa: RUF009
@@ -206,6 +209,8 @@ class ServerConfig:
         """Raises ConfigError."""
         for knob_field in fields(self):
             _check_value(knob_field, getattr(self, knob_field.name))
+        if (self.tls_certificate is None) != (self.tls_key is None):
+            raise ConfigError("tls_certificate and tls_key go together: give both, or neither")
         if self.max_decompressed_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "
@@ -302,11 +307,23 @@ def store_config_of(
     flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
 ) -> StoreConfig:
     """That of the server configured this way, for commands that need nothing else. Raises ConfigError."""
-    given = _given(flags, environment, file)
-    chosen = {entry.name: given.get(entry.name, _FIELDS[entry.name].default) for entry in fields(StoreConfig)}
+    return StoreConfig(**_chosen(StoreConfig, _given(flags, environment, file)))
+
+
+def place_config_of(
+    flags: Mapping[str, str | Sequence[str]], environment: Mapping[str, str], file: Path | None
+) -> PlaceConfig:
+    """As `store_config_of`."""
+    return PlaceConfig(**_chosen(PlaceConfig, _given(flags, environment, file)))
+
+
+def _chosen(target: type, given: Mapping[str, object]) -> dict[str, typing.Any]:
+    """The knobs that `target` has under the same name."""
+    names = [entry.name for entry in fields(target) if entry.name in _FIELDS]
+    chosen = {name: given.get(name, _FIELDS[name].default) for name in names}
     for name, value in chosen.items():
         _check_value(_FIELDS[name], value)
-    return StoreConfig(**chosen)
+    return chosen
 
 
 def _given(

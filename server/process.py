@@ -9,6 +9,7 @@ import os
 import resource
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from pathlib import Path
@@ -23,6 +24,7 @@ from .auth import require_keys
 from .config import ServerConfig
 from .connections import Connection
 from .services import Services
+from .stopping import drain
 from .store import open_store
 
 FORCED_STATUS = 130
@@ -41,12 +43,27 @@ class StartError(Exception):
 
 def serve(config: ServerConfig) -> None:
     """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError."""
+    check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     with locked(config.state_dir), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(until_signal(_serve(config, listener)))
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises StartError where it cannot be served with."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return
+    try:
+        # Who is asked for a passphrase answers none: a server has nobody to ask.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, lambda: "")
+    except OSError as error:  # SSLError is one
+        raise StartError(
+            f"certificate {config.tls_certificate} with key {config.tls_key} cannot be used ({error}): give a "
+            "certificate and its key in PEM, readable and without a passphrase"
+        ) from None
 
 
 def allow_many_connections() -> None:
@@ -59,7 +76,7 @@ def allow_many_connections() -> None:
 
 
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
-    url = url_of(config.host, listener)
+    url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
     async with _loaded(config) as dispatch:
         with ready_file(config.ready_file) as write_ready:
@@ -127,10 +144,10 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def url_of(host: str, listener: socket.socket) -> str:
+def url_of(host: str, listener: socket.socket, scheme: str) -> str:
     """An address under which a client on this machine reaches the server."""
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
-    return f"http://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
+    return f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
 
 
 def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
@@ -206,20 +223,24 @@ class _Http(uvicorn.Server):
                 server_header=False,
                 ws="none",
                 timeout_keep_alive=config.keep_alive_seconds,
+                ssl_certfile=config.tls_certificate,
+                ssl_keyfile=config.tls_key,
                 timeout_graceful_shutdown=config.shutdown_seconds,
             )
         )
         self._on_ready = on_ready
         self._services: Services = app.state.services
+        self._drain_seconds = config.drain_seconds
         self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
 
     async def run_until_cancelled(self, listener: socket.socket) -> None:
-        """Serves; on cancellation lets open requests end."""
+        """Serves; on cancellation lets what was accepted be done, and then open requests end."""
         serving = asyncio.ensure_future(self.serve([listener]))
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            print("stopping: open requests may end", flush=True)
+            print("stopping: what was accepted may be done, and open requests end", flush=True)
+            await drain(self._services, self._drain_seconds)
             self.should_exit = True
             await serving
             raise

@@ -28,6 +28,7 @@ _MOST_SECONDS = 60.0
 
 _UNKNOWN_SECONDS = 5.0
 _RUN_SECONDS = 30.0
+_STOPPING_SECONDS = 2.0
 _REMEMBERED_SECONDS = 60.0
 _DRAIN_SECONDS = 30.0
 
@@ -147,7 +148,7 @@ class _Usage:
 
 
 class Quotas:
-    """`clock`: monotonic seconds."""
+    """`clock`: monotonic seconds. is_closed: nothing is accepted any more."""
 
     def __init__(self, config: ServerConfig, clock: Callable[[], float] = time.monotonic) -> None:
         self._config = config
@@ -156,6 +157,11 @@ class Quotas:
         self._num_bytes = 0
         self._drain = _Drain(clock(), clock())
         self._standing_still = _StandingStill()
+        self.is_closed = False
+
+    def close(self) -> None:
+        """From now on nothing is accepted."""
+        self.is_closed = True
 
     def admission(self, tenant_id: str) -> "Admission":
         return Admission(self, tenant_id)
@@ -203,10 +209,12 @@ class Quotas:
     def fits(self, tenant_id: str, num_bytes: int) -> bool:
         """Whether it may come in wherever it stands in the order of its run."""
         within = self._put_off(self._usage(tenant_id), num_bytes, UNORDERED) is None
-        return within and self._num_bytes + num_bytes <= self._config.queued_bytes // 2
+        return within and not self.is_closed and self._num_bytes + num_bytes <= self._config.queued_bytes // 2
 
     def check(self, tenant_id: str, num_bytes: int, standing: Standing) -> None:
-        """Raises RequestError 429."""
+        """Raises RequestError 429, and 503 once it is closed."""
+        if self.is_closed:
+            raise RequestError("the server is stopping: send it again when it is back", 503, _STOPPING_SECONDS)
         put_off = self._put_off(self._usage(tenant_id), num_bytes, standing) or self._no_memory(num_bytes, standing)
         if put_off is not None:
             self._refuse(tenant_id, put_off)
@@ -373,12 +381,12 @@ class Admission:
         return fits
 
     def claim(self, num_bytes: int, standing: Standing) -> None:
-        """Raises RequestError 429."""
+        """Raises RequestError 429, 503."""
         self._quotas.check(self._tenant_id, num_bytes, standing)
         self._claim(num_bytes)
 
     def grow(self, num_bytes: int, standing: Standing) -> None:
-        """To what the body has once decompressed. Raises RequestError 429."""
+        """To what the body has once decompressed. Raises RequestError 429, 503."""
         if num_bytes > self.num_bytes:
             self._give_back(done=False)
             self.claim(num_bytes, standing)

@@ -143,7 +143,7 @@ class Run:
 
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
-        if self._state.created is not None and not self._state.is_live and self._unusable is None:
+        if self.is_lost:
             await self._made_again(-1)
         info = self._services.operations.infos.get(self.record.run_id)
         if info is None:
@@ -238,10 +238,18 @@ class Run:
         if not self._rests:
             self._state.hurry()
             return
-        if self._state.created is not None and not self._state.is_live:
+        if self.is_lost:
             await self._made_again(-1)
+        await self._settle(twice=True)
+
+    async def snapshot(self) -> None:
+        """The state as it is now, unless something is under way, or the journal holds nothing of it."""
+        if self._state.history.is_older_than(0):
+            await self._settle(twice=False)
+
+    async def _settle(self, twice: bool) -> None:
         if self._rests and self._state.is_live:
-            await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=True)
+            await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=twice)
 
     async def end(self, reason: str) -> None:
         """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
@@ -274,8 +282,17 @@ class Run:
             slot.release()
 
     @property
+    def is_busy(self) -> bool:
+        """Something of it is under way, or about to be."""
+        return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
+
+    @property
+    def is_lost(self) -> bool:
+        """It has begun, and is to be made again in the workers."""
+        return self._state.created is not None and not self._state.is_live and self._unusable is None
+
+    @property
     def _rests(self) -> bool:
-        """Nothing of it waits or is under way."""
         return not self._slots and not self._under_way
 
     # Accepting
@@ -527,7 +544,7 @@ class Run:
         while True:
             if self._unusable is not None:
                 raise OperationError(self._unusable, "server")
-            if self._state.created is not None and not self._state.is_live:
+            if self.is_lost:
                 await self._made_again(seq_id)
                 continue
             try:

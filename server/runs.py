@@ -146,6 +146,19 @@ class Runs:
         for run in list(self._runs.values()):
             await run.settle(held_seconds)
 
+    @property
+    def is_busy(self) -> bool:
+        return any(run.is_busy for run in (*self._runs.values(), *self._ending.values()))
+
+    @property
+    def num_lost(self) -> int:
+        """Runs that are to be made again in the workers, once they are needed."""
+        return sum(run.is_lost for run in self._runs.values())
+
+    async def snapshot(self) -> None:
+        """Of all that rest, so that whoever takes them up has nothing to repeat."""
+        await asyncio.gather(*(run.snapshot() for run in self._runs.values()))
+
     async def save_request_times(self) -> None:
         """For those who list runs."""
         saved_at, self._saved_at = self._saved_at, time.time()
@@ -158,8 +171,9 @@ class Runs:
             ending.cancel()
         await asyncio.gather(*(run.stop() for run in (*self._runs.values(), *self._ending.values())))
 
-    def num_live(self, tenant_id: str) -> int:
-        return sum(run.record.tenant_id == tenant_id for run in self._runs.values())
+    def num_live(self, tenant_id: str | None = None) -> int:
+        """Of all tenants, or of one."""
+        return sum(tenant_id in (None, run.record.tenant_id) for run in self._runs.values())
 
     async def _resume(self, record: RunRecord | None, entries: Sequence[Journaled]) -> None:
         """record: None for one that was accepted, but may not be created yet."""

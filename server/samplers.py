@@ -349,6 +349,10 @@ class Samplers:
         finally:
             self._drawing.discard(end)
 
+    @property
+    def is_busy(self) -> bool:
+        return any(sampler.under_way for sampler in self._samplers.values())
+
     def stop_drawing(self) -> None:
         """Fails what `draw` has under way, and what it is asked for from now on."""
         self._is_stopping = True

@@ -96,6 +96,10 @@ class WorkerDispatch:
         """What work on this base model waits for, in words; None when nothing waits."""
         return self._group(base_model).status() or self._engines[base_model].status()
 
+    def is_up(self, base_model: str) -> bool:
+        """Whether its training workers are; else they are being started again."""
+        return not self._group(base_model).restarting
+
     def pids(self, base_model: str) -> list[int]:
         """Process ids of the base model's training ranks, and then of what only samples it."""
         return self._group(base_model).pids() + self._engines[base_model].pids()

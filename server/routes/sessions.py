@@ -2,7 +2,7 @@
 
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Request
+from fastapi import APIRouter, Header, Request, Response
 
 from ...schemas.models import (
     AssignProjectRequest,
@@ -14,6 +14,7 @@ from ...schemas.models import (
     Health,
     HeartbeatRequest,
     HeartbeatResponse,
+    Readiness,
     TelemetryResponse,
 )
 from ..auth import TenantDependency
@@ -27,6 +28,19 @@ router = APIRouter(prefix="/api/v1", tags=["sessions"])
 async def healthz() -> Health:
     """Whether this process answers; needs no key."""
     return Health()
+
+
+@router.get("/readyz", responses={503: {"model": Readiness}})
+async def readyz(services: ServicesDependency, response: Response) -> Readiness:
+    """Whether new work is accepted, and how far the state of an earlier process is taken up; needs no key."""
+    accepts, dispatch = not services.quotas.is_closed, services.dispatch
+    response.status_code = 200 if accepts else 503
+    return Readiness(
+        status="ready" if accepts else "stopping",
+        base_models={name: "up" if dispatch.is_up(name) else "restarting" for name in dispatch.models},
+        runs=services.runs.num_live(),
+        runs_to_make_again=services.runs.num_lost,
+    )
 
 
 @router.post("/client/config")

@@ -74,7 +74,7 @@ async def receive_operation(
 ) -> Submit[Decoded]:
     """For operations of a run: one that is refused still counts as done, if it shows its seq_id.
 
-    One that is put off (429) does not: it will be sent again. Raises RequestError.
+    One that is put off (429, 503) does not: it will be sent again. Raises RequestError.
     """
     num_bytes = _num_bytes(request, services)
 
@@ -89,7 +89,7 @@ async def receive_operation(
             admission.grow(num_bytes, await _standing(services, tenant, received.body, received.content_type))
         return Submit(received, await decode_body(received, _limits(services), decode))
     except RequestError as error:
-        if error.status == 429:
+        if error.status in (429, 503):
             raise
         await _count_as_refused(services, tenant, kind, received, error)
         raise

@@ -228,7 +228,8 @@ def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_erro
     """As systemd, docker stop on a shell, or a closed terminal do it."""
     shutil.copytree(tiny_models["qwen3"], tmp_path / "model")
     save_letter_tokenizer(tmp_path / "model")
-    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", shutdown_seconds=2) as server:
+    patience = {"drain_seconds": 0, "shutdown_seconds": 2}
+    with live_server({"tiny/qwen3": tmp_path / "model"}, tmp_path / "state", **patience) as server:
         asked = {"model": "tiny/qwen3", "prompt": "the", "n": 1000, "max_tokens": 1000, "ignore_eos": True}
         http = httpx.Client(base_url=f"{server.url}/v1", headers={"X-API-Key": "tml-x"}, timeout=60)
         http.post("/completions", json=asked | {"n": 1, "max_tokens": 1}).raise_for_status()

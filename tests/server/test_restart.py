@@ -1,7 +1,9 @@
 """A server that is killed and started again on the same state directory."""
 
+import contextlib
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,3 +70,42 @@ def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], 
         lost = client.post("retrieve_future", {"request_id": waiting["request_id"]})
         assert lost["category"] == "server" and "server restarted" in lost["error"]
         assert client.post("optim_step", {"model_id": model_id})["status"] == 410
+
+
+def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repeat(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server, ThreadPoolExecutor(20) as threads:
+        client = Client(server)
+        session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
+        create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+        model_id = client.post("create_model", create)["model_id"]
+        losses = {"model_id": model_id, "data": 600 * DATA, "loss_fn": "cross_entropy"}
+        accepted = []
+        for seq_id in range(1, 19, 2):
+            for path, body in (("forward_backward", losses), ("optim_step", {"model_id": model_id})):
+                number = seq_id + (path == "optim_step")
+                accepted.append(client.post(path, body | {"seq_id": number}, Prefer="respond-async")["request_id"])
+        polls = [threads.submit(client.post, "retrieve_future", {"request_id": one}) for one in accepted]
+        polls[0].result()
+        server.process.terminate()
+        refused = []
+        while server.process.poll() is None and not refused:
+            with contextlib.suppress(httpx.TransportError):
+                answer = client.post("optim_step", {"model_id": model_id, "seq_id": 99}, Prefer="respond-async")
+                refused += [answer] if answer["status"] == 503 else []
+        assert server.process.wait(30) == 0
+        assert all("error" not in poll.result() and poll.result()["status"] == 200 for poll in polls)
+        assert refused and "stopping" in refused[0]["detail"]
+        assert "WARNING" not in server.log.read_text()
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+        client = Client(server)
+        assert httpx.get(f"{server.url}/api/v1/readyz").json() == {
+            "status": "ready",
+            "base_models": {MODEL: "up"},
+            "runs": 1,
+            "runs_to_make_again": 1,
+        }
+        assert client.post("forward", losses)["metrics"]["loss:sum"] > 0
+        assert "from the snapshot behind seq_id 18 and 0 operations" in server.log.read_text()
+        assert httpx.get(f"{server.url}/api/v1/readyz").json()["runs_to_make_again"] == 0

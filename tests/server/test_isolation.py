@@ -1,6 +1,7 @@
 """Every route, as the API describes them: none without a key, and none that shows, uses or changes another's things."""
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +12,19 @@ from .real import ALICE, BOB, MODEL, Run, Server, batch, sample_body
 
 pytestmark = pytest.mark.anyio
 
-PUBLIC = {("GET", "healthz")}
+PUBLIC = {
+    ("GET", "healthz"): "load balancers have no key, and it tells nothing but that the process answers",
+    ("GET", "readyz"): "the same, and how far the server is with its start, in numbers",
+}
+OPEN_PAGES = {
+    "/docs": "what the API is, tells nothing of anybody",
+    "/docs/oauth2-redirect": "of the page above",
+    "/redoc": "the same, laid out otherwise",
+    "/openapi.json": "what both read",
+    "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs, which say themselves what they are good for",
+}
+"""What is not in the OpenAPI."""
+
 OWN = {
     ("POST", "client/config"),
     ("POST", "client/dynamic_config"),
@@ -28,6 +41,7 @@ OWN = {
 }
 """Routes that name nothing that belongs to anybody."""
 LISTINGS = {("GET", "training_runs"), ("GET", "checkpoints"), ("GET", "sessions")}
+NOTE = "written-by-alice"
 CHECKPOINT = "training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -41,12 +55,18 @@ class Things:
     sampler_id: str
     sample_request: str
 
+    @property
+    def secrets(self) -> tuple[str, ...]:
+        """What nobody else is shown: the ids of what she has, and what she wrote about it."""
+        return (self.run.session_id, "mine", NOTE)
+
 
 @pytest.fixture
 async def things(server: Server) -> Things:
-    run = await server.create_run()
+    session = {"sdk_version": "0.38.0", "tags": [NOTE], "user_metadata": {"note": NOTE}, "display_name": NOTE}
+    run = await server.create_run(session_id=(await server.post("create_session", session))["session_id"])
     await run.train(batch(), 1)
-    checkpoint = (await run.do("save_weights", path="mine"))["path"]
+    checkpoint = (await run.do("save_weights", path="mine", user_metadata={"note": NOTE}))["path"]
     sampler_weights = (await run.do("save_weights_for_sampler", path="mine"))["path"]
     sampler_id = (await run.do("save_weights_for_sampler"))["sampling_session_id"]
     sampled = await server.post("asample", sample_body(sampler_id))
@@ -116,24 +136,58 @@ async def ask(client: httpx.AsyncClient, method: str, route: str, things: Things
     return await client.request(method, f"http://test{path}" if path.startswith("/") else path, json=body)
 
 
+def shown_beyond(sent: tuple[str, object], answer: httpx.Response, things: Things) -> list[str]:
+    """What of Alice's the answer shows that its question did not name."""
+    asked = f"{answer.request.url}{json.dumps(sent)}"
+    headers = " ".join(answer.headers.values())
+    return [secret for secret in things.secrets if secret in f"{answer.text}{headers}" and secret not in asked]
+
+
 async def test_everything_of_another_tenant_is_not_found(server: Server, things: Things) -> None:
     requests = list(requests_of_bob(things, await server.create_session(BOB)))
     for method, route, body in requests:
         answer = await ask(server.clients[BOB], method, route, things, body)
         reason = "error" if route.startswith("/v1/") else "detail"
         assert (answer.status_code, reason in answer.json()) == (404, True), (method, route, body, answer.text)
+        assert not shown_beyond((route, body), answer, things), (method, route, answer.text)
     asked = {(method, route) for method, route, _ in requests}
-    assert asked | OWN | LISTINGS | PUBLIC == await described_routes(server), "every route is in one of these sets"
+    described = await described_routes(server)
+    untried = described - asked - OWN - LISTINGS - PUBLIC.keys()
+    assert not untried, f"ask for another's things by {untried} in requests_of_bob, or say why there are none"
+    assert asked | OWN | LISTINGS | PUBLIC.keys() == described, "there are no such routes"
+    print(f"{len(requests)} requests to {len(asked)} routes for things of another tenant")
     assert "metrics" in await server.result(f"{things.run.model_id}:2"), "nothing of all that did anything"
     assert (await server.clients[ALICE].get(f"samplers/{things.sampler_id}")).status_code == 200
     assert await things.run.submit("forward", loss_fn="cross_entropy", data=[{"model_input": [1]}])
 
 
+async def test_what_is_not_described_is_known(server: Server) -> None:
+    """Every path that the application answers is in the OpenAPI, or in OPEN_PAGES with its reason."""
+    described = server.app.openapi()["paths"]
+    undescribed = {path for path in paths_of(server.app.routes) if path.replace(":path}", "}") not in described}
+    assert undescribed == OPEN_PAGES.keys()
+
+
+def paths_of(routes: Iterable[Any]) -> Iterator[str]:
+    """Of routers within routers, too."""
+    for route in routes:
+        if hasattr(route, "endpoint"):
+            yield route.path
+        else:
+            yield from paths_of(route.effective_candidates())
+
+
+async def test_routes_that_name_nothing_show_nothing_of_another_tenant(server: Server, things: Things) -> None:
+    for method, route in OWN - {("DELETE", "auth/apikey/me")}:
+        answer = await ask(server.clients[BOB], method, route, things, {} if method == "POST" else None)
+        assert answer.status_code < 500 and not shown_beyond((route, None), answer, things), (route, answer.text)
+
+
 async def test_listings_show_nothing_of_another_tenant(server: Server, things: Things) -> None:
     for _, route in LISTINGS:
         for parameters in ({}, {"access_scope": "accessible"}):
-            seen = (await server.clients[BOB].get(route, params=parameters)).text
-            assert things.run.session_id not in seen, route
+            seen = await server.clients[BOB].get(route, params=parameters)
+            assert not shown_beyond((route, None), seen, things), route
         assert things.run.session_id in (await server.clients[ALICE].get(route)).text, "its owner sees it"
 
 
@@ -145,7 +199,7 @@ async def test_a_refused_body_spends_nobody_elses_seq_id(server: Server, things:
 
 
 async def test_without_a_key_every_route_says_401(server: Server, things: Things) -> None:
-    routes = await described_routes(server) - PUBLIC
+    routes = await described_routes(server) - PUBLIC.keys()
     client = server.clients[ALICE]
     key = client.headers.pop("X-API-Key")
     try:

@@ -74,7 +74,7 @@ def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:
 def wait_until_ready(process: subprocess.Popen[bytes], ready: Path, log: Path) -> str:
     deadline = time.monotonic() + READY_SECONDS
     while time.monotonic() < deadline:
-        if ready.is_file() and (url := re.search(r"http://[^\s\"]+", ready.read_text())):
+        if ready.is_file() and (url := re.search(r"https?://[^\s\"]+", ready.read_text())):
             return url[0].rstrip("/")
         if process.poll() is not None:
             break

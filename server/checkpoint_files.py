@@ -50,8 +50,8 @@ class CheckpointFiles:
     def __init__(self, state_dir: Path, config: PlaceConfig, places: Places, copies: Copies) -> None:
         place = config.checkpoints or str(state_dir / "checkpoints")
         is_here = not is_url(place)
-        self._local_root = Path(place).expanduser().absolute() if is_here else state_dir.absolute() / "checkpoints"
-        self._root = str(self._local_root) if is_here else place.rstrip("/")
+        self.local_root = Path(place).expanduser().absolute() if is_here else state_dir.absolute() / "checkpoints"
+        self._root = str(self.local_root) if is_here else place.rstrip("/")
         self._places = places
         self._copies = copies
         self._staging = state_dir.absolute() / "staging"
@@ -162,7 +162,7 @@ class CheckpointFiles:
         """
         await asyncio.to_thread(_remove, self._staging)
         await asyncio.to_thread(self._cache.sweep)
-        await asyncio.to_thread(_sweep, self._local_root, runs, published)
+        await asyncio.to_thread(_sweep, self.local_root, runs, published)
 
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
         """The same at a URL, beside everything else. Raises PlaceError.
@@ -242,7 +242,7 @@ class CheckpointFiles:
         return size_bytes
 
     def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
-        places = {one: f"{self._local_root}/{key_of(one)}" for one in directories if not is_url(one)}
+        places = {one: f"{self.local_root}/{key_of(one)}" for one in directories if not is_url(one)}
         # The state directory was moved; or --checkpoints was changed, and what was saved before is where it was.
         return {
             old: new for old, new in places.items() if old != new and (Path(new).exists() or not Path(old).exists())

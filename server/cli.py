@@ -1,8 +1,9 @@
-"""The command line: `trainhouse serve`, `keys` and `demo`. Parses, calls, and says errors in one line."""
+"""The command line: `trainhouse serve`, `keys`, `backup`, `verify`, `demo`. Parses, calls, says errors in one line."""
 
 import argparse
 import asyncio
 import difflib
+import logging
 import os
 import sys
 import time
@@ -13,6 +14,7 @@ from typing import TypeAlias
 
 from ..schemas.version import VERSION
 from .auth import create_key, list_keys, revoke_key
+from .backup import Backup
 from .config import (
     ENVIRONMENT_PREFIX,
     REPEATED,
@@ -22,6 +24,7 @@ from .config import (
     flag_of,
     knob_of,
     load_config,
+    place_config_of,
     shown_default,
     store_config_of,
 )
@@ -29,6 +32,7 @@ from .logs import configure_logging
 from .process import StartError, serve
 from .scopes import SCOPES, parse_scopes
 from .store import Store, open_store
+from .verify import lock_to_verify, verify
 
 FAILED = 1
 WRONGLY_USED = 2
@@ -67,6 +71,8 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_keys(commands)
+    _add_backup(commands)
+    _add_verify(commands)
     _add_demo(commands)
     return parser
 
@@ -178,10 +184,7 @@ def _add_keys(commands: _Commands) -> None:
         (verbs.add_parser("list", help="all keys"), _list_keys),
         (revoke, _revoke_key),
     ):
-        verb.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
-        verb.add_argument("--database-url", default=argparse.SUPPRESS, help="that of the server, where it has one")
-        verb.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
-        verb.set_defaults(run=_with_store(command))
+        _add_place(verb, _with_store(command))
 
 
 def _with_store(
@@ -244,6 +247,56 @@ def _key_id(text: str) -> int:
     if not text.isdecimal():
         raise ConfigError(f"{text!r} is not the number of a key: give the one that `trainhouse keys list` shows")
     return int(text)
+
+
+# trainhouse backup, trainhouse verify
+
+
+def _add_backup(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "backup", help="copy the state of a server, running or not, so that one can start on it", allow_abbrev=False
+    )
+    parser.add_argument("target", metavar="DIR", type=Path, help="the copy; on the same file system it takes no time")
+    _add_place(parser, _backup)
+
+
+def _add_verify(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "verify", help="look through the state of a server, running or not, for what is damaged", allow_abbrev=False
+    )
+    parser.add_argument("--repair", action="store_true", help="what is safe to; not beside a running server")
+    parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="that of the server, where it has one")
+    _add_place(parser, _verify)
+
+
+def _add_place(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    """Where a command finds the state of a server."""
+    parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
+    parser.add_argument("--database-url", default=argparse.SUPPRESS, help="that of the server, where it has one")
+    parser.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
+    parser.set_defaults(run=command)
+
+
+def _backup(options: argparse.Namespace) -> int:
+    store_config = store_config_of(_knob_flags(options), os.environ, _config_file(options))
+    Backup(store_config.state_dir, options.target, store_config.database_url is None).run(print)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    given = (_knob_flags(options), os.environ, _config_file(options))
+    store_config, place_config = store_config_of(*given), place_config_of(*given)
+    logging.disable()  # whatever it finds is said once, by itself
+    try:
+        with lock_to_verify(store_config.state_dir, options.repair) as is_running:
+            store = open_store(store_config)
+            try:
+                work = verify(store, store_config.state_dir, place_config, is_running, options.repair, print)
+                return FAILED if asyncio.run(work) else 0
+            finally:
+                store.close()
+    finally:
+        logging.disable(logging.NOTSET)
 
 
 # trainhouse demo

@@ -95,6 +95,10 @@ class Places:
         """Raises PlaceError where there is none."""
         return await self._try(url, _At.manifest)
 
+    async def check(self, url: str) -> dict[str, Any]:
+        """Its manifest. Raises PlaceError where a file is missing or of another size; its bytes are not read."""
+        return await self._try(url, _At.check)
+
     async def remove(self, url: str) -> None:
         """Whole, half or not there. Raises PlaceError."""
         await self._try(url, _At.remove)
@@ -147,6 +151,13 @@ class _At:
         for name in manifest["files"]:
             if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"its manifest names {name!r}, which is outside of it")
+        return manifest
+
+    def check(self) -> dict[str, Any]:
+        manifest = self.manifest()
+        for name, listed in manifest["files"].items():
+            if self.files.size(self.file(name)) != listed["size_bytes"]:
+                raise ValueError(f"{name} is not as its manifest says")
         return manifest
 
     def remove(self) -> None:

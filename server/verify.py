@@ -1,0 +1,382 @@
+"""verify: walks everything below a state directory, says what is not as it should be, and repairs what is safe to.
+
+Beside a running server it only looks, twice: what moved in between was no problem.
+"""
+
+import asyncio
+import shutil
+from collections import defaultdict
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from sqlalchemy import Connection, Row, Table, delete, select
+
+from ..schemas.errors import OperationError
+from .cache import STAGING
+from .checkpoint_files import CheckpointFiles, PlaceConfig
+from .checkpoints import directory_name
+from .ephemeral import EphemeralWeights
+from .journal import read_journal
+from .manifest import MANIFEST, check, read_manifest
+from .mirror import Mirror
+from .places import PlaceError, Places, is_url
+from .process import StartError, locked
+from .samplers import _EPHEMERAL, _adapter_id
+from .segments import _FRAME, _MAGIC, Damage, Place, scan_segment
+from .store import CheckpointCopyRecord, RunRecord, Store
+from .store.tables import checkpoint_copies, checkpoints, results
+
+SEGMENTED = ("journal", "results", "recordings")
+"""The directories of segments."""
+
+_MOVING_SECONDS = 1.0
+
+T = TypeVar("T")
+
+Repair = Callable[[], Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Problem:
+    """path: a file, a directory, a URL or the name of a row. meaning: what is wrong, and what follows from it.
+
+    repair: answers what it did. Raises OperationError, OSError where it cannot.
+    """
+
+    path: str
+    meaning: str
+    repair: Repair | None = None
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.meaning}"
+
+
+@contextmanager
+def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
+    """Whether a server runs on it; if not, none can start meanwhile.
+
+    Raises StartError where one runs and there is to be repaired, ValueError where there is no state directory.
+    """
+    if not state_dir.is_dir():
+        raise ValueError(f"there is no state directory {state_dir}: name it with --state-dir")
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(locked(state_dir))
+        except StartError:
+            if repair:
+                raise
+            yield True
+        else:
+            yield False
+
+
+async def verify(
+    store: Store, state_dir: Path, config: PlaceConfig, is_running: bool, repair: bool, say: Callable[[str], None]
+) -> int:
+    """Says each problem in a line; returns how many are left. is_running: a server has the state directory."""
+    async with Verification.of(store, state_dir, config, is_running) as verification:
+        problems = await verification.problems()
+        if is_running and problems:
+            await asyncio.sleep(_MOVING_SECONDS)
+            again = {str(problem) for problem in await verification.problems()}
+            problems = [problem for problem in problems if str(problem) in again]
+        num_left = 0
+        for problem in problems:
+            done = await _repaired(problem) if repair else None
+            num_left += done is None
+            say(f"{problem}{f'; repaired: {done}' if done else ''}")
+        say(f"{verification.counts}: {f'{num_left} problems' if num_left else 'all is whole'}")
+        return num_left
+
+
+async def _repaired(problem: Problem) -> str | None:
+    """What was done about it; None: nothing could be."""
+    if problem.repair is None:
+        return None
+    try:
+        return await problem.repair()
+    except (OperationError, PlaceError, OSError):
+        return None
+
+
+class Verification:
+    """The walks, each of which yields what it finds."""
+
+    def __init__(self, store: Store, state_dir: Path, places: Places, config: PlaceConfig, is_running: bool) -> None:
+        self._store = store
+        self._state_dir = state_dir.absolute()
+        self._places = places
+        self._config = config
+        self._is_running = is_running
+        self._files = CheckpointFiles(state_dir, config, places, Mirror(store, places, config).copies)
+        self._moves: Mapping[str, str] = {}
+        self._runs: set[str] = set()
+        self.counts = ""
+
+    @classmethod
+    @asynccontextmanager
+    async def of(
+        cls, store: Store, state_dir: Path, config: PlaceConfig, is_running: bool
+    ) -> "AsyncIterator[Verification]":
+        places = Places(())
+        try:
+            yield cls(store, state_dir, places, config, is_running)
+        finally:
+            places.close()
+
+    async def problems(self) -> list[Problem]:
+        self._moves = await self._files.follow_moved_root(await self._store.list_checkpoint_directories())
+        self._runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
+        walks = (
+            self._database(),
+            self._checkpoints(),
+            self._copies(),
+            self._snapshots(),
+            self._segments(),
+            self._results(),
+            self._ephemeral(),
+            *(() if self._is_running else (self._leftovers(), self._leftovers_at_url())),
+        )
+        found = [problem for walk in walks async for problem in walk]
+        self.counts = await self._counted()
+        return found
+
+    async def _database(self) -> AsyncIterator[Problem]:
+        def statements(connection: Connection) -> Sequence[str]:
+            is_sqlite = connection.dialect.name == "sqlite"
+            return connection.exec_driver_sql("PRAGMA integrity_check").scalars().all() if is_sqlite else ["ok"]
+
+        for line in await self._read(statements):
+            if line != "ok":
+                yield Problem("database", f"{line}: restore a backup")
+
+    # Checkpoints
+
+    async def _checkpoints(self) -> AsyncIterator[Problem]:
+        for row in await self._rows(checkpoints):
+            directory = self._moves.get(row.directory, row.directory)
+            path = f"tinker://{row.run_id}/{row.kind}/{row.name}"
+            try:
+                if is_url(directory):
+                    about = await self._places.check(directory)
+                else:
+                    await asyncio.to_thread(check, Path(directory))
+                    about = await asyncio.to_thread(read_manifest, Path(directory))
+            except (PlaceError, ValueError) as error:
+                yield Problem(directory, f"{path} is damaged ({error})", lambda at=directory: self._restore(at))
+            else:
+                if about.get("tinker_path") != path:
+                    yield Problem(directory, f"its manifest is of {about.get('tinker_path')}, its row of {path}")
+
+    async def _restore(self, directory: str) -> str:
+        async with self._files.reading(directory) as here:
+            if is_url(directory):
+                await self._places.upload(here, directory)
+        return "brought back from its mirror"
+
+    async def _copies(self) -> AsyncIterator[Problem]:
+        for row in await self._rows(checkpoint_copies):
+            if row.state != "copied":
+                continue
+            try:
+                await self._places.check(row.url)
+            except PlaceError as error:
+                waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
+                meaning = f"the copy of {row.directory} cannot be read ({error})"
+                yield Problem(row.url, meaning, lambda waiting=waiting: self._copy_again(waiting))
+
+    async def _copy_again(self, waiting: CheckpointCopyRecord) -> str:
+        await self._store.put_copy(waiting)
+        return "the server copies it again"
+
+    async def _leftovers(self) -> AsyncIterator[Problem]:
+        rows = await self._store.list_checkpoint_directories()
+        published = {self._moves.get(directory, directory) for directory in rows}
+        live = {directory_name(run.run_id) for run in await self._live_runs()}
+        adapters = {directory_name(one) for one in await self._live_adapters()}
+        root = self._state_dir
+        for path in sorted((*self._files.local_root.glob("*/*/*"), *root.glob("staging/*"))):
+            is_ours = path.parent.parent.name in self._runs and str(path) not in published
+            if path.name.startswith(STAGING) or is_ours:
+                yield _leftover(path, "a checkpoint that was never published, or was deleted")
+        for path in sorted((*root.glob("snapshots/*"), *root.glob(f"snapshots/*/{STAGING}*"))):
+            if path.name.startswith(STAGING) or (path.parent.name == "snapshots" and path.name not in live):
+                yield _leftover(path, "of a run that is over, or never finished")
+        for path in sorted(root.glob("ephemeral/*")):
+            if path.name not in adapters:
+                yield _leftover(path, "the weights of a sampler that is over, or never finished")
+
+    async def _leftovers_at_url(self) -> AsyncIterator[Problem]:
+        root = self._config.checkpoints
+        if root is None or not is_url(root):
+            return
+        published = await self._store.list_checkpoint_directories()
+        try:
+            found = await self._places.list(root)
+        except PlaceError as error:
+            yield Problem(root, f"cannot be listed ({error})")
+            return
+        for key, names in found.items():
+            url = f"{root.rstrip('/')}/{key}"
+            if url in published:
+                continue
+            if MANIFEST in names or key.partition("/")[0] not in self._runs:
+                yield Problem(url, "no row of this database knows it: of another one, or a leftover to delete by hand")
+            else:
+                yield Problem(url, "never published, or deleted", lambda url=url: self._remove_at(url))
+
+    async def _remove_at(self, url: str) -> str:
+        await self._places.remove(url)
+        return "removed"
+
+    # Snapshots, ephemeral weights
+
+    async def _snapshots(self) -> AsyncIterator[Problem]:
+        begun = await asyncio.to_thread(_runs_from_their_beginning, self._state_dir / "journal")
+        for run in await self._live_runs():
+            directory = self._state_dir / "snapshots" / directory_name(run.run_id)
+            whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
+            for path, error in damaged.items():
+                can_go = bool(whole) or run.run_id in begun
+                meaning = f"a snapshot of {run.run_id} is damaged ({error})"
+                yield Problem(str(path), meaning, (lambda path=path: _remove(path)) if can_go else None)
+            if not whole and run.run_id not in begun:
+                yield Problem(
+                    str(directory), f"{run.run_id} cannot be made again: it has no whole snapshot, nor its beginning"
+                )
+
+    async def _ephemeral(self) -> AsyncIterator[Problem]:
+        weights = EphemeralWeights(self._state_dir / "ephemeral")
+        for adapter_id in await self._live_adapters():
+            if not weights.has(adapter_id):
+                yield Problem(str(weights.directory(adapter_id)), "the weights of a sampler are lost: it answers 410")
+
+    async def _live_runs(self) -> list[RunRecord]:
+        open_sessions = await self._store.list_open_sessions()
+        return [run for one in open_sessions for run in await self._store.list_session_runs(one.session_id)]
+
+    async def _live_adapters(self) -> set[str]:
+        samplers = await self._store.list_open_samplers()
+        return {adapter_id for one in samplers if one.kind in _EPHEMERAL and (adapter_id := _adapter_id(one))}
+
+    # Segments
+
+    async def _segments(self) -> AsyncIterator[Problem]:
+        for path in sorted(path for name in SEGMENTED for path in (self._state_dir / name).glob("*.segment")):
+            for problem in await asyncio.to_thread(lambda path=path: list(_segment_problems(path))):
+                yield problem
+
+    async def _results(self) -> AsyncIterator[Problem]:
+        of_segments: dict[int, list[tuple[int, str]]] = defaultdict(list)
+        for row in await self._rows(results):
+            place = Place.parse(row.place)
+            of_segments[place.segment].append((place.offset, row.request_id))
+        for segment, wanted in sorted(of_segments.items()):
+            path = self._state_dir / "results" / f"{segment:08d}.segment"
+            there = await asyncio.to_thread(_request_ids, path)
+            lost = [request_id for offset, request_id in wanted if there.get(offset) != request_id]
+            if lost:
+                meaning = f"{len(lost)} results are not in it, such as that of {lost[0]}: their polls fail"
+                yield Problem(str(path), meaning, lambda lost=lost: self._drop_results(lost))
+
+    async def _drop_results(self, request_ids: Collection[str]) -> str:
+        def statements(connection: Connection) -> None:
+            for request_id in request_ids:
+                connection.execute(delete(results).where(results.c.request_id == request_id))
+
+        await asyncio.wrap_future(self._store.write(statements))
+        return f"{len(request_ids)} rows dropped"
+
+    async def _counted(self) -> str:
+        num_segments = sum(len(list((self._state_dir / name).glob("*.segment"))) for name in SEGMENTED)
+        num_snapshots = len(list(self._state_dir.glob("snapshots/*/[0-9]*")))
+        num_rows = {table.name: len(await self._rows(table)) for table in (checkpoints, checkpoint_copies, results)}
+        of_rows = f"{num_rows['checkpoints']} checkpoints, {num_rows['checkpoint_copies']} copies"
+        return f"{of_rows}, {num_rows['results']} results, {num_snapshots} snapshots, {num_segments} segments"
+
+    async def _rows(self, table: Table) -> Sequence[Row]:
+        return await self._read(lambda connection: connection.execute(select(table)).all())
+
+    async def _read(self, statements: Callable[[Connection], T]) -> T:
+        return await asyncio.wrap_future(self._store.read(statements))
+
+
+def _leftover(path: Path, what: str) -> Problem:
+    return Problem(str(path), f"left over: {what}", lambda: _remove(path))
+
+
+async def _remove(path: Path) -> str:
+    await asyncio.to_thread(shutil.rmtree, path)
+    return "removed"
+
+
+def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ValueError]]:
+    """Those that match their manifests, and what is wrong with the others."""
+    damaged = {}
+    for directory in directories:
+        try:
+            check(directory)
+        except ValueError as error:
+            damaged[directory] = error
+    return [directory for directory in directories if directory not in damaged], damaged
+
+
+def _runs_from_their_beginning(journal: Path) -> set[str]:
+    """The runs whose first operation the journal has."""
+    entries = (entry for path in sorted(journal.glob("*.segment")) for entry in read_journal(path))
+    return {entry.header.run_id for entry in entries if entry.header.kind.startswith("create_model")}
+
+
+def _request_ids(segment: Path) -> Mapping[int, object]:
+    """Of its whole records, by their offsets."""
+    if not segment.exists():
+        return {}
+    return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
+
+
+def whole_bytes(segment: Path) -> int | None:
+    """Behind its last whole record; None where it is no segment."""
+    with segment.open("rb") as file:
+        begins = file.read(len(_MAGIC))
+        if begins != _MAGIC:
+            return 0 if _MAGIC.startswith(begins) else None
+        end = len(_MAGIC)
+        for found in scan_segment(segment):
+            if not isinstance(found, Damage):
+                file.seek(found.offset)
+                header_bytes, body_bytes, _ = _FRAME.unpack(file.read(_FRAME.size))
+                end = found.offset + _FRAME.size + header_bytes + body_bytes
+    return end
+
+
+def cut(segment: Path, num_bytes: int) -> None:
+    """What is behind that goes; a file without a record whole."""
+    if num_bytes <= len(_MAGIC):
+        segment.unlink()
+        return
+    with segment.open("r+b") as file:
+        file.truncate(num_bytes)
+
+
+def _segment_problems(path: Path) -> Iterator[Problem]:
+    try:
+        num_bytes, size = whole_bytes(path), path.stat().st_size
+        damages = [] if num_bytes is None else [one for one in scan_segment(path) if isinstance(one, Damage)]
+    except FileNotFoundError:  # it is not needed any more
+        return
+    if num_bytes is None:
+        yield Problem(str(path), "is not a segment of this version: nothing in it is read")
+        return
+    for damage in damages:
+        yield Problem(str(path), f"is damaged at byte {damage.offset}: what was there is lost")
+    if num_bytes < size:
+        meaning = f"is torn: its last {size - num_bytes} bytes are not a whole record, and nobody was answered for them"
+        yield Problem(str(path), meaning, lambda: _cut(path, num_bytes, size))
+
+
+async def _cut(path: Path, num_bytes: int, size: int) -> str:
+    await asyncio.to_thread(cut, path, num_bytes)
+    return f"the last {size - num_bytes} bytes cut off"

@@ -1,0 +1,133 @@
+"""backup of a server that runs, and of one that does not: verify finds nothing, and a server on the copy goes on."""
+
+import asyncio
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinker.proto.response_conv import deserialize_forward_backward_output
+from trainhouse.server.checkpoint_files import PlaceConfig
+from trainhouse.server.cli import main
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from .api import running_api
+from .real import ADAM, PROTOBUF, Run, batch, running_server, sample, sample_body, server_config
+from .test_verify import Verified, save_and_end, verify, work
+
+pytestmark = pytest.mark.anyio
+
+__all__ = ["verify"]
+
+
+async def backup(target: Path, state_dir: Path, *flags: str) -> int:
+    return await asyncio.to_thread(main, ["backup", str(target), f"--state-dir={state_dir}", *flags])
+
+
+async def next_losses(run: Run, num_steps: int) -> list[float]:
+    """Of a run that somebody left anywhere, maybe with gradients that wait for their step."""
+    await run.do("optim_step", seq_id=0, adam_params=ADAM)
+    losses = []
+    for _ in range(num_steps):
+        submitted = (await run.send(run.encode(batch(), 0))).json()
+        response = await run.server.retrieve(submitted["request_id"], run.key, PROTOBUF)
+        losses.append(deserialize_forward_backward_output(response.content).metrics["loss:sum"])
+        assert "error" not in await run.do("optim_step", seq_id=0, adam_params=ADAM)
+    return losses
+
+
+async def test_a_server_on_the_copy_of_a_running_one_goes_on(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_server(server_config(tiny_models["qwen3"], state, snapshot_steps=2), dispatch) as server:
+        run, sampler_id = await work(server)
+        drawn = await sample(server, sample_body(sampler_id))
+        training = asyncio.create_task(run.train(batch(), 30))
+        await asyncio.sleep(0.1)
+        assert await backup(copy, state) == 0
+        assert not training.done()
+        losses = await training
+    assert (await asyncio.to_thread(verify, copy)).lines[-1].endswith(": all is whole")
+    files = [next(place.glob("checkpoints/*/*/*/adapter_model.safetensors")) for place in (state, copy)]
+    assert files[0].samefile(files[1]), "shared where the file system can"
+    shutil.rmtree(state)
+
+    async with running_server(server_config(tiny_models["qwen3"], copy, snapshot_steps=2), dispatch) as server:
+        again = await sample(server, sample_body(sampler_id, 1))
+        assert [list(one.tokens) for one in again.sequences] == [list(one.tokens) for one in drawn.sequences]
+        copied = Run(server, run.model_id, run.session_id)
+        goes_on = await next_losses(copied, 3)
+        first = int(np.argmin(np.abs(np.array(losses) - goes_on[0])))
+        np.testing.assert_allclose(goes_on, losses[first : first + 3], rtol=1e-4)
+        assert len(set(np.round(losses, 4))) == len(losses), "else any step would do"
+        loaded = await copied.do("load_weights", seq_id=0, path=f"tinker://{run.model_id}/weights/a")
+        assert loaded["type"] == "load_weights"
+
+
+async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_it_lay(
+    tmp_path: Path, verify: Callable[..., Verified], capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    records = []
+    for number, place in enumerate((None, str(tmp_path / "elsewhere"), f"file://{tmp_path}/afar")):
+        async with running_api(state, places=PlaceConfig(place)) as api:
+            records.append(await save_and_end(api, f"{number}".encode()))
+    assert await backup(copy, state) == 0
+    said = capsys.readouterr().out
+    assert f"1 checkpoints lie at URLs, such as file://{tmp_path}/afar" in said and "trainhouse verify" in said
+    for mine in (state, tmp_path / "elsewhere"):
+        shutil.rmtree(mine)
+    async with running_api(copy) as api:
+        for number, record in enumerate(records):
+            (mine,) = await api.services.store.list_run_checkpoints([record.run_id], 0.0)
+            async with api.services.checkpoints.reading(mine) as directory:
+                assert (directory / "adapter_model.safetensors").read_bytes() == f"{number}".encode()
+        secret = (copy / "url_secret").stat()
+    assert secret.st_mode & 0o777 == 0o600 and copy.stat().st_mode & 0o777 == 0o700
+    assert (await asyncio.to_thread(verify, copy)).status == 0
+
+
+async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_api(state) as api:
+        record = await save_and_end(api, b"right")
+        lost = await save_and_end(api, b"lost")
+    (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
+    shutil.rmtree(lost.directory)
+    assert await backup(copy, state) == 0
+    lines = (await asyncio.to_thread(verify, copy)).lines
+    for damaged in (record, lost):
+        assert any(f"{damaged.tinker_path} is damaged" in line for line in lines)
+    assert lines[-1].endswith(": 2 problems")
+
+
+async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_dumped(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    state, copy, flag = tmp_path / "state", tmp_path / "copy", "--database-url=postgresql+psycopg://nobody@nowhere/none"
+    async with running_api(state) as api:
+        await save_and_end(api, b"first")
+        assert await backup(copy, state, flag) == 0
+        assert "pg_dump it now, then call this once more" in capsys.readouterr().out
+        await save_and_end(api, b"second")
+        assert await backup(copy, state, flag) == 0
+    assert not (copy / "trainhouse.db").exists()
+    assert {file.read_bytes() for file in copy.glob("checkpoints/*/*/*/adapter_model.safetensors")} == {
+        b"first",
+        b"second",
+    }
+
+
+async def test_what_cannot_be_the_source_or_the_target_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert await backup(tmp_path / "copy", tmp_path) == 1
+    assert "is no state directory" in capsys.readouterr().err
+    async with running_api(tmp_path / "state"):
+        pass
+    assert await backup(tmp_path, tmp_path / "state") == 1
+    assert "is not empty" in capsys.readouterr().err

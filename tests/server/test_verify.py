@@ -1,0 +1,239 @@
+"""verify over the state that a real server has left: clean as it is; each damage told, and repaired where it can be."""
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from trainhouse.server.checkpoint_files import PlaceConfig
+from trainhouse.server.cli import main
+from trainhouse.server.process import locked
+from trainhouse.server.store import CheckpointRecord
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from .api import Api, running_api
+from .real import Run, Server, batch, running_server, sample, sample_body, server_config
+from .test_mirror import all_copied, mirrored, until_copies
+
+pytestmark = pytest.mark.anyio
+
+
+async def work(server: Server) -> tuple[Run, str]:
+    """Of every kind that leaves something behind; the run, and an ephemeral sampler of its weights."""
+    run = await server.create_run()
+    await run.train(batch(), 5)
+    await run.do("save_weights", path="a")
+    saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
+    sampler_id = saved["sampling_session_id"]
+    await sample(server, sample_body(sampler_id, record_stability_info=True))
+    await asyncio.sleep(0.3)  # until the last snapshot is there
+    return run, sampler_id
+
+
+@pytest.fixture(scope="module")
+async def left(
+    dispatch: WorkerDispatch,
+    tiny_models: dict[str, Path],
+    tmp_path_factory: pytest.TempPathFactory,
+    anyio_backend: str,
+) -> AsyncIterator[Path]:
+    """The state directory of a server that was stopped in the midst of its session."""
+    state = tmp_path_factory.mktemp("left") / "state"
+    async with running_server(server_config(tiny_models["qwen3"], state, snapshot_steps=2), dispatch) as server:
+        await work(server)
+    yield state
+
+
+@dataclass
+class Verified:
+    status: int
+    lines: list[str]
+
+
+@pytest.fixture
+def verify(capsys: pytest.CaptureFixture[str]) -> Callable[..., Verified]:
+    """`trainhouse verify`."""
+
+    def run(state: Path, *flags: str) -> Verified:
+        status = main(["verify", f"--state-dir={state}", *flags])
+        captured = capsys.readouterr()
+        return Verified(status, (captured.out + captured.err).splitlines())
+
+    return run
+
+
+def only(state: Path, pattern: str) -> Path:
+    (path,) = state.glob(pattern)
+    return path
+
+
+def test_what_a_server_leaves_is_whole(left: Path, verify: Callable[..., Verified]) -> None:
+    found = verify(left)
+    assert (found.status, len(found.lines)) == (0, 1), found.lines
+    assert found.lines[0].startswith("1 checkpoints, 0 copies, ") and found.lines[0].endswith(": all is whole")
+    assert "0 snapshots" not in found.lines[0] and "0 results" not in found.lines[0]
+
+
+def cut_checkpoint(state: Path) -> Path:
+    os.truncate(only(state, "checkpoints/*/*/*/adapter_model.safetensors"), 100)
+    return only(state, "checkpoints/*/*/*")
+
+
+def change_snapshot(state: Path) -> Path:
+    snapshot = sorted(state.glob("snapshots/*/*"))[-1]
+    file = next(snapshot.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    return snapshot
+
+
+def tear_journal(state: Path) -> Path:
+    segment = max(state.glob("journal/*.segment"))
+    with segment.open("ab") as file:
+        file.write(b"half a record")
+    return segment
+
+
+def hurt_results(state: Path) -> Path:
+    """In the midst of it."""
+    segment = min(state.glob("results/*.segment"))
+    with segment.open("r+b") as file:
+        file.seek(60)
+        file.write(b"\0")
+    return segment
+
+
+def lose_results(state: Path) -> Path:
+    segment = max(state.glob("results/*.segment"))
+    segment.unlink()
+    return segment
+
+
+def leave_staging(state: Path) -> Path:
+    staging = only(state, "checkpoints/*/*") / ".staging-0"
+    staging.mkdir()
+    return staging
+
+
+def leave_unlisted(state: Path) -> Path:
+    return Path(shutil.copytree(only(state, "checkpoints/*/*/*"), only(state, "checkpoints/*/*") / "b.00000000"))
+
+
+def leave_snapshot(state: Path) -> Path:
+    return Path(shutil.copytree(only(state, "snapshots/*"), state / "snapshots" / "over_train_0"))
+
+
+def leave_ephemeral(state: Path) -> Path:
+    return Path(shutil.copytree(only(state, "ephemeral/*"), state / "ephemeral" / "over"))
+
+
+def lose_ephemeral(state: Path) -> Path:
+    directory = only(state, "ephemeral/*")
+    shutil.rmtree(directory)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("damage", "meaning", "repaired"),
+    [
+        (cut_checkpoint, "tinker://.*/weights/a is damaged", None),
+        (change_snapshot, "a snapshot of .* is damaged", "removed"),
+        (tear_journal, "is torn: its last 13 bytes", "the last 13 bytes cut off"),
+        (hurt_results, "is damaged at byte", None),
+        (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
+        (leave_staging, "left over: a checkpoint that was never published", "removed"),
+        (leave_unlisted, "left over: a checkpoint that was never published", "removed"),
+        (leave_snapshot, "left over: of a run that is over", "removed"),
+        (leave_ephemeral, "left over: the weights of a sampler", "removed"),
+        (lose_ephemeral, "the weights of a sampler are lost: it answers 410", None),
+    ],
+)
+def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
+    left: Path,
+    tmp_path: Path,
+    verify: Callable[..., Verified],
+    damage: Callable[[Path], Path],
+    meaning: str,
+    repaired: str | None,
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(left, state)
+    hurt = damage(state)
+    found = verify(state)
+    assert found.status == 1
+    assert re.match(f"{re.escape(str(hurt))}: .*{meaning}", found.lines[0]), found.lines
+    mended = verify(state, "--repair")
+    if repaired is None:
+        assert mended.status == 1 and "; repaired: " not in mended.lines[0]
+        return
+    assert mended.status == 0 and re.search(f"; repaired: {repaired}$", mended.lines[0]), mended.lines
+    assert verify(state).status == 0
+
+
+def test_there_must_be_a_state_directory(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+    found = verify(tmp_path / "none")
+    assert found.status == 1 and "name it with --state-dir" in found.lines[0]
+    assert not (tmp_path / "none").exists()
+
+
+async def test_beside_a_running_server_it_only_looks(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, snapshot_steps=1)
+    with locked(tmp_path):
+        async with running_server(config, dispatch) as server:
+            run, _ = await work(server)
+            training = asyncio.create_task(run.train(batch(), 30))
+            found = await asyncio.to_thread(verify, tmp_path)
+            assert not training.done()
+            refused = await asyncio.to_thread(verify, tmp_path, "--repair")
+            await training
+    assert found.status == 0, found.lines
+    assert refused.status == 1 and "is in use by the server with process id" in refused.lines[0]
+
+
+async def save_and_end(api: Api, content: bytes) -> CheckpointRecord:
+    """In a session that has ended: nothing of its run needs to be there."""
+    run = await api.run()
+    await api.services.store.end_session(run.session_id, 1.0, "success", None)
+    return await api.save(run, content=content)
+
+
+async def test_a_damaged_checkpoint_comes_back_from_its_mirror(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+    state, mirror = tmp_path / "state", f"file://{tmp_path}/mirror"
+    async with running_api(state, places=mirrored(mirror)) as api:
+        record = await save_and_end(api, b"right")
+        (copy,) = await until_copies(api, record, all_copied)
+    (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
+    assert (await asyncio.to_thread(verify, state)).status == 1
+    assert "; repaired: brought back" in (await asyncio.to_thread(verify, state, "--repair")).lines[0]
+    assert (Path(record.directory) / "adapter_model.safetensors").read_bytes() == b"right"
+
+    shutil.rmtree(copy.url.removeprefix("file://"))
+    found = await asyncio.to_thread(verify, state, "--repair")
+    assert f"{copy.url}: the copy of {record.directory} cannot be read" in found.lines[0]
+    async with running_api(state, places=mirrored(mirror)) as api:
+        await until_copies(api, record, all_copied)
+    assert (await asyncio.to_thread(verify, state)).status == 0
+
+
+async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callable[..., Verified]) -> None:
+    state, place = tmp_path / "state", f"file://{tmp_path}/place"
+    async with running_api(state, places=PlaceConfig(place)) as api:
+        record = await save_and_end(api, b"weights")
+    here = Path(record.directory.removeprefix("file://"))
+    flag = f"--checkpoints={place}"
+    assert (await asyncio.to_thread(verify, state, flag)).status == 0
+    (here.parent / "torn.0").mkdir()
+    (here.parent / "torn.0" / "file").write_bytes(b"half")
+    shutil.copytree(here, here.parent / "unknown.0")
+    found = await asyncio.to_thread(verify, state, flag, "--repair")
+    assert "no row of this database knows it" in next(line for line in found.lines if "unknown.0" in line)
+    assert "; repaired: removed" in next(line for line in found.lines if "torn.0" in line)
+    assert (here.parent / "unknown.0").exists(), "a whole one is nobody's to delete"
+    os.truncate(here / "adapter_model.safetensors", 1)
+    found = await asyncio.to_thread(verify, state, flag)
+    assert any(record.directory in line and "is damaged" in line for line in found.lines)

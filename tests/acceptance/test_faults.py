@@ -237,8 +237,10 @@ def test_a_poisoned_operation_fails_alone(
             doomed.append(client.forward_backward(poison, "cross_entropy"))
             if strikes_before_restart:
                 until(lambda: num_strikes(crashing.state_dir) >= strikes_before_restart)
-                crashing.restart()
-                assert num_strikes(crashing.state_dir) == strikes_before_restart
+                crashing.restart(assert_some_are_left)
+
+        def assert_some_are_left() -> None:
+            assert strikes_before_restart <= num_strikes(crashing.state_dir) < 3
 
         found = train(crashing, STEPS, {4: swallow})
         with pytest.raises(RequestFailedError, match="died 3 times"):

@@ -69,21 +69,23 @@ class LedgerClient:
 
     async def work(self, seconds: float) -> None:
         """All operations, spread over that time; several at once, so that they arrive in any order."""
+        began = time.monotonic()
         await self._create()
-        pause = seconds / len(self._plan)
+        times = sorted(self._drawn.uniform(0, seconds) for _ in self._plan)
         async with asyncio.TaskGroup() as group:
-            for seq_id, planned in enumerate(self._plan, 1):
+            for seq_id, (planned, at) in enumerate(zip(self._plan, times, strict=True), 1):
+                await asyncio.sleep(max(0.0, began + at - time.monotonic()))
                 await self._ahead.acquire()
                 self.entries.append(Entry(seq_id, planned))
                 group.create_task(self._carry_out(self.entries[-1]))
-                await asyncio.sleep(self._drawn.uniform(0, 2 * pause))
 
     async def answers_again(self, http: httpx.AsyncClient) -> list[dict[str, Any]]:
         self._http = http
         return await asyncio.gather(*(self._result(entry.request_id) for entry in self.entries))
 
-    async def save(self) -> None:
+    async def save(self, http: httpx.AsyncClient) -> None:
         """Its state, as the checkpoint "end"."""
+        self._http = http
         body = {"model_id": self.run_id, "seq_id": len(self.entries) + 1, "path": "end"}
         await self._result((await self._post("save_weights", body))["request_id"])
 
@@ -168,16 +170,13 @@ def final_moment(entries: list[Entry]) -> float:
 
 
 async def work(url: str, model: str, num_clients: int, num_operations: int, seconds: float) -> list[LedgerClient]:
-    """Has as many operations carried out by each; returns when all are answered, the state saved."""
+    """Has as many operations carried out by each; returns when all are answered."""
     async with connected(url) as http:
         plans = [plan(random.Random(number), num_operations) for number in range(num_clients)]
         clients = [LedgerClient(http, number, model, planned) for number, planned in enumerate(plans)]
         async with asyncio.TaskGroup() as group:
             for client in clients:
                 group.create_task(client.work(seconds))
-        async with asyncio.TaskGroup() as group:
-            for client in clients:
-                group.create_task(client.save())
         return clients
 
 

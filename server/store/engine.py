@@ -69,7 +69,7 @@ class EngineStore(Store):
     def _answer(self, group: "Sequence[Write]") -> None:
         try:
             self._commit(group)
-        except (SQLAlchemyError, DatabaseUnreachable) as error:  # of the transaction itself: a full disk, say
+        except SQLAlchemyError as error:  # of the transaction itself: a full disk, say
             for write in group:
                 write.done.set_exception(error)
         else:
@@ -77,7 +77,7 @@ class EngineStore(Store):
                 write.answer()
 
 
-class DatabaseUnreachable(Exception):
+class DatabaseUnreachable(SQLAlchemyError):
     """The database has been out of reach for too long. What was asked for may be asked again."""
 
 

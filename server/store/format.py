@@ -30,7 +30,10 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         )""",
     ),
 }
-"""What leads from the version before to each. In the SQL that all our databases share; never changed afterwards."""
+"""What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
+
+No PostgreSQL is older than 2. There, text that a later version adds needs the collation of tables.Text, too.
+"""
 
 FORMAT_VERSION = max(MIGRATIONS)
 

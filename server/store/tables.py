@@ -21,15 +21,22 @@ from sqlalchemy import (
     TypeDecorator,
     UniqueConstraint,
 )
+from sqlalchemy.types import TypeEngine
 
 _UNSTORABLE = re.compile("[\0\ud800-\udfff]")
 
 
 class Text(TypeDecorator):
-    """NUL and lone surrogates, which JSON can hold and databases cannot, become U+FFFD: in rows and in questions."""
+    """Text that all databases hold and compare alike: by its characters, not by a language.
+
+    NUL and lone surrogates, which JSON can hold and databases cannot, become U+FFFD: in rows and in questions.
+    """
 
     impl = String
     cache_ok = True
+
+    def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[str]:
+        return dialect.type_descriptor(String(collation="C" if dialect.name == "postgresql" else None))
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:
         return None if value is None else _UNSTORABLE.sub("\ufffd", value)

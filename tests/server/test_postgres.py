@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from sqlalchemy import make_url
 from trainhouse.server.cli import main
-from trainhouse.server.store import DATABASE_NAME
+from trainhouse.server.store import DATABASE_NAME, DatabaseUnreachable
+from trainhouse.server.store import postgres as postgres_module
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..postgres import Databases
@@ -48,6 +49,31 @@ async def test_training_goes_on_through_restarts_of_the_server_and_of_its_databa
         assert [one.name for one in (await checkpoints_of(server, run))] == ["kept"]
     assert not (tmp_path / DATABASE_NAME).exists()
     assert str(make_url(postgres_url).password) not in caplog.text
+
+
+async def test_an_outage_that_outlasts_our_patience_is_not_the_end(
+    dispatch: WorkerDispatch,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
+    postgres: Databases,
+    postgres_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if postgres.server is None:
+        pytest.skip("another's PostgreSQL is not stopped")
+    monkeypatch.setattr(postgres_module, "_PATIENCE_SECONDS", 0.3)
+    async with running_server(
+        server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url), dispatch
+    ) as server:
+        run = await server.create_run()
+        losses = await run.train(batch(), num_steps=1)
+        await asyncio.to_thread(postgres.server.stop)
+        with pytest.raises(DatabaseUnreachable):  # httpx's transport hands on what the log and the client would have
+            await server.create_session()
+        await asyncio.to_thread(postgres.server.start)
+        losses += await run.train(batch(), num_steps=1)
+        assert losses[1] < losses[0]
+        assert await server.create_session() != run.session_id
 
 
 async def checkpoints_of(server, run: Run):

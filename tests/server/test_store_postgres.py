@@ -243,6 +243,18 @@ async def test_times_are_as_exact_as_in_python(stores: tuple[PostgresStore, Post
     assert (await stores[1].newest_result()) == ResultRecord("r", "t", "p", 1 << 40, "json", exact)
 
 
+async def test_text_is_compared_by_its_characters_whatever_the_language_of_the_database(
+    stores: tuple[PostgresStore, PostgresStore],
+) -> None:
+    """In most languages `run:2` comes behind `run1`, and what begins with `run:` does not lie together."""
+    columns = text(
+        "SELECT table_name || '.' || column_name, collation_name FROM information_schema.columns "
+        "WHERE table_schema = 'public' AND data_type = 'character varying'"
+    )
+    found = await asyncio.wrap_future(stores[0].read(lambda connection: connection.execute(columns).all()))
+    assert len(found) > 30 and {collation for _, collation in found} == {"C"}
+
+
 async def test_leases_go_by_the_clock_of_the_database(stores: tuple[PostgresStore, PostgresStore]) -> None:
     """The one server's clock is a day ahead, the other's a day behind."""
     day = 86400.0

@@ -185,9 +185,7 @@ class ServerConfig:
     hang_seconds: float = knob(
         60.0, "what a call to a worker may take beyond its work; then it is replaced", check=above(0)
     )
-    checkpoints: str | None = knob(
-        None, "directory, s3://BUCKET/... or another URL of fsspec (default: in the state directory)"
-    )
+    checkpoints: str | None = knob(None, "directory, s3://BUCKET/... or other URL of fsspec (default: in --state-dir)")
     mirrors: tuple[str, ...] = knob((), "URL that gets a copy of every checkpoint; repeatable", flag="--mirror")
     checkpoint_cache_bytes: int = knob(16 << 30, "of checkpoints at a URL, kept here to read", check=POSITIVE)
     durability: Literal["process", "power"] = knob(

@@ -62,6 +62,7 @@ async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
 
 
 ACTIONS: dict[str, Action] = {
+    "save": save,
     "save_twice": save_twice,
     "save_and_delete": save_and_delete,
     "save_and_copy": save_and_copy,

@@ -82,6 +82,13 @@ def check_first_nothing_then_the_first_then_the_second(outcomes: list[list[bytes
     assert order == sorted(order) and set(order) == {0, 1, 2} and len(order) > 20
 
 
+async def test_a_save_killed_at_every_step(tmp_path: Path) -> None:
+    outcomes = await kill_at_every_step("save", tmp_path)
+    saved = outcomes.index([SECOND])
+    assert saved > 10 and outcomes == [[]] * saved + [[SECOND]] * (len(outcomes) - saved)
+
+
+@pytest.mark.full
 async def test_a_save_and_one_over_it_killed_at_every_step(tmp_path: Path) -> None:
     check_first_nothing_then_the_first_then_the_second(await kill_at_every_step("save_twice", tmp_path))
 

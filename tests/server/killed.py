@@ -61,7 +61,20 @@ async def save_and_copy(checkpoints: Checkpoints, store: SqliteStore) -> None:
     await checkpoints.resolve(Tenant(record.tenant_id, ""), "tinker://copied:train:0/weights/a")
 
 
+async def save_mirror_and_delete(checkpoints: Checkpoints, store: SqliteStore) -> None:
+    await save(checkpoints, store)
+    while await store.list_unfinished_copies():  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    (run_id,) = await store.list_run_ids()
+    record = await checkpoints.known(f"tinker://{run_id}/weights/a")
+    assert record is not None
+    await checkpoints.delete(record)
+    while await store.list_copies([record.directory]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+
+
 ACTIONS: dict[str, Action] = {
+    "save_mirror_and_delete": save_mirror_and_delete,
     "save": save,
     "save_twice": save_twice,
     "save_and_delete": save_and_delete,
@@ -69,9 +82,14 @@ ACTIONS: dict[str, Action] = {
 }
 
 
+def mirror_of(state_dir: Path) -> str:
+    return f"file://{state_dir}-mirror"
+
+
 async def act(action: Action, state_dir: Path, place: str | None, steps: "Steps") -> None:
     store = SqliteStore(state_dir / DATABASE_NAME)
-    checkpoints = Checkpoints(store, Auth(store, True), state_dir, config=PlaceConfig(place))
+    mirrors = (mirror_of(state_dir),) if action is save_mirror_and_delete else ()
+    checkpoints = Checkpoints(store, Auth(store, True), state_dir, config=PlaceConfig(place, mirrors))
     await checkpoints.start()
     steps.watch(state_dir)
     await action(checkpoints, store)

@@ -8,8 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output
+from trainhouse.server.backup import Backup
 from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.cli import main
+from trainhouse.server.segments import Segments
+from trainhouse.server.store import ResultRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import running_api
@@ -87,6 +90,24 @@ async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_i
         secret = (copy / "url_secret").stat()
     assert secret.st_mode & 0o777 == 0o600 and copy.stat().st_mode & 0o777 == 0o700
     assert (await asyncio.to_thread(verify, copy)).status == 0
+
+
+async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copied_database(tmp_path: Path) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_api(state) as api:
+        tenant, segments = await api.tenant(), Segments(state / "results", 1 << 20)
+        taking = Backup(state, copy, True)
+        taking._prepare()
+        for request_id in ("before", "after"):
+            place = str(await segments.append({"request_id": request_id}))
+            await api.services.store.put_results([ResultRecord(request_id, tenant.id, place, 0, "json", 1.0)])
+            if request_id == "before":
+                taking._take_segments("results")
+        taking._take_database()
+        await segments.close()
+    async with running_api(copy) as api:
+        found = [await api.services.store.get_result(request_id) for request_id in ("before", "after")]
+    assert [result is None for result in found] == [False, True]
 
 
 async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(

@@ -12,10 +12,11 @@ from trainhouse.server.auth import Auth
 from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.checkpoints import Checkpoints
 from trainhouse.server.manifest import check
+from trainhouse.server.places import key_of
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 
 from .api import running_api
-from .killed import FIRST, SECOND
+from .killed import FIRST, SECOND, mirror_of
 from .s3 import BUCKET, names_at, s3_server
 
 pytestmark = pytest.mark.anyio
@@ -25,17 +26,17 @@ SOON_SECONDS = 10
 
 
 @asynccontextmanager
-async def started(state: Path, place: str | None) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
+async def started(state: Path, config: PlaceConfig) -> AsyncIterator[tuple[Checkpoints, SqliteStore]]:
     store = SqliteStore(state / DATABASE_NAME)
-    checkpoints = Checkpoints(store, Auth(store, True), state, config=PlaceConfig(place))
+    checkpoints = Checkpoints(store, Auth(store, True), state, config=config)
     await checkpoints.start()
     yield checkpoints, store
     await checkpoints.close()
     store.close()
 
 
-async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = None) -> list[list[bytes]]:
-    """What the weights of the listed checkpoints are after each; nothing else is left."""
+async def kill(action: str, tmp_path: Path, place: str | None = None) -> list[Path]:
+    """At every step; the state directories that are left."""
     async with running_api(tmp_path / "base") as api:
         await api.run()
     arguments = [sys.executable, "-m", "trainhouse.tests.server.killed", action, str(tmp_path / "base")]
@@ -43,12 +44,17 @@ async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = No
     done = await asyncio.to_thread(
         subprocess.run, arguments, capture_output=True, text=True, timeout=SECONDS, check=True
     )
-    numbers = [f"{number:03d}" for number in range(int(done.stdout) + 1)]
-    return [await listed_after_a_start(tmp_path / number, place and f"{place}/{number}") for number in numbers]
+    return [tmp_path / f"{number:03d}" for number in range(int(done.stdout) + 1)]
+
+
+async def kill_at_every_step(action: str, tmp_path: Path, place: str | None = None) -> list[list[bytes]]:
+    """What the weights of the listed checkpoints are after each; nothing else is left."""
+    states = await kill(action, tmp_path, place)
+    return [await listed_after_a_start(state, place and f"{place}/{state.name}") for state in states]
 
 
 async def listed_after_a_start(state: Path, place: str | None) -> list[bytes]:
-    async with started(state, place) as (checkpoints, store):
+    async with started(state, PlaceConfig(place)) as (checkpoints, store):
         found = await store.list_run_checkpoints(await store.list_run_ids(), 0.0)
         directories = {record.directory for record in found}
         if place is None:
@@ -106,6 +112,27 @@ async def test_a_copy_killed_at_every_step(tmp_path: Path) -> None:
     assert all(content == SECOND for outcome in outcomes for content in outcome)
     num_listed = [len(outcome) for outcome in outcomes]
     assert num_listed == sorted(num_listed) and set(num_listed) == {0, 1, 2}
+
+
+@pytest.mark.full
+async def test_copies_at_a_mirror_are_in_the_end_those_of_what_is_listed(tmp_path: Path) -> None:
+    states = await kill("save_mirror_and_delete", tmp_path)
+    num_listed = []
+    for state in states:
+        mirror = mirror_of(state)
+        async with started(state, PlaceConfig(mirrors=(mirror,))) as (_, store):
+            directories = await store.list_checkpoint_directories()
+            expected = {key_of(directory) for directory in directories}
+            num_listed.append(len(expected))
+            async with asyncio.timeout(SOON_SECONDS):
+                while await store.list_unfinished_copies() or keys_at(mirror) != expected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+    assert set(num_listed) == {0, 1} and num_listed[-1] == 0
+
+
+def keys_at(place: str) -> set[str]:
+    """Of the checkpoints of which there is anything."""
+    return {name.rpartition("/")[0] for name in names_at(place)}
 
 
 @pytest.mark.full

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..tiny import tiny_model
 from .against_vllm import against_vllm
+from .durability import durability
 from .interactive import interactive
 from .latency import latency
 from .many_tenants import many_tenants
@@ -32,6 +33,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "memory": memory,
     "sampling": sampling,
     "overlap": overlap,
+    "durability": durability,
     "vllm": against_vllm,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""

@@ -6,11 +6,14 @@ import logging
 import math
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
@@ -26,6 +29,7 @@ from .direct import Direct, endpoints
 from .ephemeral import EphemeralWeights
 from .futures import Futures
 from .journal import Journal
+from .leases import Tenure
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
@@ -38,11 +42,13 @@ from .services import Services
 from .sessions import Sessions
 from .snapshots import Snapshots
 from .store import open_store
+from .store.outages import OUTAGES, words_of
 from .tokenizer import Tokenizers
 
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 30.0
+_DATABASE_RETRY_SECONDS = 2
 _BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
 """What clients call at every operation."""
 
@@ -58,12 +64,20 @@ leave it out and the server numbers them as they come.
 """
 
 
-def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
+@dataclass(frozen=True)
+class LiveState:
+    """Of a server that shares its database with others: where it is, below the state directory, and for how long."""
+
+    directory: Path
+    tenure: Tenure
+
+
+def create_app(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None) -> FastAPI:
     """An ASGI application; its lifespan opens and closes everything under `config.state_dir`."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.services = _services(config, dispatch)
+        app.state.services = _services(config, dispatch, live)
         async with _running(app.state.services):
             yield
 
@@ -78,10 +92,11 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
     for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai):
         app.include_router(routes.router)
     error_handlers = {
-        RequestError: _refused,
+        RequestError: refused,
         RequestValidationError: _invalid,
         HTTPException: _http_error,
         ClientDisconnect: _broke_off,
+        **dict.fromkeys(OUTAGES, _no_database),
     }
     for kind, handler in error_handlers.items():
         app.add_exception_handler(kind, handler)
@@ -92,21 +107,23 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch) -> FastAPI:
     return app
 
 
-def _services(config: ServerConfig, dispatch: WorkerDispatch) -> Services:
+def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None) -> Services:
+    directory, guard = (config.state_dir, lambda: None) if live is None else (live.directory, live.tenure.check)
     store = open_store(config.store_config())
+    store.needed_lease = None if live is None else live.tenure.record
     auth = Auth(store, config.is_loopback)
     sessions = Sessions(store, config.session_expiry_seconds)
-    checkpoints = Checkpoints(store, auth, config.state_dir)
+    checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
     sync = config.durability == "power"
-    futures = Futures(config.state_dir / "results", store, config.result_ttl_seconds, sync=sync)
-    journal = Journal(config.state_dir / "journal", config.journal_segment_bytes, sync)
-    recordings = Recordings(config.state_dir / "recordings", sync)
+    futures = Futures(directory / "results", store, config.result_ttl_seconds, sync=sync, guard=guard)
+    journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
+    recordings = Recordings(directory / "recordings", sync)
     quotas = Quotas(config)
-    weights = EphemeralWeights(config.state_dir / "ephemeral")
+    weights = EphemeralWeights(directory / "ephemeral")
     limits = body_limits(config)
     samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights, limits)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings)
-    snapshots = Snapshots(config.state_dir / "snapshots", sync)
+    snapshots = Snapshots(directory / "snapshots", sync)
     recovery = Recovery(journal, snapshots, operations, limits, config.snapshot_steps, config.snapshot_bytes)
     of_run = RunServices(
         futures, journal, operations, sessions, quotas, recovery, dispatch.status, config.seq_gap_seconds
@@ -201,7 +218,8 @@ def _error(request: Request, message: str, status: int, headers: Mapping[str, st
     return JSONResponse({"detail": message}, status, headers)
 
 
-async def _refused(request: Request, error: Exception) -> JSONResponse:
+async def refused(request: Request, error: Exception) -> JSONResponse:
+    """The answer to a RequestError."""
     assert isinstance(error, RequestError)
     headers = {}
     if error.retry_after_seconds is not None:
@@ -240,6 +258,14 @@ async def _broke_off(request: Request, error: Exception) -> JSONResponse:
     """Nobody reads the answer. What was to be submitted was not, and will be sent again."""
     logger.info("a client broke off in the midst of %s %s", request.method, request.url.path)
     return _error(request, "the body ended before its end", 400)
+
+
+async def _no_database(request: Request, error: Exception) -> JSONResponse:
+    """It may pass: who sends it again finds it better then."""
+    assert isinstance(error, SQLAlchemyError)
+    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, words_of(error))
+    message = f"the server's database cannot be used ({words_of(error)}): try again, or free space there"
+    return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
 
 
 async def _internal_error(request: Request, error: Exception) -> JSONResponse:

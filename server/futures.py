@@ -15,11 +15,14 @@ from functools import partial
 from pathlib import Path
 from typing import Literal, cast
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from ..schemas.errors import Category, RequestError
 from ..schemas.futures import Pending, RequestFailed
 from .journal import Header
-from .segments import Place, Segments, read_segment
+from .segments import Guard, Place, Segments, read_segment
 from .store import ResultRecord, Store
+from .store.outages import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,8 +96,9 @@ class Futures:
         ttl_seconds: float,
         memory_bytes: int = _MEMORY_BYTES,
         sync: bool = False,
+        guard: Guard = lambda: None,
     ) -> None:
-        self._segments = Segments(directory, _SEGMENT_BYTES, sync)
+        self._segments = Segments(directory, _SEGMENT_BYTES, sync, guard)
         self._store = store
         self._ttl_seconds = ttl_seconds
         self._memory_bytes = memory_bytes
@@ -269,10 +273,10 @@ class Futures:
             batch = self._unstored[:_MOST_PER_WRITE]
             try:
                 await self._store.put_results([_record(future) for future in batch])
-            except Exception:
+            except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
-                logger.exception("the places of results cannot be stored; trying again")
+                logger.error("the places of results cannot be stored, and it is tried again: %s", words_of(error))
                 await self._linger(_RETRY_SECONDS)
                 continue
             del self._unstored[: len(batch)]

@@ -163,6 +163,7 @@ class Operations:
         await self._dispatch.snapshot_run(run.run_id, directory)
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
+        await self.discard(run)  # of an earlier try, for which the database had no room
         await self.make(run, operation)
         if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
             await self._store.insert_run(run)

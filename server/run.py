@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import Category, OperationError, RequestError
 from ..schemas.futures import Pending
@@ -30,6 +32,7 @@ from .run_state import Boundary, Recovery, RunState, Window
 from .segments import Place
 from .sessions import Sessions
 from .store import RunRecord
+from .store.outages import OUTAGES, words_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +46,7 @@ _MOST_REFUSALS_KEPT = 1000
 _MOST_STRIKES = 3
 _MOST_UNDER_WAY = 64
 _READ_AT_ONCE = 64
+_OUTAGE_SECONDS = 2.0
 _MOST_BYTES_UNDER_WAY = 64 << 20
 
 
@@ -137,6 +141,7 @@ class Run:
         # Of those that wait until it is made again, and of those that workers died of.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._strikes: Counter[int] = Counter()
+        self._outage: str | None = None
         self._unusable: str | None = None
         self._working: asyncio.Task[None] | None = None
         self._gap_timer: asyncio.TimerHandle | None = None
@@ -513,6 +518,7 @@ class Run:
             self._fail(seq_id, operation, future, window, message, "server")
         else:
             past.outcome = Outcome.DONE
+            self._outage = None
             self._note_done(seq_id, operation)
             self._services.futures.resolve(future, result)
         finally:
@@ -552,6 +558,8 @@ class Run:
             except WorkerLost as lost:
                 self._state.is_live = False
                 await self._count_strike(seq_id, lost)
+            except OUTAGES as error:
+                await self._wait_out(error)
 
     async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
         if isinstance(operation, OptimStepRequest):
@@ -578,6 +586,11 @@ class Run:
                 raise _incomplete(window.tainted_by) from None
             raise
 
+    async def _wait_out(self, outage: SQLAlchemyError) -> None:
+        self._outage = f"the server's database cannot be used ({words_of(outage)})"
+        logger.error("%s waits: %s", self.record.run_id, self._outage)
+        await asyncio.sleep(_OUTAGE_SECONDS)
+
     async def _made_again(self, seq_id: int) -> None:
         """Returns when the state is there and all operations before this one have been handed over again."""
         if self._rebuilding is None:
@@ -589,6 +602,8 @@ class Run:
     async def _make_again(self) -> None:
         try:
             await self._state.make_again()
+        except OUTAGES as error:
+            await self._wait_out(error)
         except (OperationError, RequestError, OSError, ValueError) as error:
             logger.error("%s cannot be made again: %s", self.record.run_id, error)
             self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {error}"
@@ -639,6 +654,8 @@ class Run:
     def _pending(self, seq_id: int) -> Pending:
         if seq_id > self._next_seq_id and self._next_seq_id not in self._slots:
             return self._pending_behind_gap()
+        if self._outage is not None:
+            return Pending(queue_state_reason=self._outage)
         if self._rebuilding is not None:
             return Pending(queue_state_reason="the worker died: the state of this run is being made again")
         earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]

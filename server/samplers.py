@@ -13,7 +13,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import count
-from pathlib import Path
 
 import numpy as np
 
@@ -542,10 +541,11 @@ class Samplers:
         assert sampler.adapter_id is not None
         if record.model_path is None:
             directory = self._weights.directory(sampler.adapter_id)
-        else:
-            checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
-            directory = Path(checkpoint.directory)
-        await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+            await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+            return
+        checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
+        async with self._checkpoints.reading(checkpoint) as directory:
+            await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
 
     def _load_again(self, sampler: Sampler, loading: "asyncio.Future[None] | None") -> None:
         """The worker may have died, and the adapter with it; unless somebody else has seen to that."""

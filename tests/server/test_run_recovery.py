@@ -6,8 +6,10 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from sqlalchemy.exc import OperationalError
 from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
@@ -187,6 +189,22 @@ async def test_a_gap_where_the_journal_is_damaged_is_not_taken_for_what_changed_
     with pytest.raises(ValueError, match="operation 2 may be what is damaged"):
         async with resumed(bench, found):
             pass
+
+
+async def test_an_operation_waits_until_the_database_can_be_used_again(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainhouse.server.run._OUTAGE_SECONDS", 0.2)
+    bench = await make_bench(hold=True)
+    bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
+    bench.operations.may_go_on.set()
+    await until(bench, lambda: bench.operations.performed == [0])
+    pending = await bench.futures.wait(bench.run.request_id(0), "alice", 0)
+    assert isinstance(pending, Pending) and "database or disk is full" in (pending.queue_state_reason or "")
+    await bench.forward_backward(1)
+    del bench.operations.failing[0]
+    assert await bench.result(0) == {"seq_id": 0} and await bench.result(1) == {"seq_id": 1}
+    assert bench.operations.performed == [0, 0, 1]
 
 
 # --- Snapshots elsewhere than behind steps ---

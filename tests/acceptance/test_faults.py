@@ -198,9 +198,8 @@ def test_full_disks_and_deaths_change_nothing(
             crashing.restart()
 
         faults: Faults = {
-            18: partial(fill_the_disk, crashing, bystander, 5.0),
+            18: partial(fill_the_disk, crashing, bystander, 20.0),
             24: die_while_it_is_full,
-            30: partial(fill_the_disk, crashing, bystander, 20.0),
         }
         found = train(crashing, MANY_STEPS, faults)
         assert bystander.submit(2).status_code == 200

@@ -226,12 +226,15 @@ class Health(Wire):
 class Readiness(Wire):
     """base_models: served name -> whether its workers are up. runs: live ones; of these runs_to_make_again have their
     state on disk alone since the server started or a worker died, until they are needed or rest for long.
+
+    holder: of a standby, the URL of the server that it sends requests on to.
     """
 
-    status: Literal["ready", "stopping"]
+    status: Literal["ready", "stopping", "standby", "taking over"]
     base_models: dict[str, Literal["up", "restarting"]]
     runs: int
     runs_to_make_again: int
+    holder: str | None = None
 
 
 class TokenizerFiles(Wire):

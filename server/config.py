@@ -92,6 +92,9 @@ URLS = Check(
     lambda value: re.fullmatch(r"https?://[^\s,/]+[^\s,]*(,https?://[^\s,/]+[^\s,]*)*", str(value)) is not None,
     "http://HOST:PORT, or one for each base model with commas between",
 )
+ONE_URL = Check(
+    lambda value: re.fullmatch(r"https?://[^\s/?#]+/?", str(value)) is not None, "http://HOST:PORT or https://HOST:PORT"
+)
 DATABASE_URL = Check(
     lambda value: re.fullmatch(r"postgresql(\+psycopg)?://[^\s]+", str(value)) is not None,
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
@@ -131,6 +134,12 @@ class ServerConfig:
         check=DATABASE_URL,
         secret=True,
     )
+    advertise_url: str | None = knob(
+        None,
+        "where other servers on the same database reach this one (default: the one it prints)",
+        check=ONE_URL,
+    )
+    lease_seconds: float = knob(10.0, "without a sign of life, until another server takes over", check=above(0.5))
     pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
@@ -159,7 +168,9 @@ class ServerConfig:
     vllm_url: str | None = knob(
         None, "of a vLLM that runs already, A,B: one for each base model", check=URLS, only_with=WITH_VLLM
     )
-    vllm_api_key: str | None = knob(None, "of the vLLM at --vllm-url (better in the environment)", only_with=WITH_VLLM)
+    vllm_api_key: str | None = knob(
+        None, "of the vLLM at --vllm-url (better in the environment)", only_with=WITH_VLLM, secret=True
+    )
     vllm_dtype: Literal["auto", "float32", "bfloat16"] = knob("auto", "of our vLLM; auto: --dtype", only_with=WITH_VLLM)
     vllm_memory_share: float = knob(0.9, "of a GPU, for our vLLM", check=SHARE, only_with=WITH_VLLM)
     vllm_tp: int = knob(1, "GPUs that share each layer in our vLLM", check=POSITIVE, only_with=WITH_VLLM)

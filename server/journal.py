@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from ..schemas.errors import RequestError
-from .segments import Damage, Place, Record, Segments, read_segment, scan_segment
+from .segments import Damage, Guard, Place, Record, Segments, read_segment, scan_segment
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +60,8 @@ class Journaled:
 class Journal:
     """unreadable: segments of earlier processes in which there is something of which nobody knows whose it is."""
 
-    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False) -> None:
-        self._segments = Segments(directory, segment_bytes, sync)
+    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
+        self._segments = Segments(directory, segment_bytes, sync, guard)
         self.unreadable: set[int] = set()
         self._num_open: Counter[int] = Counter()
         # The last segment of which an entry was counted; earlier ones have all of theirs counted.

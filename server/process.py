@@ -1,35 +1,50 @@
-"""One server process: its lock on the state directory, its socket, loading, serving, and an orderly end."""
+"""One server process: its claim on the state directory, its socket, loading, serving, and an orderly end.
+
+On SQLite the claim is a lock for as long as the process lives. On PostgreSQL it is a lease, and the process has turns:
+it works while it has the lease, and else hands on what it is asked to the server that has it.
+"""
 
 import asyncio
 import contextlib
 import errno
 import fcntl
 import gc
+import logging
 import os
 import resource
 import signal
 import socket
 import ssl
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import uvicorn
 from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp
 
 from ..schemas.errors import OperationError
 from ..workers.dispatch import WorkerDispatch
-from .app import create_app
+from .app import LiveState, create_app
 from .auth import require_keys
 from .config import ServerConfig
 from .connections import Connection
+from .leases import Lease, Tenure, TenureOver
 from .services import Services
+from .standby import Held, Standby, Switch, TakingOver
 from .stopping import drain
-from .store import open_store
+from .store import LeaseLost, Store, open_store
+
+logger = logging.getLogger(__name__)
 
 FORCED_STATUS = 130
 _ANSWER_SECONDS = 1.0
 """Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
+_HOLDER_SECONDS = 0.5
+"""How soon those that wait for a holder hear that it is another one."""
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
@@ -46,7 +61,8 @@ def serve(config: ServerConfig) -> None:
     check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
-    with locked(config.state_dir), bound(config.host, config.port) as listener:
+    claimed = locked if config.database_url is None else made
+    with claimed(config.state_dir), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(until_signal(_serve(config, listener)))
@@ -78,27 +94,158 @@ def allow_many_connections() -> None:
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
-    async with _loaded(config) as dispatch:
-        with ready_file(config.ready_file) as write_ready:
+    with ready_file(config.ready_file) as write_ready:
 
-            def announce() -> None:
-                # What is there now stays: collections of garbage need not look at it again, which takes them long.
-                gc.collect()
-                gc.freeze()
-                gc.set_threshold(_GARBAGE_THRESHOLD)
-                write_ready(url)
-                print(greeting(config, url, has_keys), flush=True)
+        def announce(words: str) -> None:
+            write_ready(url)
+            print(words, flush=True)
 
-            app = create_app(config, dispatch)
-            async with app.router.lifespan_context(app):
-                await _Http(config, app, announce).run_until_cancelled(listener)
+        if config.database_url is None:
+            async with _leading(config, None) as app:
+                say = partial(announce, greeting(config, url, has_keys))
+                await _Http(config, app, lambda: app.state.services, say).run_until_cancelled(listener)
+        else:
+            advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
+            async with _lease(config, advertised) as lease:
+                await _Turns(config, lease, partial(greeting, config, url, has_keys), announce).run(listener)
+
+
+@contextlib.asynccontextmanager
+async def _leading(config: ServerConfig, live: LiveState | None) -> AsyncIterator[FastAPI]:
+    """Does all the work there is, for as long as the block lasts. Raises StartError."""
+    scratch_dir = config.state_dir if live is None else live.directory
+    async with _loaded(replace(config, state_dir=scratch_dir)) as dispatch:
+        if live is not None:  # loading may have taken long
+            live.tenure.check()
+        app = create_app(config, dispatch, live)
+        async with app.router.lifespan_context(app):
+            # What is there now stays: collections of garbage need not look at it again, which takes them long.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(_GARBAGE_THRESHOLD)
+            try:
+                yield app
+            finally:
+                gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
+    """Given back on leaving. Raises StartError."""
+    store = _opened_store(config)
+    names = [model.name for model in config.base_models]
+    lease = Lease(store, names, config.advertise_url or url, config.lease_seconds)
+    try:
+        await _prepare(lease, config.state_dir)
+        yield lease
+    finally:
+        try:
+            await lease.release()
+        except SQLAlchemyError as error:
+            logger.error("the lease was not given back, and runs out by itself: %s", error)
+        store.close()
+
+
+async def _prepare(lease: Lease, state_dir: Path) -> None:
+    try:
+        await lease.prepare(state_dir)
+    except OSError as error:
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+    except SQLAlchemyError as error:
+        raise StartError(f"the leases cannot be read: {error}") from None
+
+
+class _Turns:
+    """Of one server of several on one database and one state directory.
+
+    announce: called with words for whoever looks, as soon as requests are answered, and at each change.
+    """
+
+    def __init__(
+        self, config: ServerConfig, lease: Lease, greet: Callable[[], str], announce: Callable[[str], None]
+    ) -> None:
+        self._config = config
+        self._lease = lease
+        self._greet = greet
+        self._announce = announce
+        self._standby = Standby(lease)
+        self._switch = Switch(TakingOver())
+        self._services: Services | None = None
+
+    async def run(self, listener: socket.socket) -> None:
+        """Until it is cancelled, or cannot take its turn. Raises StartError."""
+        http = _Http(self._config, self._switch, lambda: self._services, lambda: None)
+        serving = asyncio.create_task(http.run_until_cancelled(listener))
+        turns = asyncio.create_task(self._take_turns())
+        try:
+            await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in (serving, turns):  # nothing is closed before the doors are
+                task.cancel()
+                await asyncio.wait({task})
+            await self._standby.close()
+        for task in (serving, turns):
+            if not task.cancelled():
+                task.result()
+
+    async def _take_turns(self) -> None:
+        while True:
+            tenure = await self._taken()
+            self._switch.target = TakingOver()
+            await self._lead(tenure)
+
+    async def _taken(self) -> Tenure:
+        taking, told = asyncio.create_task(self._lease.taken()), None
+        try:
+            while not taking.done():
+                await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
+                self._standby.drop_others()
+                if self._lease.holder_url not in (None, told):
+                    told, self._switch.target = self._lease.holder_url, self._standby
+                    self._announce(f"standing by: {told} has the lease")
+        finally:
+            taking.cancel()
+        return taking.result()
+
+    async def _lead(self, tenure: Tenure) -> None:
+        """Until another server has the lease. Raises StartError."""
+        print(f"taking over, as number {tenure.record.epoch}", flush=True)
+        keeping = asyncio.create_task(tenure.keep())
+        try:
+            async with _leading(self._config, await self._live_state(tenure)) as app:
+                self._services = app.state.services
+                self._switch.target = Held(app, tenure)
+                self._announce(self._greet())
+                await asyncio.shield(keeping)
+                self._switch.target, self._services = self._standby, None
+                app.state.services.futures.stop_waiting()
+                app.state.services.samplers.stop_drawing()
+        except (LeaseLost, TenureOver) as error:
+            logger.error("%s", error)
+        finally:
+            self._services = None
+            keeping.cancel()
+
+    async def _live_state(self, tenure: Tenure) -> LiveState:
+        try:
+            directory = await asyncio.to_thread(tenure.take_live_state, self._config.state_dir)
+        except (ValueError, OSError) as error:
+            raise StartError(str(error)) from None
+        return LiveState(directory, tenure)
+
+
+@contextlib.contextmanager
+def made(state_dir: Path) -> Iterator[None]:
+    """Makes the state directory if need be. Raises StartError."""
+    _make(state_dir)
+    yield
 
 
 @contextlib.contextmanager
 def locked(state_dir: Path) -> Iterator[None]:
     """Holds the state directory, made if need be, for this process alone. Raises StartError."""
+    _make(state_dir)
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = (state_dir / "server.lock").open("a+")
     except OSError as error:
         raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
@@ -115,6 +262,13 @@ def locked(state_dir: Path) -> Iterator[None]:
         lock.write(f"{os.getpid()}\n")
         lock.flush()
         yield
+
+
+def _make(state_dir: Path) -> None:
+    try:
+        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
 
 
 _BIND_REMEDIES = {
@@ -142,6 +296,10 @@ def bound(host: str, port: int) -> Iterator[socket.socket]:
             remedy = _BIND_REMEDIES.get(error.errno or 0, error.strerror)
             raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
         yield listener
+
+
+HOST_NAMES: Mapping[str, str] = dict.fromkeys(("0.0.0.0", "::"), socket.gethostname())
+"""Of addresses that are all of this machine's, what other machines may know it by."""
 
 
 def url_of(host: str, listener: socket.socket, scheme: str) -> str:
@@ -182,10 +340,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
 
 async def _has_keys(config: ServerConfig) -> bool:
     """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
-    try:
-        store = open_store(config.store_config())
-    except ValueError as error:
-        raise StartError(str(error)) from None
+    store = _opened_store(config)
     try:
         await require_keys(config, store)
         return (await store.count_keys()).made > 0
@@ -193,6 +348,14 @@ async def _has_keys(config: ServerConfig) -> bool:
         raise StartError(str(error)) from None
     finally:
         store.close()
+
+
+def _opened_store(config: ServerConfig) -> Store:
+    """Raises StartError."""
+    try:
+        return open_store(config.store_config())
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 @contextlib.asynccontextmanager
@@ -210,9 +373,18 @@ async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
 
 
 class _Http(uvicorn.Server):
-    """uvicorn, with our signal handling, a call once it listens, and answers for who waits when it closes its doors."""
+    """uvicorn, with our signal handling, a call once it listens, and answers for who waits when it closes its doors.
 
-    def __init__(self, config: ServerConfig, app: FastAPI, on_ready: Callable[[], None]) -> None:
+    services: those that do the work now, if this server does.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        app: ASGIApp,
+        services: Callable[[], Services | None],
+        on_ready: Callable[[], None],
+    ) -> None:
         super().__init__(
             uvicorn.Config(
                 app,
@@ -229,7 +401,7 @@ class _Http(uvicorn.Server):
             )
         )
         self._on_ready = on_ready
-        self._services: Services = app.state.services
+        self._services = services
         self._drain_seconds = config.drain_seconds
         self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
 
@@ -240,7 +412,8 @@ class _Http(uvicorn.Server):
             await asyncio.shield(serving)
         except asyncio.CancelledError:
             print("stopping: what was accepted may be done, and open requests end", flush=True)
-            await drain(self._services, self._drain_seconds)
+            if (services := self._services()) is not None:
+                await drain(services, self._drain_seconds)
             self.should_exit = True
             await serving
             raise
@@ -250,10 +423,14 @@ class _Http(uvicorn.Server):
         self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        services = self._services()
+        if services is None:
+            await super().shutdown(sockets)
+            return
         # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
-        asyncio.get_running_loop().call_soon(self._services.futures.stop_waiting)
+        asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
         # Who is still being sampled for after uvicorn's patience gets no answer but a cut.
-        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, self._services.samplers.stop_drawing)
+        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.samplers.stop_drawing)
         try:
             await super().shutdown(sockets)
         finally:

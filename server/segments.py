@@ -9,10 +9,11 @@ import contextlib
 import json
 import logging
 import os
+import shutil
 import struct
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from io import BufferedWriter
@@ -30,6 +31,10 @@ _FRAME = struct.Struct("<III")
 _SUFFIX = ".segment"
 _SMALL_BYTES = 32 << 10
 """Writing less than this into the page cache takes less than handing it to a thread and hearing back."""
+
+
+Guard = Callable[[], None]
+"""Raises OSError where nothing may be written any more."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,11 +78,15 @@ class _Append:
 
 
 class Segments:
-    """One writer per directory. What earlier processes left there is in `earlier` and never appended to."""
+    """One writer per directory. What earlier processes left there is in `earlier` and never appended to.
 
-    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False) -> None:
+    guard: asked before each write, and behind it: what it does not vouch for then has failed, although it may be there.
+    """
+
+    def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
         self._directory = directory
         self._sync = sync
+        self._guard = guard
         self._segment_bytes = segment_bytes
         directory.mkdir(parents=True, exist_ok=True)
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
@@ -92,7 +101,7 @@ class Segments:
         """Done once the operating system has the record: for a small one when this returns, unless others wait.
 
         Large ones are written by a thread, those that wait together in one go. Fails with OSError (disk full, directory
-        gone); later appends start a new segment.
+        gone, the guard's); where that was not the guard's, later appends start a new segment.
         """
         written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
@@ -131,7 +140,7 @@ class Segments:
 
     def _write_at_once(self, append: _Append) -> None:
         try:
-            append.written.set_result(self._write([append])[0])
+            append.written.set_result(self._write_guarded([append])[0])
         except OSError as error:
             append.written.set_exception(error)
 
@@ -140,7 +149,7 @@ class Segments:
         while self._pending:
             batch, self._pending = self._pending, []
             try:
-                places = await loop.run_in_executor(self._thread, self._write, batch)
+                places = await loop.run_in_executor(self._thread, self._write_guarded, batch)
             except OSError as error:
                 _fail(batch, error)
                 continue
@@ -149,8 +158,15 @@ class Segments:
                     append.written.set_result(place)
         self._flush = None
 
-    def _write(self, batch: list[_Append]) -> list[Place]:
+    def _write_guarded(self, batch: list[_Append]) -> list[Place]:
         """In the writer's thread, or while it has nothing to do."""
+        self._guard()
+        places = self._write(batch)
+        # Of what was written too late nobody may hear that it was; but somebody else may have read it already.
+        self._guard()
+        return places
+
+    def _write(self, batch: list[_Append]) -> list[Place]:
         file, num_bytes = self._file, self._file_bytes
         try:
             places = [self._write_one(append) for append in batch]
@@ -210,6 +226,22 @@ class Segments:
         if record is None:
             raise ValueError(f"no whole record at {place} in {self._directory}")
         return record
+
+
+def shut_out(directory: Path) -> None:
+    """Blocking: who has a segment of the directory open for writing writes to nobody from now on.
+
+    That can only be the newest, in whose place a copy comes. Raises OSError.
+    """
+    newest = max(directory.glob(f"*{_SUFFIX}"), default=None)
+    if newest is None:
+        return
+    copy = newest.with_suffix(".copy")
+    shutil.copyfile(newest, copy)
+    with copy.open("rb") as file:
+        os.fsync(file.fileno())
+    copy.replace(newest)
+    sync_directory(directory)
 
 
 def read_segment(path: Path) -> Iterator[Record]:

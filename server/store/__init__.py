@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 
-from .base import Page, Store
+from .base import LeaseLost, Page, Store
 from .config import StoreConfig
 from .engine import DatabaseUnreachable
 from .postgres import PostgresStore
@@ -42,6 +42,7 @@ __all__ = [
     "CopyState",
     "DatabaseUnreachable",
     "KeyCounts",
+    "LeaseLost",
     "LeaseRecord",
     "Page",
     "PostgresStore",

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from sqlalchemy import Connection, Row, Table, delete, func, insert, or_, select, update
+from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
 from ...schemas.models import LoraConfig
@@ -44,12 +45,19 @@ class Page:
     total_count: int
 
 
+class LeaseLost(SQLAlchemyError):
+    """Another server has the lease that a store's writes need: nothing was written, and nothing will be."""
+
+
 class Store:
     """What must survive. Every method is awaited; a write has been committed when it returns.
 
     A duplicate key raises sqlalchemy.exc.IntegrityError. Get methods answer None for what is not there, update and
-    delete methods do nothing then.
+    delete methods do nothing then. With `needed_lease` every write raises LeaseLost once its base model's lease has
+    another holder or epoch: no other server can take it while a transaction is under way that has seen it.
     """
+
+    needed_lease: LeaseRecord | None = None
 
     def write(self, statements: Callable[[Connection], T]) -> "Future[T]":
         """Runs `statements` all or nothing, perhaps in one transaction with other writers' statements."""
@@ -342,7 +350,9 @@ class Store:
         his = leases.c.holder == holder
 
         def statements(connection: Connection) -> bool:
-            expiries = connection.execute(select(leases.c.expires_at).where(his).with_for_update()).scalars().all()
+            # key_share: the writes of this very holder, who looks whether it is his, go on beside this.
+            mine = select(leases.c.expires_at).where(his).with_for_update(key_share=True)
+            expiries = connection.execute(mine).scalars().all()
             clock = self._clock(connection, now)
             if not expiries or min(expiries) <= clock:
                 return False
@@ -358,6 +368,16 @@ class Store:
     async def list_leases(self) -> tuple[LeaseRecord, ...]:
         """Those that were ever taken, by base model; expired and released ones included."""
         return await self._all(LeaseRecord, select(leases).order_by(leases.c.base_model))
+
+    def _require_lease(self, connection: Connection) -> None:
+        """At the beginning of a transaction. Raises LeaseLost."""
+        lease = self.needed_lease
+        if lease is None:
+            return
+        same = (leases.c.base_model == lease.base_model) & (leases.c.holder == lease.holder)
+        mine = select(leases.c.epoch).where(same, leases.c.epoch == lease.epoch)
+        if connection.execute(mine.with_for_update(read=True, key_share=True)).first() is None:
+            raise LeaseLost(f"this server no longer has the lease of epoch {lease.epoch}: another one works now")
 
     # Samplers
 

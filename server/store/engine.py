@@ -48,6 +48,7 @@ class EngineStore(Store):
     def _commit(self, group: "Sequence[Write]") -> None:
         """One transaction with the statements of all."""
         with self._writing.begin() as connection:
+            self._require_lease(connection)
             for write in group:
                 write.run(connection)
 

@@ -97,6 +97,7 @@ class PostgresStore(EngineStore):
         self._in_doubt = None
         with self._writing.begin() as connection:
             transaction = connection.execute(text("SELECT CAST(pg_current_xact_id() AS text)")).scalar_one()
+            self._require_lease(connection)
             for write in group:
                 _run(write, connection)
             self._in_doubt = transaction  # from here on it may be committed without our hearing of it

@@ -119,7 +119,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     quotas = Quotas(config)
-    weights = EphemeralWeights(directory / "ephemeral")
+    weights = EphemeralWeights(directory / "ephemeral", sync)
     limits = body_limits(config)
     samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights, limits)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings)

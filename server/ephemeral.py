@@ -11,13 +11,16 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from .checkpoints import directory_name
+from .manifest import sync_directory, sync_files
 
 _STAGING = ".staging-"
 
 
 class EphemeralWeights:
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, sync: bool = False) -> None:
+        """sync: whether they are to survive the death of the machine."""
         self._root = root.absolute()
+        self._sync = sync
 
     def directory(self, adapter_id: str) -> Path:
         return self._root / directory_name(adapter_id)
@@ -47,9 +50,13 @@ class EphemeralWeights:
     def _publish(self, staging: Path, directory: Path) -> None:
         """Between the two renames there is neither: a crash there is one before the new one was answered."""
         before = staging.with_name(f"{staging.name}-before")
+        if self._sync:
+            sync_files(staging)
         if directory.exists():
             directory.rename(before)
         staging.rename(directory)
+        if self._sync:
+            sync_directory(self._root)
         shutil.rmtree(before, ignore_errors=True)
 
     def _sweep(self, names: Collection[str]) -> None:

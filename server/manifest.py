@@ -53,6 +53,14 @@ def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) ->
         raise ValueError(f"{path} is not as its manifest says")
 
 
+def sync_files(directory: Path) -> None:
+    """What is directly in it, and that it is."""
+    for path in directory.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    sync_directory(directory)
+
+
 def sync_directory(directory: Path) -> None:
     handle = os.open(directory, os.O_RDONLY)
     try:

@@ -50,7 +50,6 @@ logger = logging.getLogger(__name__)
 MOST_SAMPLES = 4096
 _SEED_LIMIT = 1 << 31
 _MOST_STRIKES = 3
-_EPHEMERAL = ("snapshot", "inflight")
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
@@ -130,8 +129,8 @@ class Samplers:
         # Microseconds, because results of an earlier process have the numbers that it counted.
         first_seq_id = int(time.time() * 1e6)
         for record in await self._store.list_open_samplers():
-            sampler = self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record), first_seq_id)
-            if record.kind in _EPHEMERAL and not self._weights.has(_adapter_id(record)):
+            sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
+            if record.is_ephemeral and not self._weights.has(record.adapter_id):
                 sampler.adapter_id = None
         await self._weights.sweep({sampler.adapter_id for sampler in self._samplers.values()})
 
@@ -194,7 +193,7 @@ class Samplers:
             kind=request.kind,
             run_id=run.run_id,
         )
-        adapter_id = _adapter_id(record)
+        adapter_id = record.adapter_id
         assert adapter_id is not None
         async with self._weights.writing(adapter_id) as directory:
             await self._dispatch.save_run(run.run_id, directory, optimizer=False)
@@ -278,7 +277,7 @@ class Samplers:
 
     async def _add(self, record: SamplerRecord) -> None:
         await self._store.insert_sampler(record)
-        self._samplers[record.sampler_id] = Sampler(record, _adapter_id(record))
+        self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
 
@@ -385,7 +384,7 @@ class Samplers:
     def _in_use(self, sampler: Sampler) -> Sampler:
         """Raises RequestError 410 when its weights are lost."""
         self._sessions.heard_of(sampler.record.session_id)
-        if sampler.record.kind in _EPHEMERAL and sampler.adapter_id is None:
+        if sampler.record.is_ephemeral and sampler.adapter_id is None:
             raise RequestError(
                 f"the weights of sampler {sampler.record.sampler_id} were lost when the server restarted: "
                 "save_weights_for_sampler again, or sample a named checkpoint",
@@ -598,17 +597,6 @@ def base_model_of(checkpoint: CheckpointRecord, asked: str | None) -> str:
 
 def draw_seed() -> int:
     return secrets.randbelow(_SEED_LIMIT)
-
-
-def _adapter_id(record: SamplerRecord) -> str | None:
-    match record.kind:
-        case "base":
-            return None
-        case "inflight":
-            # One target per run, which every inflight save moves for all samplers that follow it.
-            return f"{record.run_id}:inflight"
-        case _:
-            return record.sampler_id
 
 
 @dataclass(frozen=True)

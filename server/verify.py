@@ -24,7 +24,6 @@ from .manifest import MANIFEST, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
 from .process import StartError, locked
-from .samplers import _EPHEMERAL, _adapter_id
 from .segments import _FRAME, _MAGIC, Damage, Place, scan_segment
 from .store import CheckpointCopyRecord, RunRecord, Store
 from .store.tables import checkpoint_copies, checkpoints, results
@@ -260,7 +259,7 @@ class Verification:
 
     async def _live_adapters(self) -> set[str]:
         samplers = await self._store.list_open_samplers()
-        return {adapter_id for one in samplers if one.kind in _EPHEMERAL and (adapter_id := _adapter_id(one))}
+        return {one.adapter_id for one in samplers if one.is_ephemeral and one.adapter_id}
 
     # Segments
 

@@ -57,7 +57,8 @@ def arguments(
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
     # One thread: tiny models gain nothing from more, and tests share their cores with others.
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in ({"threads": 1, "drain_seconds": 5} | dict(options)).items()]
+    knobs = {"threads": 1, "drain_seconds": 5} | dict(options)
+    flags += [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
     return ["serve", *fixed, *flags]
 

@@ -165,6 +165,22 @@ class SamplerRecord:
     run_id: str | None = None
     directory: str | None = None
 
+    @property
+    def is_ephemeral(self) -> bool:
+        return self.kind in ("snapshot", "inflight")
+
+    @property
+    def adapter_id(self) -> str | None:
+        """What it samples, by the workers' names; None: the bare base model."""
+        match self.kind:
+            case "base":
+                return None
+            case "inflight":
+                # One target per run, which every inflight save moves for all samplers that follow it.
+                return f"{self.run_id}:inflight"
+            case _:
+                return self.sampler_id
+
 
 @dataclass(frozen=True)
 class ResultRecord:

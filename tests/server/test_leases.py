@@ -1,0 +1,332 @@
+"""Leases: of several servers one works, and what it still tries afterwards is of no effect."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.errors import RequestError
+from trainhouse.server.futures import Futures, Result
+from trainhouse.server.journal import Header, Journal
+from trainhouse.server.leases import LIVE_STATE, Lease, Tenure, TenureOver, awake_seconds, live_directory
+from trainhouse.server.segments import Segments, read_segment, shut_out
+from trainhouse.server.store import LeaseLost, PostgresStore, Store, TenantRecord
+
+pytestmark = pytest.mark.anyio
+
+SOON = 0.5
+"""Seconds that a lease lasts which is to run out."""
+LONG = 60.0
+
+OpenStore = Callable[[], Store]
+
+
+@pytest.fixture
+def open_store(postgres_url: str) -> Iterator[OpenStore]:
+    opened: list[Store] = []
+
+    def open_one() -> Store:
+        opened.append(PostgresStore(postgres_url))
+        return opened[-1]
+
+    yield open_one
+    for store in opened:
+        store.close()
+
+
+@pytest.fixture
+def store(open_store: OpenStore) -> Store:
+    return open_store()
+
+
+def lease(store: Store, name: str = "a", seconds: float = LONG, base_models: tuple[str, ...] = ("m",)) -> Lease:
+    return Lease(store, base_models, f"http://{name}", seconds)
+
+
+async def is_free(waiting: Lease, within: float = 1.5) -> bool:
+    """Whether it is taken in that time."""
+    try:
+        await asyncio.wait_for(waiting.taken(), within)
+    except TimeoutError:
+        return False
+    return True
+
+
+# Taking turns
+
+
+async def test_of_two_servers_one_has_the_lease_and_the_other_knows_where(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a"), lease(open_store(), "b")
+    waiting = {asyncio.create_task(one.taken()): one for one in (first, second)}
+    done, pending = await asyncio.wait(waiting, timeout=2)
+    assert len(done) == len(pending) == 1
+    (has_it,), (has_not,) = ([waiting[task] for task in tasks] for tasks in (done, pending))
+    assert done.pop().result().record.epoch == 1
+    assert has_it.holder_url is None
+    assert has_not.holder_url == ("http://a" if has_it is first else "http://b")
+    await has_it.release()
+    released_at = time.monotonic()
+    tenure = await asyncio.wait_for(pending.pop(), 5)
+    assert time.monotonic() - released_at < 2
+    assert tenure.record.epoch == 2 and has_not.holder_url is None
+
+
+async def test_servers_that_share_a_base_model_or_only_the_directory_are_rivals(open_store: OpenStore) -> None:
+    await lease(open_store(), base_models=("m", "n")).taken()
+    for base_models in (("m",), ("n", "o"), ("o",)):
+        assert not await is_free(lease(open_store(), "b", base_models=base_models), 0.3)
+
+
+async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_runs_out(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", SOON)
+    tenure = await first.taken()
+    keeping = asyncio.create_task(tenure.keep())
+    assert not await is_free(second, 4 * SOON)
+    assert tenure.is_valid and not keeping.done()
+    keeping.cancel()
+    stopped_at = time.monotonic()
+    assert (await second.taken()).record.epoch == 2
+    assert SOON / 3 < time.monotonic() - stopped_at < 5 * SOON
+    assert not tenure.is_valid
+
+
+async def test_a_server_knows_that_its_time_is_up_before_another_can_have_it(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", SOON)
+    for _ in range(3):
+        tenure = await first.taken()
+        other = asyncio.create_task(second.taken())
+        while tenure.is_valid:
+            assert not other.done()
+            await asyncio.sleep(0.005)
+        with pytest.raises(TenureOver, match=rf"epoch {tenure.record.epoch} has run out"):
+            tenure.check()
+        await other
+        await second.release()
+
+
+async def test_who_was_away_for_too_long_hears_that_another_server_has_it(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", LONG)
+    tenure = await first.taken()
+    await asyncio.sleep(SOON)
+    assert await second.taken()
+    await asyncio.wait_for(tenure.keep(), 2)
+    assert not tenure.is_valid
+
+
+async def test_who_was_away_and_nobody_came_goes_on(store: Store) -> None:
+    mine = lease(store, "a", SOON)
+    tenure = await mine.taken()
+    await asyncio.sleep(2 * SOON)
+    assert not tenure.is_valid
+    keeping = asyncio.create_task(tenure.keep())
+    await asyncio.sleep(0.2)
+    assert tenure.is_valid and not keeping.done()
+    keeping.cancel()
+
+
+async def test_who_was_away_while_another_came_and_went_is_no_holder_of_before(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a", SOON), lease(open_store(), "b")
+    tenure = await first.taken()
+    await asyncio.sleep(SOON)
+    await second.taken()
+    await second.release()
+    await asyncio.wait_for(tenure.keep(), 2)
+    assert (await first.taken()).record.epoch == 3
+
+
+def test_a_stopped_process_counts_the_time() -> None:
+    program = (
+        "import sys; from trainhouse.server.leases import awake_seconds as now; before = now();"
+        "print('stop', flush=True); sys.stdin.readline(); print(now() - before)"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout and process.stdin
+        process.stdout.readline()
+        os.kill(process.pid, signal.SIGSTOP)
+        time.sleep(0.5)
+        os.kill(process.pid, signal.SIGCONT)
+        said, _ = process.communicate("\n", timeout=10)
+    assert float(said) > 0.45
+    assert abs(awake_seconds() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1
+
+
+# The database
+
+
+async def test_writes_of_a_former_holder_are_refused_and_reading_goes_on(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a"), lease(open_store(), "b")
+    before, after, tool = open_store(), open_store(), open_store()
+    before.needed_lease = (await first.taken()).record
+    await before.ensure_tenant(TenantRecord("1", "1", 1.0))
+    await first.release()
+    await before.ensure_tenant(TenantRecord("2", "2", 1.0))  # nobody else has it yet
+    after.needed_lease = (await second.taken()).record
+    writes = [before.ensure_tenant(TenantRecord(f"x{number}", f"x{number}", 1.0)) for number in range(5)]
+    refusals = await asyncio.gather(*writes, return_exceptions=True)
+    assert [type(one) for one in refusals] == [LeaseLost] * 5
+    await after.ensure_tenant(TenantRecord("3", "3", 1.0))
+    await tool.ensure_tenant(TenantRecord("4", "4", 1.0))  # as `trainhouse keys` does, which needs no lease
+    assert sorted(tenant.name for tenant in await before.list_tenants()) == ["1", "2", "3", "4"]
+
+
+async def test_a_lease_that_was_had_before_is_not_the_one_of_now(open_store: OpenStore) -> None:
+    first, second = lease(open_store(), "a"), lease(open_store(), "b")
+    store = open_store()
+    store.needed_lease = (await first.taken()).record
+    for one in (first, second):
+        await one.release()
+        await (second if one is first else first).taken()
+    with pytest.raises(LeaseLost, match="no longer has the lease of epoch 1"):
+        await store.ensure_tenant(TenantRecord("1", "1", 1.0))
+
+
+async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_store: OpenStore) -> None:
+    """It is renewed meanwhile."""
+    mine, other = lease(open_store(), "a", 3 * SOON), lease(open_store(), "b")
+    tenure = await mine.taken()
+    store = open_store()
+    store.needed_lease = tenure.record
+    ended_at = []
+
+    def slow(connection: object) -> None:
+        time.sleep(4 * SOON)
+        ended_at.append(time.monotonic())
+
+    writing = asyncio.wrap_future(store.write(slow))
+    await asyncio.sleep(0.1)
+    renewed = time.monotonic()
+    assert await mine.renewed(tenure.record)
+    assert time.monotonic() - renewed < SOON
+    await other.taken()
+    assert ended_at and time.monotonic() > ended_at[0]
+    await writing
+
+
+# Files
+
+
+def header(seq_id: int) -> Header:
+    return Header("optim_step", "t", "run", seq_id, f"run:{seq_id}")
+
+
+async def test_what_is_journaled_after_the_time_is_not_accepted(store: Store, tmp_path: Path) -> None:
+    tenure = await lease(store, seconds=SOON).taken()
+    journal = Journal(tmp_path, 1 << 20, guard=tenure.check)
+    await journal.append(header(1))
+    await asyncio.sleep(SOON)
+    for body in (b"", b"x" * (1 << 17)):  # written at once, and by a thread
+        with pytest.raises(RequestError, match="epoch 1 has run out") as refused:
+            await journal.append(header(2), body)
+        assert refused.value.status == 503
+    await journal.close()
+    assert [one.header["seq_id"] for one in read_segment(tmp_path / "00000000.segment")] == [1]
+
+
+@pytest.mark.parametrize("num_bytes", [0, 1 << 17])
+async def test_what_is_written_in_time_and_told_too_late_fails_and_stays(num_bytes: int, tmp_path: Path) -> None:
+    """Another server may have read it: it is not cut off. A failure of the disk is."""
+    answers = iter([None, None, None, TenureOver("too late"), None, None])
+
+    def guard() -> None:
+        if (answer := next(answers)) is not None:
+            raise answer
+
+    segments = Segments(tmp_path, 1 << 20, guard=guard)
+    await segments.append({"n": 1})
+    with pytest.raises(TenureOver):
+        await segments.append({"n": 2}, b"x" * num_bytes)
+    await segments.append({"n": 3})
+    await segments.close()
+    assert [one.header["n"] for one in read_segment(segments.path(0))] == [1, 2, 3]
+
+
+async def test_results_that_come_too_late_are_not_written(store: Store, tmp_path: Path) -> None:
+    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    tenure = await lease(store, seconds=SOON).taken()
+    futures = Futures(tmp_path, store, 60.0, guard=tenure.check)
+    await futures.open()
+    futures.resolve(futures.create("early", "t"), Result(b"1"))
+    await asyncio.sleep(SOON)
+    futures.resolve(futures.create("late", "t"), Result(b"2"))
+    await futures.close()
+    assert await store.get_result("early") and not await store.get_result("late")
+    assert [one.header["request_id"] for one in read_segment(tmp_path / "00000000.segment")] == ["early"]
+
+
+async def test_who_has_a_segment_open_is_shut_out_of_it(tmp_path: Path) -> None:
+    former = Segments(tmp_path, 64)
+    for number in range(3):
+        await former.append({"n": number}, b"x" * (64 if number < 2 else 0))  # each in a segment of its own
+    shut_out(tmp_path)
+    await former.append({"n": 9})
+    found = [one.header["n"] for number in range(3) for one in read_segment(former.path(number))]
+    assert found == [0, 1, 2]
+    assert Segments(tmp_path, 64).earlier == [0, 1, 2]
+    await former.close()
+
+
+# The live state
+
+
+async def taken_with(store: Store, state_dir: Path) -> tuple[Tenure, Path]:
+    mine = lease(store)
+    await mine.prepare(state_dir)
+    tenure = await mine.taken()
+    directory = tenure.take_live_state(state_dir)
+    await mine.release()
+    return tenure, directory
+
+
+async def test_the_live_state_moves_from_holder_to_holder(open_store: OpenStore, tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    former, before = await taken_with(open_store(), tmp_path)
+    assert (live_directory(tmp_path), before) == (tmp_path / "live-1", tmp_path / "live-1")
+    segments = Segments(before / "journal", 64)
+    for number in range(2):  # each in a segment of its own
+        await segments.append({"n": number}, b"x" * 64)
+    _, after = await taken_with(open_store(), tmp_path)
+    assert after == tmp_path / "live-2" == live_directory(tmp_path)
+    segments.delete(0)
+    with pytest.raises(FileNotFoundError):
+        await segments.append({"n": 2})
+    assert Segments(after / "journal", 64).earlier == [0, 1]
+    Segments(before / "journal", 64)  # it does not know yet, and makes a directory
+    with pytest.raises(ValueError, match="has live state of epoch 2, but the database is at 1"):
+        former.take_live_state(tmp_path)
+    assert live_directory(tmp_path) == after
+    await taken_with(open_store(), tmp_path)
+    assert sorted(os.listdir(tmp_path)) == ["checkpoints", "live-3"]
+    await segments.close()
+
+
+async def test_a_directory_without_live_state_is_not_the_shared_one(open_store: OpenStore, tmp_path: Path) -> None:
+    shared, unmounted = tmp_path / "shared", tmp_path / "unmounted"
+    for directory in (shared, unmounted):
+        directory.mkdir()
+    await taken_with(open_store(), shared)
+    with pytest.raises(ValueError, match=r"unmounted has no live state.*mount it before"):
+        await taken_with(open_store(), unmounted)
+    assert os.listdir(unmounted) == []
+
+
+async def test_a_holder_whose_time_is_up_takes_nothing(store: Store, tmp_path: Path) -> None:
+    mine = lease(store, seconds=SOON)
+    await mine.prepare(tmp_path)
+    tenure = await mine.taken()
+    await asyncio.sleep(SOON)
+    with pytest.raises(LeaseLost, match="ran out before"):
+        tenure.take_live_state(tmp_path)
+    assert os.listdir(tmp_path) == ["live-0"]
+
+
+def test_without_leases_the_live_state_is_in_the_state_directory(tmp_path: Path) -> None:
+    (tmp_path / "live-x").mkdir()
+    assert live_directory(tmp_path) == tmp_path
+    assert LIVE_STATE == ""

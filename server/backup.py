@@ -11,10 +11,12 @@ import sqlite3
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from .cache import STAGING
 from .checkpoint_files import link_or_copy
+from .leases import live_directory
 from .places import is_url, key_of
 from .segments import Place
 from .store import DATABASE_NAME
@@ -36,11 +38,15 @@ class Backup:
     target: Path
     has_database: bool
 
+    @cached_property
+    def _live(self) -> Path:
+        return live_directory(self.source)
+
     def run(self, say: Callable[[str], None]) -> None:
         """Blocking. Raises BackupError."""
         self._prepare()
         for _ in range(_MOST_ROUNDS):
-            newest = _numbers(self.source / "journal")[-1:]
+            newest = _numbers(self._live / "journal")[-1:]
             named = self._take_all()
             if self._has_all_since(newest):
                 self._tell(named, say)
@@ -66,9 +72,9 @@ class Backup:
 
     def _has_all_since(self, newest: list[int]) -> bool:
         """Whether no segment of the journal can have come and gone, from this one on."""
-        taken = _numbers(self.target / "journal")
+        taken = _numbers(self._taken(self._live / "journal"))
         return not newest or (
-            set(newest) <= set(_numbers(self.source / "journal"))
+            set(newest) <= set(_numbers(self._live / "journal"))
             and taken[taken.index(newest[0]) :] == list(range(newest[0], taken[-1] + 1))
         )
 
@@ -107,7 +113,8 @@ class Backup:
 
     def _drop_newer_results(self) -> None:
         """Those that came behind the copy of their files: their operations are carried out again."""
-        sizes = {path.stem: path.stat().st_size for path in (self.target / "results").glob("*.segment")}
+        results = self._taken(self._live / "results")
+        sizes = {path.stem: path.stat().st_size for path in results.glob("*.segment")}
         with closing(sqlite3.connect(self.target / DATABASE_NAME)) as database, database:
             rows = database.execute("SELECT request_id, place FROM results").fetchall()
             places = [(request_id, Place.parse(place)) for request_id, place in rows]
@@ -124,14 +131,17 @@ class Backup:
 
     def _take_trees(self) -> None:
         for pattern in ("snapshots/*/[0-9]*", "ephemeral/*"):
-            for directory in self.source.glob(pattern):
-                _take_directory(directory, self.target / directory.relative_to(self.source))
+            for directory in self._live.glob(pattern):
+                _take_directory(directory, self._taken(directory))
+
+    def _taken(self, path: Path) -> Path:
+        return self.target / path.relative_to(self.source)
 
     def _take_segments(self, name: str) -> None:
-        segments = sorted((self.source / name).glob("*.segment"))
-        (self.target / name).mkdir(exist_ok=True)
+        segments = sorted((self._live / name).glob("*.segment"))
+        self._taken(self._live / name).mkdir(parents=True, exist_ok=True)
         for segment in segments:
-            taken = self.target / name / segment.name
+            taken = self._taken(segment)
             try:
                 if segment == segments[-1]:
                     _copy_whole_records(segment, taken)

@@ -5,6 +5,7 @@ Beside a running server it only looks, twice: what moved in between was no probl
 
 import asyncio
 import shutil
+import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager
@@ -20,6 +21,7 @@ from .checkpoint_files import CheckpointFiles, PlaceConfig
 from .checkpoints import directory_name
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
+from .leases import live_directory
 from .manifest import MANIFEST, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
@@ -75,7 +77,14 @@ def lock_to_verify(state_dir: Path, repair: bool) -> Iterator[bool]:
 async def verify(
     store: Store, state_dir: Path, config: PlaceConfig, is_running: bool, repair: bool, say: Callable[[str], None]
 ) -> int:
-    """Says each problem in a line; returns how many are left. is_running: a server has the state directory."""
+    """Says each problem in a line; returns how many are left. is_running: a server has the state directory.
+
+    Raises ValueError where there is to be repaired, and one of several servers works on it.
+    """
+    if not is_running and (holder := await _holder(store)) is not None:
+        if repair:
+            raise ValueError(f"the server at {holder} works on this state directory: stop all servers on it first")
+        is_running = True
     async with Verification.of(store, state_dir, config, is_running) as verification:
         problems = await verification.problems()
         if is_running and problems:
@@ -89,6 +98,11 @@ async def verify(
             say(f"{problem}{f'; repaired: {done}' if done else ''}")
         say(f"{verification.counts}: {f'{num_left} problems' if num_left else 'all is whole'}")
         return num_left
+
+
+async def _holder(store: Store) -> str | None:
+    """Where the server is that has the leases of this database, where servers take turns."""
+    return next((lease.url for lease in await store.list_leases() if lease.expires_at > time.time()), None)
 
 
 async def _repaired(problem: Problem) -> str | None:
@@ -107,6 +121,7 @@ class Verification:
     def __init__(self, store: Store, state_dir: Path, places: Places, config: PlaceConfig, is_running: bool) -> None:
         self._store = store
         self._state_dir = state_dir.absolute()
+        self._live_dir = live_directory(self._state_dir)
         self._places = places
         self._config = config
         self._is_running = is_running
@@ -196,8 +211,8 @@ class Verification:
         published = {self._moves.get(directory, directory) for directory in rows}
         live = {directory_name(run.run_id) for run in await self._live_runs()}
         adapters = {directory_name(one) for one in await self._live_adapters()}
-        root = self._state_dir
-        for path in sorted((*self._files.local_root.glob("*/*/*"), *root.glob("staging/*"))):
+        root = self._live_dir
+        for path in sorted((*self._files.local_root.glob("*/*/*"), *self._state_dir.glob("staging/*"))):
             is_ours = path.parent.parent.name in self._runs and str(path) not in published
             if path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or was deleted")
@@ -234,9 +249,9 @@ class Verification:
     # Snapshots, ephemeral weights
 
     async def _snapshots(self) -> AsyncIterator[Problem]:
-        begun = await asyncio.to_thread(_runs_from_their_beginning, self._state_dir / "journal")
+        begun = await asyncio.to_thread(_runs_from_their_beginning, self._live_dir / "journal")
         for run in await self._live_runs():
-            directory = self._state_dir / "snapshots" / directory_name(run.run_id)
+            directory = self._live_dir / "snapshots" / directory_name(run.run_id)
             whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
             for path, error in damaged.items():
                 can_go = bool(whole) or run.run_id in begun
@@ -248,7 +263,7 @@ class Verification:
                 )
 
     async def _ephemeral(self) -> AsyncIterator[Problem]:
-        weights = EphemeralWeights(self._state_dir / "ephemeral")
+        weights = EphemeralWeights(self._live_dir / "ephemeral")
         for adapter_id in await self._live_adapters():
             if not weights.has(adapter_id):
                 yield Problem(str(weights.directory(adapter_id)), "the weights of a sampler are lost: it answers 410")
@@ -264,7 +279,7 @@ class Verification:
     # Segments
 
     async def _segments(self) -> AsyncIterator[Problem]:
-        for path in sorted(path for name in SEGMENTED for path in (self._state_dir / name).glob("*.segment")):
+        for path in sorted(path for name in SEGMENTED for path in (self._live_dir / name).glob("*.segment")):
             for problem in await asyncio.to_thread(lambda path=path: list(_segment_problems(path))):
                 yield problem
 
@@ -274,7 +289,7 @@ class Verification:
             place = Place.parse(row.place)
             of_segments[place.segment].append((place.offset, row.request_id))
         for segment, wanted in sorted(of_segments.items()):
-            path = self._state_dir / "results" / f"{segment:08d}.segment"
+            path = self._live_dir / "results" / f"{segment:08d}.segment"
             there = await asyncio.to_thread(_request_ids, path)
             lost = [request_id for offset, request_id in wanted if there.get(offset) != request_id]
             if lost:
@@ -290,8 +305,8 @@ class Verification:
         return f"{len(request_ids)} rows dropped"
 
     async def _counted(self) -> str:
-        num_segments = sum(len(list((self._state_dir / name).glob("*.segment"))) for name in SEGMENTED)
-        num_snapshots = len(list(self._state_dir.glob("snapshots/*/[0-9]*")))
+        num_segments = sum(len(list((self._live_dir / name).glob("*.segment"))) for name in SEGMENTED)
+        num_snapshots = len(list(self._live_dir.glob("snapshots/*/[0-9]*")))
         num_rows = {table.name: len(await self._rows(table)) for table in (checkpoints, checkpoint_copies, results)}
         of_rows = f"{num_rows['checkpoints']} checkpoints, {num_rows['checkpoint_copies']} copies"
         return f"{of_rows}, {num_rows['results']} results, {num_snapshots} snapshots, {num_segments} segments"

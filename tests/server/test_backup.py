@@ -17,11 +17,11 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import running_api
 from .real import ADAM, PROTOBUF, Run, batch, running_server, sample, sample_body, server_config
-from .test_verify import Verified, save_and_end, verify, work
+from .test_verify import Verified, left, save_and_end, verify, work
 
 pytestmark = pytest.mark.anyio
 
-__all__ = ["verify"]
+__all__ = ["left", "verify"]
 
 
 async def backup(target: Path, state_dir: Path, *flags: str) -> int:
@@ -90,6 +90,21 @@ async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_i
         secret = (copy / "url_secret").stat()
     assert secret.st_mode & 0o777 == 0o600 and copy.stat().st_mode & 0o777 == 0o700
     assert (await asyncio.to_thread(verify, copy)).status == 0
+
+
+async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it(
+    left: Path, tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    copy, live = tmp_path / "copy", left / "live-3"
+    live.mkdir()
+    for name in ("journal", "results", "recordings", "snapshots", "ephemeral"):
+        (left / name).rename(live / name)
+    counts = (await asyncio.to_thread(verify, left)).lines
+    assert await backup(copy, left) == 0
+    assert (await asyncio.to_thread(verify, copy)).lines[1:] == counts == [counts[-1]]
+    (weights,) = live.glob("ephemeral/*")
+    shutil.rmtree(weights)
+    assert str(weights) in (await asyncio.to_thread(verify, left)).lines[0]
 
 
 async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copied_database(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Fixtures of the server's tests."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
@@ -9,6 +9,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 from .api import Api, running_api
 from .bench import MakeBench, benches
 from .real import Server, running_server, server_config, started_dispatch
+from .s3 import S3, s3_server
 
 
 @pytest.fixture(scope="module")
@@ -43,3 +44,9 @@ async def server(
 async def make_bench(tmp_path: Path, anyio_backend: str) -> AsyncIterator[MakeBench]:
     async with benches(tmp_path) as make:
         yield make
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[S3]:
+    with s3_server() as server:
+        yield server

@@ -13,19 +13,13 @@ from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.store import CheckpointCopyRecord, CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, Api, running_api
-from .s3 import BUCKET, S3, names_at, s3_server
+from .s3 import BUCKET, S3, names_at
 from .test_checkpoints import fetch, url, urls_of
 from .test_places import FILES, until_names_at, weights_of
 
 pytestmark = pytest.mark.anyio
 
 SOON_SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -15,18 +15,12 @@ from trainhouse.server.places import PlaceError, Places, check_url
 from trainhouse.server.store import CheckpointRecord
 
 from .api import Api, running_api
-from .s3 import BUCKET, S3, names_at, s3_server
+from .s3 import BUCKET, S3, names_at
 from .test_checkpoints import fetch, listed, url, urls_of
 
 pytestmark = pytest.mark.anyio
 
 SOON_SECONDS = 10.0
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with s3_server() as server:
-        yield server
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
@@ -17,15 +16,9 @@ from trainhouse.server.operations import CreateRun, Operation
 from trainhouse.server.run import Earlier, Refused, Run
 from trainhouse.workers.verbs import WorkerLost
 
-from .bench import RUN_ID, Bench, MakeBench, benches
+from .bench import RUN_ID, Bench, MakeBench
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def make_bench(tmp_path: Path) -> AsyncIterator[MakeBench]:
-    async with benches(tmp_path) as make:
-        yield make
 
 
 class Dying:

@@ -1,6 +1,5 @@
 """A whole server whose checkpoints lie at a URL: saved, loaded, sampled and trained on from there."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -8,15 +7,9 @@ import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import MODEL, batch, running_server, sample, sample_body, server_config
-from .s3 import BUCKET, S3, names_at, s3_server
+from .s3 import BUCKET, S3, names_at
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture(scope="module")
-def s3() -> Iterator[S3]:
-    with s3_server() as server:
-        yield server
 
 
 async def test_runs_and_samplers_begin_from_a_checkpoint_at_a_url(

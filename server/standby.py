@@ -27,6 +27,8 @@ _HEALTH, _READINESS = "/api/v1/healthz", "/api/v1/readyz"
 _CONNECT_SECONDS = 5.0
 _IDLE_SECONDS = 30.0
 """Shorter than servers keep connections that rest: one that they are about to close is not used."""
+_MOST_IDLE = 32
+"""At each request httpx looks from every idle connection at all others."""
 _RETRY_SECONDS = 1.0
 _FORWARDED = "x-trainhouse-forwarded"
 _HOP_BY_HOP = frozenset(
@@ -99,7 +101,7 @@ class Standby:
         self._lease = lease
         self._client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
-            limits=httpx.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_SECONDS),
+            limits=httpx.Limits(max_keepalive_connections=_MOST_IDLE, keepalive_expiry=_IDLE_SECONDS),
             verify=ssl.create_default_context(),
             trust_env=False,  # the way to other servers is no way through proxies
         )

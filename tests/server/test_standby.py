@@ -33,7 +33,9 @@ class Holder:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
-        await getattr(self, scope["path"].rpartition("/")[2])(receive, send)
+        behaviours = (self.echo, self.count, self.poll, self.refuse, self.two_pieces)
+        by_name = {each.__name__: each for each in behaviours}
+        await by_name[scope["path"].rpartition("/")[2]](receive, send)
 
     async def echo(self, receive: Receive, send: Send) -> None:
         """The body, as it comes."""
@@ -91,13 +93,13 @@ async def until(condition: Callable[[], object]) -> None:
 @asynccontextmanager
 async def serving(app: ASGIApp) -> AsyncIterator[str]:
     """Its URL."""
-    settings = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, server_header=False)
+    settings = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
     server = uvicorn.Server(settings)
     with bound("127.0.0.1", 0) as listener:
         running = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = server.force_exit = True
+        server.should_exit = True
         await running
 
 

@@ -13,9 +13,10 @@ from fastapi import FastAPI
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from trainhouse.server.app import create_app
+from trainhouse.server.app import LiveState, create_app
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.services import Services
+from trainhouse.server.standby import Held
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
@@ -42,11 +43,13 @@ async def started_dispatch(config: ServerConfig) -> AsyncIterator[WorkerDispatch
 
 
 @asynccontextmanager
-async def running_server(config: ServerConfig, dispatch: WorkerDispatch) -> AsyncIterator["Server"]:
+async def running_server(
+    config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None
+) -> AsyncIterator["Server"]:
     """The same `config.state_dir` again = a restart."""
-    app = create_app(config, dispatch)
+    app = create_app(config, dispatch, live)
     async with app.router.lifespan_context(app), AsyncExitStack() as stack:
-        transport = httpx.ASGITransport(app)
+        transport = httpx.ASGITransport(app if live is None else Held(app, live.tenure))
         clients = {}
         for key in (ALICE, BOB):
             client = httpx.AsyncClient(

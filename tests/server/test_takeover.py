@@ -1,0 +1,101 @@
+"""Two whole servers on one database and one directory, in this process: one is late, and does no harm."""
+
+import itertools
+import os
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+from trainhouse.server.app import LiveState
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.leases import Lease, TenureOver
+from trainhouse.server.store import LeaseLost, open_store
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from .real import MODEL, Run, Server, batch, running_server, server_config
+
+pytestmark = pytest.mark.anyio
+
+SECONDS = 2.0
+
+
+@asynccontextmanager
+async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[tuple[Server, LiveState]]:
+    """As the process does, but for renewing it."""
+    store = open_store(config.store_config())
+    lease = Lease(store, [MODEL], f"http://{name}", SECONDS)
+    await lease.prepare(config.state_dir)
+    tenure = await lease.taken()
+    live = LiveState(tenure.take_live_state(config.state_dir), tenure)
+    try:
+        with suppress(LeaseLost, TenureOver):
+            async with running_server(config, dispatch, live) as server:
+                yield server, live
+    finally:
+        store.close()
+
+
+async def test_a_server_that_is_late_acknowledges_publishes_and_destroys_nothing(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url, snapshot_steps=2)
+    async with AsyncExitStack() as stack:
+        former, before = await stack.enter_async_context(holding(config, dispatch, "a"))
+        run = await former.create_run()
+        losses = await run.train(batch(), num_steps=3)
+        await run.do("save_weights", path="kept")
+        late = Run(former, run.model_id, run.session_id)
+        late.numbers = itertools.count(100)
+
+        latter, after = await stack.enter_async_context(holding(config, dispatch, "b"))
+        assert (before.directory.name, after.directory.name) == ("live-1", "live-2")
+        for _ in range(2):
+            answer = await late.submit("save_weights", path="late", status=503)
+            assert "does not have the lease any more: send this again" in answer["detail"]
+        with pytest.raises(LeaseLost):
+            await former.services.store.set_session_project(run.session_id, "late")
+        with pytest.raises(LeaseLost):
+            async with former.services.checkpoints.writing(await record(latter, run), "weights", "kept", True) as files:
+                (files / "late").touch()
+
+        again = Run(latter, run.model_id, run.session_id)
+        again.numbers = itertools.count(next(run.numbers))
+        losses += await again.train(batch(), num_steps=2)
+        assert await again.do("save_weights", path="new")
+        await former.services.runs.close()
+    assert losses == sorted(losses, reverse=True) and len(set(losses)) == 5
+    assert losses == pytest.approx(await undisturbed(dispatch, tiny_models, tmp_path / "calm"), rel=1e-4)
+    assert [name for name in os.listdir(tmp_path) if name.startswith("live")] == ["live-2"]
+    assert saved_in(tmp_path) == ["kept", "new"]
+
+
+def saved_in(state_dir: Path) -> list[str]:
+    assert not list(state_dir.glob("checkpoints/*/weights/*/late"))
+    return sorted(path.name.partition(".")[0] for path in state_dir.glob("checkpoints/*/weights/*"))
+
+
+async def record(server: Server, run: Run):
+    found = await server.services.store.get_run(run.model_id)
+    assert found is not None
+    return found
+
+
+async def undisturbed(dispatch: WorkerDispatch, tiny_models: dict[str, Path], state_dir: Path) -> list[float]:
+    async with running_server(server_config(tiny_models["qwen3"], state_dir), dispatch) as server:
+        return await (await server.create_run()).train(batch(), num_steps=5)
+
+
+async def test_what_a_former_holder_answered_the_next_one_answers_too(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url)
+    async with AsyncExitStack() as stack:
+        former, _ = await stack.enter_async_context(holding(config, dispatch, "a"))
+        run = await former.create_run()
+        submitted = (await run.send(run.encode(batch(), next(run.numbers)))).json()["request_id"]
+        answered = await former.result(submitted)
+        latter, _ = await stack.enter_async_context(holding(config, dispatch, "b"))
+        assert (await former.retrieve(submitted)).status_code == 503
+        assert await latter.result(submitted) == answered
+        assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)

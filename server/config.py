@@ -136,7 +136,7 @@ class ServerConfig:
     )
     advertise_url: str | None = knob(
         None,
-        "where other servers on the same database reach this one (default: the one it prints)",
+        "where other servers on the database reach this one (default: as printed)",
         check=ONE_URL,
     )
     lease_seconds: float = knob(10.0, "without a sign of life, until another server takes over", check=above(0.5))

@@ -299,9 +299,10 @@ async def test_one_poll_tells_also_of_samples_that_ended_before_a_restart(
         target = {"sampling_session_id": sampler_id}
         for seq_id in (0, 1):
             await server.post("asample", sample_body(sampler_id, seq_id))
-        cursor = 0
-        for _ in range(2):
-            cursor = (await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor}))["cursor"]
+        cursor, num_told = 0, 0
+        while num_told < 2:
+            told = await server.post("retrieve_futures", {"target": target, "prev_cursor": cursor})
+            cursor, num_told = told["cursor"], num_told + len(told["completions"])
         await sample(server, sample_body(sampler_id, 2))
         of_clone = await server.post("asample", sample_body(sampler_id, 1_000_000_000))
         await server.result(of_clone["request_id"])

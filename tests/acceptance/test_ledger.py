@@ -60,6 +60,7 @@ def crashing(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]
         yield crashing
 
 
+@pytest.mark.full
 def test_a_ledger_is_right_to_the_last_operation(crashing: Crashing) -> None:
     carry_out(crashing, SHORT)
     once = [Planned("forward_backward", 3), Planned("optim_step", 3, 1)]

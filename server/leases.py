@@ -178,13 +178,21 @@ class Tenure:
             raise LeaseLost(f"the live state of epoch {found[-1]} was taken by another server meanwhile") from None
         sync_directory(state_dir)
         for name in _SEGMENTED:
-            shut_out(directory / name)
+            _try_to_shut_out(directory / name)
         for older in found[:-1]:  # a former holder may have made it, when it did not know yet
             shutil.rmtree(_directory(state_dir, older), ignore_errors=True)
         return directory
 
     def _extend(self, sent_at: float) -> None:
         self._valid_until = sent_at + (1 - _MARGIN) * self._lease.seconds
+
+
+def _try_to_shut_out(directory: Path) -> None:
+    """A full disk is no reason to do no work. What might be written there now was acknowledged to nobody."""
+    try:
+        shut_out(directory)
+    except OSError as error:
+        logger.error("a former server may still write to the last segment of %s: %s", directory, error)
 
 
 def live_directory(state_dir: Path) -> Path:

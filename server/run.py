@@ -201,7 +201,9 @@ class Run:
         for seq_id, earlier in found.items():
             if seq_id < self._next_seq_id:
                 self._services.journal.release(earlier.place)
-        last_ended = max((seq_id for seq_id, earlier in found.items() if earlier.outcome is not None), default=-1)
+        # A refusal may be ahead of what has not arrived.
+        ended = (seq_id for seq_id, one in found.items() if one.outcome is not None and one.refused is None)
+        last_ended = max(ended, default=-1)
         while await self._is_past(self._next_seq_id, found.get(self._next_seq_id), last_ended):
             self._refuse_lost(self._next_seq_id, found)
             self._next_seq_id += 1

@@ -77,9 +77,8 @@ class RunState:
         # The newest first; the history has everything from this seq_id on.
         self._kept: list[Snapshot] = []
         self._first_held = 0
-        self._snapshotting: asyncio.Task[None] | None = None
-        # That came while another one was being taken; and that for too long there was none.
-        self._wanted: Boundary | None = None
+        self._snapshotting: set[asyncio.Task[None]] = set()
+        # For too long there was none.
         self._is_overdue = False
 
     async def find_snapshots(self, first_journaled: int | None) -> int:
@@ -111,19 +110,12 @@ class RunState:
 
     def snapshot_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
         """To be called as soon as an operation has been handed over. is_step: an optimizer step, the best place."""
-        if not self.is_live or self._snapshotting is not None:
+        if not self.is_live or self._snapshotting:
             return
         steps, num_bytes = self._recovery.steps, self._recovery.num_bytes
         limits = (steps, num_bytes) if is_step else (math.inf, _WINDOW_SHARE * num_bytes)
         if self.history.is_due(*limits) or self._is_overdue:
-            self._begin_snapshot(boundary)
-
-    def snapshot(self, boundary: Boundary) -> None:
-        """Right behind an operation that has ended, and may be impossible to repeat."""
-        if self._snapshotting is None:
-            self._begin_snapshot(boundary)
-        else:
-            self._wanted = boundary
+            self.snapshot(boundary)
 
     def hurry(self) -> None:
         """The next operation is to be followed by a snapshot."""
@@ -134,10 +126,10 @@ class RunState:
 
         twice: also a copy of it, so that the journal need not hold anything of the run.
         """
-        if self._snapshotting is None and not self.covers(boundary.seq_id):
-            self._begin_snapshot(boundary)
-        if self._snapshotting is not None:
-            await asyncio.wait({self._snapshotting})
+        if not self._snapshotting and not self.covers(boundary.seq_id):
+            self.snapshot(boundary)
+        if self._snapshotting:
+            await asyncio.wait(self._snapshotting)
         if (
             twice
             and [one.seq_id for one in self._kept[:1]] == [boundary.seq_id]
@@ -160,9 +152,10 @@ class RunState:
         raise OperationError(f"workers died {num_strikes} times of nothing but repeating its operations", "server")
 
     async def stop(self) -> None:
-        if self._snapshotting is not None:
-            self._snapshotting.cancel()
-            await asyncio.wait({self._snapshotting})
+        for task in self._snapshotting:
+            task.cancel()
+        if self._snapshotting:
+            await asyncio.wait(self._snapshotting)
 
     async def close(self) -> None:
         """The run is over: nothing of it is kept."""
@@ -172,14 +165,17 @@ class RunState:
 
     # Snapshots
 
-    def _begin_snapshot(self, boundary: Boundary) -> None:
+    def snapshot(self, boundary: Boundary) -> None:
+        """At a boundary that is now."""
         try:
             staging = self._recovery.snapshots.stage(self._record.run_id)
         except OSError as error:
             logger.error("%s: no snapshot can be taken (%s)", self._record.run_id, error)
             return
         self._is_overdue = False
-        self._snapshotting = asyncio.create_task(self._take_snapshot(staging, boundary))
+        task = asyncio.create_task(self._take_snapshot(staging, boundary))
+        self._snapshotting.add(task)
+        task.add_done_callback(self._snapshotting.discard)
 
     async def _take_snapshot(self, staging: Path, boundary: Boundary) -> None:
         try:
@@ -194,10 +190,7 @@ class RunState:
         except (OperationError, OSError) as error:
             logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, boundary.seq_id, error)
         finally:
-            self._snapshotting = None
-            wanted, self._wanted = self._wanted, None
-            if wanted is not None and self.is_live:
-                self._begin_snapshot(wanted)
+            self._snapshotting -= {asyncio.current_task()}
             await self._recovery.snapshots.remove(staging)
 
     async def _publish(self, staging: Path, boundary: Boundary) -> None:

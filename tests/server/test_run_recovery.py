@@ -3,10 +3,11 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
-from trainhouse.schemas.checkpoints import SaveWeightsRequest
+from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
@@ -200,6 +201,19 @@ async def test_an_operation_waits_until_the_database_can_be_used_again(
     assert bench.operations.performed == [0, 0, 1]
 
 
+async def test_a_gap_behind_which_something_was_refused_is_still_waited_for(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    bad = Refused("forward_backward", "bad", taints=True)
+    found = {
+        0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE),
+        2: Earlier("forward_backward", await bench.journaled("forward_backward", 2), bad, Outcome.FAILED),
+    }
+    async with resumed(bench, found):
+        await bench.forward_backward(1)
+        assert await bench.result(1) == {"seq_id": 1}
+
+
 # --- Snapshots elsewhere than behind steps ---
 
 
@@ -215,6 +229,29 @@ async def test_where_no_step_comes_a_snapshot_holds_what_waits_for_it(make_bench
     await bench.result(8)
     restored = trained(bench)
     assert restored[1].startswith("restore ") and len(restored) < 8
+
+
+async def test_what_was_loaded_is_in_a_snapshot_of_that_moment_although_another_is_being_written(
+    make_bench: MakeBench,
+) -> None:
+    """Else what came behind it would be repeated upon itself."""
+    bench = await make_bench(snapshot_steps=1)
+    is_written, take = asyncio.Event(), bench.operations.snapshot
+
+    async def snapshot(run, directory: Path) -> None:
+        await take(run, directory)
+        (directory / "state").write_text(str(bench.operations.performed))
+        await is_written.wait()
+
+    bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.optim_step(1)
+    await bench.submit(2, LoadWeightsRequest(model_id=RUN_ID, path="tinker://a/weights/b", seq_id=2))
+    for seq_id in (3, 4):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+    is_written.set()
+    await until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
+    assert (bench.snapshots / "2" / "state").read_text() == "[0, 1, 'snapshot', 2, 'snapshot']"
 
 
 async def test_a_run_that_rests_needs_nothing_of_the_journal_once_it_is_settled(make_bench: MakeBench) -> None:

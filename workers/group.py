@@ -18,7 +18,7 @@ from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import gigabytes, loaded_bytes
 from .patience import Patience
-from .pool import Pool, WorkerDied, WorkerError
+from .pool import NoPlace, Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .shares import PassLimits
 from .snapshots import Snapshots
@@ -38,6 +38,9 @@ _FIRST_SLICES = (1 / 16, 1 / 4)
 
 # Of the sampling jobs at a death, what may be together next time: fewer deaths until one is alone, or more at a time.
 _JOBS_SHRINK = 4
+
+# How long until it is looked again whether there is a place for the ranks. Nothing died, so nothing has to back off.
+_PLACE_SECONDS = 2.0
 
 # Verbs after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
@@ -64,6 +67,7 @@ class Group:
         self.name = name or config.model.name
         self.num_deaths = 0
         self.restarting = False
+        self._no_place: NoPlace | None = None
         self._config = config
         self._new_pool = new_pool
         self._limits = limits
@@ -118,7 +122,7 @@ class Group:
     def status(self) -> str | None:
         """What the work on this model waits for, in words; None when there is none."""
         if self.restarting:
-            return f"the worker of {self.name} is restarting"
+            return f"the worker of {self.name} is restarting" + (f": {self._no_place}" if self._no_place else "")
         num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
         num_works += len(self._snapshots.works())
         if not num_works:
@@ -463,14 +467,21 @@ class Group:
         self.restarting = False
 
     async def _try_to_open(self) -> bool:
-        await asyncio.sleep(self._backoff.next_delay())
+        await asyncio.sleep(_PLACE_SECONDS if self._no_place else self._backoff.next_delay())
         try:
             await self._open_pool()
+        except NoPlace as error:
+            if str(error) != str(self._no_place):
+                logger.error("base model %s has no place: %s", self.name, error)
+            self._no_place = error
+            return False
         except (WorkerDied, WorkerError, ValueError) as error:
             logger.error("base model %s does not come back: %s", self.name, error)
             # It may have died between its start and its first answer, still holding its place.
             await self._opened().close()
+            self._no_place = None
             return False
+        self._no_place = None
         logger.warning("base model %s is back", self.name)
         return True
 

@@ -2,6 +2,9 @@
 
 Two pools with the same behaviour: LocalPool (forkserver children of this process, over socket pairs) and RayPool (an
 actor per rank in a placement group). Messages are ours in both (see messages.py), so arrays arrive alike.
+
+Ray ends processes that are connected to it: a driver whose head is away for a minute, by _Exit. So this process never
+is: each RayPool has a child that is its driver, and a new pool a new one, which finds whatever cluster is there then.
 """
 
 import abc
@@ -16,6 +19,7 @@ import multiprocessing
 import multiprocessing.resource_tracker
 import multiprocessing.util
 import os
+import secrets
 import select
 import signal
 import socket
@@ -24,20 +28,19 @@ import threading
 import traceback
 import types
 from collections import deque
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from itertools import cycle
+from queue import SimpleQueue
+from typing import Any, ClassVar
 
 from ..schemas.errors import OperationError
 from .messages import Incoming, Outgoing, Piece, decode, encode
 
-if TYPE_CHECKING:
-    from ray.util.placement_group import PlacementGroup
-
 logger = logging.getLogger(__name__)
 
 _GRACE_SECONDS = 5.0
+_MOST_WORDS = 4096  # bytes of what a child says beside its answers
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,10 @@ class PerRank:
 
 class WorkerDied(Exception):
     """A rank's process is gone, and with it everything that the group held in memory."""
+
+
+class NoPlace(ValueError):
+    """Nowhere to start the ranks now, though there may be later. The message may be told to all who wait."""
 
 
 class WorkerError(Exception):
@@ -97,8 +104,8 @@ class Pool(abc.ABC):
     async def start(self, hang_seconds: float = math.inf) -> None:
         """Builds the worker on every rank. hang_seconds: as in `call`.
 
-        Raises ValueError when its constructor raised that or OSError (a bad model, or none), WorkerError for other
-        exceptions, WorkerDied.
+        Raises ValueError when its constructor raised that or OSError (a bad model, or none), NoPlace, WorkerError for
+        other exceptions, WorkerDied.
         """
         self.death = asyncio.get_running_loop().create_future()
         try:
@@ -261,22 +268,22 @@ def _plain(error: ValueError) -> ValueError:
     return plain
 
 
-class LocalPool(Pool):
-    """One forkserver child per rank. A child ends when this process does, however it ends."""
+class _ChildrenPool(Pool):
+    """One whose messages go through children of this process, which end when it does, however it ends."""
 
     def __init__(self, spec: PoolSpec) -> None:
         super().__init__(spec)
         self._children: list[_Child] = []
 
-    async def _start_ranks(self) -> None:
-        for rank in range(len(self.spec.configs)):
-            child = await asyncio.to_thread(_Child, self.spec, rank)
-            self._children.append(child)
-            child.listen()
-            asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
+    async def _start_child(self, serve: "Callable[..., None]", *arguments: object) -> None:
+        child = await asyncio.to_thread(_Child, self._preloaded(), serve, *arguments)
+        self._children.append(child)
+        child.listen()
+        asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
 
-    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
-        self._children[rank].send(message, answer)
+    @abc.abstractmethod
+    def _preloaded(self) -> tuple[str, ...]:
+        """Modules that its children need."""
 
     async def _stop_ranks(self) -> None:
         for child in self._children:
@@ -291,19 +298,33 @@ class LocalPool(Pool):
     def _child_ended(self, child: "_Child") -> None:
         asyncio.get_running_loop().remove_reader(child.process.sentinel)
         child.ended.set()
-        self._died(_exit_reason(child.process.exitcode))
+        self._died(child.last_words() or _exit_reason(child.process.exitcode))
+
+
+class LocalPool(_ChildrenPool):
+    """One forkserver child per rank."""
+
+    async def _start_ranks(self) -> None:
+        for rank in range(len(self.spec.configs)):
+            await self._start_child(_serve_rank, self.spec, rank)
+
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
+        self._children[rank].send(message, answer)
+
+    def _preloaded(self) -> tuple[str, ...]:
+        return (self.spec.worker.partition(":")[0],)
 
 
 class _Child:
-    """This side of a local rank, which answers messages in the order in which they were sent.
+    """This side of a child of this process, which answers messages in the order in which they were sent.
 
-    The lifeline carries nothing: its closing tells the child that we are gone.
+    The lifeline carries nothing but a child's last words: its closing tells the child that we are gone.
     """
 
-    def __init__(self, spec: PoolSpec, rank: int) -> None:
+    def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
+        """serve: called in the child, with its end of the pipe, its lifeline, and the arguments."""
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
-        self._pipe.setblocking(False)
         self._outgoing: deque[Outgoing] = deque()
         self._incoming = Incoming()
         self._answers: deque[asyncio.Future[_Answer]] = deque()
@@ -311,9 +332,20 @@ class _Child:
         # At the end of a program that did not close its pool, before multiprocessing waits for its children.
         multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
         with pipe, lifeline:
-            self.process = _start_process(spec, rank, pipe, lifeline)
+            self.process = _start_process(preloaded, serve, pipe, lifeline, *arguments)
+
+    def first_words(self) -> bytes:
+        """Waits for them; nothing when the child ended instead. For whoever does not listen."""
+        return self._pipe.recv(_MOST_WORDS)
+
+    def last_words(self) -> str:
+        """Of a child that ended and told why."""
+        with contextlib.suppress(OSError):
+            return self._lifeline.recv(_MOST_WORDS, socket.MSG_DONTWAIT).decode()
+        return ""
 
     def listen(self) -> None:
+        self._pipe.setblocking(False)
         asyncio.get_running_loop().add_reader(self._pipe, self._receive)
 
     def send(self, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
@@ -348,6 +380,10 @@ class _Child:
             return
         asyncio.get_running_loop().remove_reader(self._pipe)
         asyncio.get_running_loop().remove_writer(self._pipe)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """The child ends of it. For whoever does not listen."""
         self._pipe.close()
         self._lifeline.close()
 
@@ -367,13 +403,14 @@ def _let_waiting_threads_sleep() -> None:
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 
-def _start_process(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> Any:
+def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Any:
     _let_waiting_threads_sleep()  # the forkserver loads OpenMP, and its children have what it read
     context = multiprocessing.get_context("forkserver")
+    os.environ["TRAINHOUSE_FORKSERVER_DIRECTORY"] = multiprocessing.util.get_temp_dir()
     # The first start pays for these imports, the next one forks a process that has them.
-    context.set_forkserver_preload([__name__, spec.worker.partition(":")[0]])
+    context.set_forkserver_preload([f"{__package__}.forkserver", __name__, *preloaded])
     # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
-    process = context.Process(target=_serve, args=(spec, rank, pipe, lifeline), daemon=True)
+    process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
     with _empty_main(), _sigterm_blocked():
         process.start()
     return process
@@ -402,19 +439,28 @@ def _empty_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _serve(spec: PoolSpec, rank: int, pipe: socket.socket, lifeline: socket.socket) -> None:
-    """The child's main function. Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)
+def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: socket.socket, *arguments: object) -> None:
+    """The child's main function."""
+    _ignore_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
     if sys.platform == "linux":
         _kill_on_hang_up(lifeline)
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
-    shell, incoming = _Shell(spec, rank), Incoming()
     with contextlib.suppress(EOFError, OSError):
-        while (frame := incoming.receive(pipe)) is not None:
-            Outgoing(shell.answer(frame)).send(pipe)
+        serve(pipe, lifeline, *arguments)
     os._exit(0)
+
+
+def _ignore_signals() -> None:
+    """Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
+
+
+def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int) -> None:
+    shell, incoming = _Shell(spec, rank), Incoming()
+    while (frame := incoming.receive(pipe)) is not None:
+        Outgoing(shell.answer(frame)).send(pipe)
 
 
 def _kill_on_hang_up(lifeline: socket.socket) -> None:
@@ -442,163 +488,228 @@ def _exit_reason(exit_code: int | None) -> str:
 
 
 class RayCluster:
-    """The connection to Ray that all RayPools of this process share.
+    """The Ray cluster on which the RayPools of this process have their actors, between `connect` and `disconnect`.
 
-    address: an existing cluster ("auto", "host:6379", "ray://..."); None starts a small one on this machine.
+    address: of an existing one ("auto", "host:6379", "ray://..."); None starts a small one on this machine, and another
+    one when a process of it ends.
     """
 
+    # One at a time, as Ray has one connection per process.
+    connected: "ClassVar[RayCluster | None]" = None
+
     def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20) -> None:
-        self._address = address
+        self.address = address or ""
+        self.environment = _ray_environment(address)
+        self._is_ours = address is None
         self._object_store_bytes = object_store_bytes
-        # Ray's processes end with the thread that started them, so that thread stays.
-        self._thread: ThreadPoolExecutor | None = None
+        self._holder: _Child | None = None
+        self._keeper: threading.Thread | None = None
+        self._stopping = threading.Event()
 
     async def connect(self, num_cpus: float) -> None:
-        """num_cpus: what a cluster of our own must offer. A connection that this process has is used as it is."""
-        if self._address is None:
-            # Read when ray is imported. An open Ray port runs anyone's code, so a cluster of our own stays on loopback
-            # (Ray's switch for it is named after the systems on which it is the default).
-            os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
-            os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        import ray
-
-        if not ray.is_initialized():
-            self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ray")
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._connect, num_cpus)
+        """num_cpus: what a cluster of our own must offer. Raises ValueError when that does not start."""
+        if self._is_ours:
+            await asyncio.to_thread(self._start, math.ceil(num_cpus))
+            self._keeper = threading.Thread(target=self._keep, args=(math.ceil(num_cpus),), daemon=True)
+            self._keeper.start()
+        RayCluster.connected = self
 
     async def disconnect(self) -> None:
-        import ray
+        RayCluster.connected = None
+        if self._keeper is not None and self._holder is not None:
+            self._stopping.set()
+            self._holder.let_go()
+            await asyncio.to_thread(self._keeper.join)
 
-        if self._thread is not None:
-            await asyncio.get_running_loop().run_in_executor(self._thread, ray.shutdown)
-            self._thread.shutdown()
-            self._thread = None
+    def _start(self, num_cpus: int) -> None:
+        directory = multiprocessing.util.get_temp_dir()
+        self._holder = _Child((), _hold_cluster, self.environment, num_cpus, self._object_store_bytes, directory)
+        self.address = self._holder.first_words().decode()
+        if not self.address:
+            raise ValueError("no Ray cluster could be started on this machine: the log has Ray's reason")
 
-    def _connect(self, num_cpus: float) -> None:
-        import ray
-
-        if self._address is not None:
-            ray.init(address=self._address, log_to_driver=False, logging_level=logging.ERROR)
-            return
-        ray.init(
-            address="local",
-            num_cpus=math.ceil(num_cpus),
-            include_dashboard=False,
-            log_to_driver=False,
-            logging_level=logging.ERROR,
-            object_store_memory=self._object_store_bytes,
-        )
+    def _keep(self, num_cpus: int) -> None:
+        while True:
+            assert self._holder is not None, "started before this thread"
+            self._holder.process.join()
+            self._holder.let_go()
+            if self._stopping.wait(1):
+                return
+            logger.error("a process of the Ray cluster on this machine ended: another cluster is started")
+            with contextlib.suppress(ValueError):  # its end is waited for above
+                self._start(num_cpus)
 
 
-class RayPool(Pool):
-    """One actor per rank, in a placement group of its own, on a cluster that is connected already."""
+class RayPool(_ChildrenPool):
+    """One actor per rank, in a placement group of its own, on the cluster that is connected.
+
+    Ray ends the actors when their driver, a child of this process, is gone; also those that do not listen.
+    """
 
     def __init__(self, spec: PoolSpec, placement_timeout_seconds: float = 60.0) -> None:
         super().__init__(spec)
         self._placement_timeout_seconds = placement_timeout_seconds
-        self._placement: PlacementGroup | None = None
-        self._actors: list[Any] = []
-        self._watches: list[asyncio.Task[None]] = []
-        self._exchanges: set[asyncio.Task[None]] = set()
-        self._removal: asyncio.Future[None] | None = None
 
     async def _start_ranks(self) -> None:
-        placement = await self._reserve()
-        for rank in range(len(self.spec.configs)):
-            actor = self._start_actor(rank, placement)
-            self._actors.append(actor)
-            self._watches.append(asyncio.create_task(self._watch(actor)))
+        cluster = RayCluster.connected
+        assert cluster is not None, "a RayPool starts on a cluster that is connected"
+        drive = _Drive(self.spec, cluster.address, cluster.environment, self._placement_timeout_seconds)
+        await self._start_child(_drive_ray, drive)
 
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
-        exchange = asyncio.create_task(self._exchange(rank, b"".join(message), answer))
-        self._exchanges.add(exchange)
-        exchange.add_done_callback(self._exchanges.discard)
+        """The driver takes messages for ranks in turn, as they are sent."""
+        self._children[0].send(message, answer)
 
-    async def _exchange(self, rank: int, frame: bytes, answer: "asyncio.Future[_Answer]") -> None:
-        from ray.exceptions import RayActorError
+    def _preloaded(self) -> tuple[str, ...]:
+        return ()
 
+
+def _ray_environment(address: str | None) -> dict[str, str]:
+    """Of the processes that import Ray, which reads it then."""
+    environment = {"RAY_USAGE_STATS_ENABLED": "0"}
+    if address is None:
+        # Otherwise Ray leaves one in the user's home.
+        environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    if address is None or address.startswith("127."):
+        # An open Ray port runs anyone's code, so a cluster of our own stays on loopback (Ray's switch for it is named
+        # after the systems on which it is the default).
+        environment["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+    return environment
+
+
+def _hold_cluster(
+    pipe: socket.socket,
+    _: socket.socket,
+    environment: dict[str, str],
+    num_cpus: int,
+    object_store_bytes: int,
+    directory: str,
+) -> None:
+    """Tells the address. Ray's processes end with the thread that started them: this one, which ends with the first."""
+    os.environ.update(environment)
+    import ray
+
+    ray.init(
+        address="local",
+        num_cpus=num_cpus,
+        include_dashboard=False,
+        log_to_driver=False,
+        logging_level=logging.ERROR,
+        object_store_memory=object_store_bytes,
+        _temp_dir=directory,
+    )
+    _ignore_signals()
+    pipe.sendall(ray.get_runtime_context().gcs_address.encode())
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
+
+@dataclass(frozen=True)
+class _Drive:
+    """What a driver has to do: `spec` on the cluster at `address`."""
+
+    spec: PoolSpec
+    address: str
+    environment: dict[str, str]
+    placement_timeout_seconds: float
+
+
+def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
+    """The driver: hands messages to the ranks in turn, and answers in that order. It ends when it loses one of them."""
+    os.environ.update(drive.environment)
+    try:
+        _connect(drive.address)
+        actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
+    except ValueError as error:
+        _refuse(pipe, error)
+        return
+    watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
+    threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
+    answers: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_send_answers, args=(answers, pipe), daemon=True).start()
+    incoming = Incoming()
+    for actor in cycle(actors):
+        answers.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
+
+
+def _refuse(pipe: socket.socket, error: ValueError) -> None:
+    incoming = Incoming()
+    while incoming.receive(pipe) is not None:
+        Outgoing(encode(_Answer(error=error))).send(pipe)
+
+
+def _watch(watches: list[Any], lifeline: socket.socket) -> None:
+    import ray
+
+    ray.wait(watches)
+    lifeline.sendall(b"its Ray actor is gone: it ended unexpectedly (out of memory?), or its node did")
+    os._exit(1)
+
+
+def _send_answers(answers: "SimpleQueue[Any]", pipe: socket.socket) -> None:
+    import ray
+    from ray.exceptions import RayActorError
+
+    while True:
         try:
-            value = _answer_in(_own(await self._actors[rank].answer_frame.remote(frame)))
-        except RayActorError:  # the watch tells those who wait for answers
+            frame: list[Piece] = [ray.get(answers.get())]
+        except RayActorError:  # the watch tells
             return
         except Exception as error:  # Ray lost the message or the answer
-            value = _Answer(error=error)
-        _settle(answer, value)
+            frame = encode(_Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
+        Outgoing(frame).send(pipe)
 
-    async def _stop_ranks(self) -> None:
-        for task in (*self._watches, *self._exchanges):
-            task.cancel()
-        await asyncio.gather(*self._exchanges, return_exceptions=True)
-        await asyncio.shield(self._removed())
-        self._actors, self._watches, self._placement = [], [], None
 
-    def _kill_ranks(self) -> None:
-        self._removed()
+def _connect(address: str) -> None:
+    import ray
 
-    def _removed(self) -> "asyncio.Future[None]":
-        """Ray kills also a process that does not listen, as soon as its placement group is gone."""
-        if self._removal is None:
-            self._removal = asyncio.get_running_loop().run_in_executor(None, self._remove_actors)
-        return self._removal
+    try:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}") from error
+    _ignore_signals()  # Ray has a handler of its own
 
-    def _remove_actors(self) -> None:
-        import ray
-        from ray.util.placement_group import remove_placement_group
 
-        for actor in self._actors:
-            ray.kill(actor)
-        if self._placement is not None:
-            remove_placement_group(self._placement)
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
 
-    async def _reserve(self) -> "PlacementGroup":
-        import ray
-        from ray.util.placement_group import placement_group
 
-        # Ray takes no empty bundle.
-        bundle = {"CPU": self.spec.cpus_per_rank or 0.001}
-        if self.spec.gpus_per_rank:
-            bundle["GPU"] = self.spec.gpus_per_rank
-        bundles = [bundle] * len(self.spec.configs)
-        placement = self._placement = await asyncio.to_thread(placement_group, bundles, strategy="PACK")
-        if not await asyncio.to_thread(placement.wait, self._placement_timeout_seconds):
-            raise ValueError(
-                f"the Ray cluster has no room for {len(self.spec.configs)} ranks of {bundle} each "
-                f"(waited {self._placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
-                "add nodes or ask for less"
-            )
-        return placement
+def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]:
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    def _start_actor(self, rank: int, placement: "PlacementGroup") -> Any:
-        import ray
-        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-
-        decorate: Any = ray.remote
-        # A second thread, in which `wait_forever` stays for as long as the process lives.
-        actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
-        actor = actor_class.options(
-            num_cpus=self.spec.cpus_per_rank,
-            num_gpus=self.spec.gpus_per_rank,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+    # Ray takes no empty bundle.
+    bundle = {"CPU": spec.cpus_per_rank or 0.001}
+    if spec.gpus_per_rank:
+        bundle["GPU"] = spec.gpus_per_rank
+    placement = placement_group([bundle] * len(spec.configs), strategy="PACK")
+    if not placement.wait(placement_timeout_seconds):
+        raise NoPlace(
+            f"the Ray cluster has no room for {len(spec.configs)} ranks of {bundle} each "
+            f"(waited {placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
+            "add nodes or ask for less"
         )
-        return actor.remote(self.spec, rank)
-
-    async def _watch(self, actor: Any) -> None:
-        from ray.exceptions import RayActorError
-
-        try:
-            await actor.wait_forever.options(concurrency_group="watch").remote()
-        except RayActorError:
-            self._died("its Ray actor ended unexpectedly (out of memory?); the server's log has Ray's account")
-
-
-def _own(frame: bytes) -> memoryview:
-    """Ray's memory is shared and read-only; what arrives is to be written to."""
-    return memoryview(bytearray(frame))
+    decorate: Any = ray.remote
+    # A second thread, in which `wait_forever` stays for as long as the process lives.
+    actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
+    return [
+        actor_class.options(
+            num_cpus=spec.cpus_per_rank,
+            num_gpus=spec.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+        ).remote(spec, rank)
+        for rank in range(len(spec.configs))
+    ]
 
 
 class _RayShell(_Shell):
     def answer_frame(self, frame: bytes) -> bytes:
-        return b"".join(self.answer(_own(frame)))
+        # Ray's memory is shared and read-only; what arrives is to be written to.
+        return b"".join(self.answer(memoryview(bytearray(frame))))
 
     def wait_forever(self) -> None:
         threading.Event().wait()

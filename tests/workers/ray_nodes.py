@@ -1,0 +1,102 @@
+"""A Ray cluster of several nodes on loopback, each a process group that can be killed and started again."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+START_SECONDS = 40
+HEAD = "127.0.0.2"  # Ray takes 127.0.0.1 for the machine's address that others see
+
+_ENVIRONMENT = {
+    # Or Ray refuses a second node.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1",
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_USAGE_STATS_ENABLED": "0",
+    # The head notices sooner that a node is gone.
+    "RAY_health_check_initial_delay_ms": "500",
+    "RAY_health_check_period_ms": "500",
+    "RAY_health_check_failure_threshold": "3",
+}
+
+
+@dataclass
+class RayNodes:
+    """directory: short, for Ray has sockets in it."""
+
+    directory: Path
+    port: int = 0
+    running: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def address(self) -> str:
+        return f"{HEAD}:{self.port}"
+
+    def start_head(self, num_cpus: int) -> psutil.Process:
+        """On the same port as the last one. Ready when this returns."""
+        self.port = self.port or free_port()
+        options = [f"--port={self.port}", f"--temp-dir={self.directory / str(len(self.running))}"]
+        head = self._start("--head", f"--node-ip-address={HEAD}", "--include-dashboard=false", *options, cpus=num_cpus)
+        deadline = time.monotonic() + START_SECONDS
+        while not is_listening(HEAD, self.port):
+            assert head.is_running() and time.monotonic() < deadline, self.log()
+            time.sleep(0.05)
+        return head
+
+    def start_node(self, num_cpus: int) -> psutil.Process:
+        """Joins as soon as it is up."""
+        return self._start(
+            f"--address={self.address}", f"--node-ip-address=127.0.0.{len(self.running) + 3}", cpus=num_cpus
+        )
+
+    def kill(self, node: psutil.Process) -> None:
+        """Its raylet, its actors, and what else it runs, all at once as far as they go."""
+        processes = [node, *node.children(recursive=True)]
+        for send in (psutil.Process.suspend, psutil.Process.kill):
+            for process in processes:
+                with suppress(psutil.NoSuchProcess):
+                    send(process)
+        psutil.wait_procs(processes, timeout=10)
+
+    def log(self) -> str:
+        return (self.directory / "nodes.log").read_text(errors="replace")[-4000:]
+
+    def _start(self, *options: str, cpus: int) -> psutil.Process:
+        ray = Path(sys.executable).with_name("ray")
+        command = [ray, "start", "--block", "--object-store-memory=100000000", f"--num-cpus={cpus}", *options]
+        with (self.directory / "nodes.log").open("ab") as log:
+            node = psutil.Popen(
+                command, env=os.environ | _ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self.running.append(node)
+        return node
+
+
+@contextmanager
+def ray_nodes(directory: Path) -> Iterator[RayNodes]:
+    nodes = RayNodes(directory)
+    try:
+        yield nodes
+    finally:
+        for node in nodes.running:
+            if node.is_running():
+                nodes.kill(node)
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind((HEAD, 0))
+        return listener.getsockname()[1]
+
+
+def is_listening(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), 0.5):
+        return True
+    return False

@@ -220,6 +220,8 @@ class ServerConfig:
             _check_value(knob_field, getattr(self, knob_field.name))
         if (self.tls_certificate is None) != (self.tls_key is None):
             raise ConfigError("tls_certificate and tls_key go together: give both, or neither")
+        if self.advertise_url is not None and self.database_url is None:
+            raise ConfigError("advertise_url has no effect without database_url: leave it out or set database_url, too")
         if self.max_decompressed_bytes < self.max_body_bytes:
             raise ConfigError(
                 f"max_decompressed_bytes {self.max_decompressed_bytes} is below max_body_bytes {self.max_body_bytes}: "

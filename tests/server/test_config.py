@@ -256,6 +256,19 @@ def test_a_database_url_is_checked_and_never_shown(url: str) -> None:
     assert "geheim" not in repr(config_of(database_url="postgresql://me:geheim@h/d"))
 
 
+def test_where_other_servers_reach_this_one_is_checked() -> None:
+    shared = {"database_url": "postgresql://h/d"}
+    for url in ("http://a:8000", "https://trainhouse.example", "http://[::1]:8000/"):
+        assert config_of(advertise_url=url, **shared).advertise_url == url
+    for url in ("a:8000", "http://a:8000/api", "ftp://a", "http://"):
+        with pytest.raises(ConfigError, match=r"advertise_url is .* expected http://HOST:PORT"):
+            config_of(advertise_url=url, **shared)
+    with pytest.raises(ConfigError, match="advertise_url has no effect without database_url"):
+        config_of(advertise_url="http://a:8000")
+    with pytest.raises(ConfigError, match=r"lease_seconds is 0\.5: expected above 0\.5"):
+        config_of(lease_seconds="0.5", **shared)
+
+
 def test_the_example_configuration_is_valid() -> None:
     file = ROOT / "deploy" / "example.toml"
     with pytest.raises(ConfigError, match=r"there is no /models/Qwen3-0\.6B"):

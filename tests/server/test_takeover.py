@@ -1,38 +1,54 @@
 """Two whole servers on one database and one directory, in this process: one is late, and does no harm."""
 
+import asyncio
 import itertools
 import os
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 from trainhouse.server.app import LiveState
+from trainhouse.server.cli import main
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.leases import Lease, TenureOver
-from trainhouse.server.store import LeaseLost, open_store
+from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import MODEL, Run, Server, batch, running_server, server_config
 
 pytestmark = pytest.mark.anyio
 
-SECONDS = 2.0
+SECONDS = 3.0
+
+
+@dataclass
+class Holding:
+    server: Server
+    live: LiveState
+    keeping: asyncio.Task[None]
+
+    def sleep(self) -> None:
+        """Through the end of its lease."""
+        self.keeping.cancel()
 
 
 @asynccontextmanager
-async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[tuple[Server, LiveState]]:
-    """As the process does, but for renewing it."""
+async def holding(config: ServerConfig, dispatch: WorkerDispatch, name: str) -> AsyncIterator[Holding]:
+    """As the process does."""
     store = open_store(config.store_config())
     lease = Lease(store, [MODEL], f"http://{name}", SECONDS)
     await lease.prepare(config.state_dir)
     tenure = await lease.taken()
     live = LiveState(tenure.take_live_state(config.state_dir), tenure)
+    keeping = asyncio.create_task(tenure.keep())
     try:
         with suppress(LeaseLost, TenureOver):
             async with running_server(config, dispatch, live) as server:
-                yield server, live
+                yield Holding(server, live, keeping)
     finally:
+        keeping.cancel()
         store.close()
 
 
@@ -41,15 +57,18 @@ async def test_a_server_that_is_late_acknowledges_publishes_and_destroys_nothing
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url, snapshot_steps=2)
     async with AsyncExitStack() as stack:
-        former, before = await stack.enter_async_context(holding(config, dispatch, "a"))
+        first = await stack.enter_async_context(holding(config, dispatch, "a"))
+        former = first.server
         run = await former.create_run()
         losses = await run.train(batch(), num_steps=3)
         await run.do("save_weights", path="kept")
         late = Run(former, run.model_id, run.session_id)
         late.numbers = itertools.count(100)
 
-        latter, after = await stack.enter_async_context(holding(config, dispatch, "b"))
-        assert (before.directory.name, after.directory.name) == ("live-1", "live-2")
+        first.sleep()
+        second = await stack.enter_async_context(holding(config, dispatch, "b"))
+        latter = second.server
+        assert (first.live.directory.name, second.live.directory.name) == ("live-1", "live-2")
         for _ in range(2):
             answer = await late.submit("save_weights", path="late", status=503)
             assert "does not have the lease any more: send this again" in answer["detail"]
@@ -91,11 +110,38 @@ async def test_what_a_former_holder_answered_the_next_one_answers_too(
 ) -> None:
     config = server_config(tiny_models["qwen3"], tmp_path, database_url=postgres_url)
     async with AsyncExitStack() as stack:
-        former, _ = await stack.enter_async_context(holding(config, dispatch, "a"))
+        first = await stack.enter_async_context(holding(config, dispatch, "a"))
+        former = first.server
         run = await former.create_run()
         submitted = (await run.send(run.encode(batch(), next(run.numbers)))).json()["request_id"]
         answered = await former.result(submitted)
-        latter, _ = await stack.enter_async_context(holding(config, dispatch, "b"))
+        first.sleep()
+        latter = (await stack.enter_async_context(holding(config, dispatch, "b"))).server
         assert (await former.retrieve(submitted)).status_code == 503
         assert await latter.result(submitted) == answered
         assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)
+
+
+def test_a_server_that_does_not_see_the_shared_directory_does_not_start(
+    capsys: pytest.CaptureFixture[str], tiny_models: dict[str, Path], tmp_path: Path, postgres_url: str
+) -> None:
+    store = open_store(StoreConfig(tmp_path, postgres_url))
+    try:
+        asyncio.run(held_once(Lease(store, [MODEL], "http://a", 60.0), tmp_path))
+        (tmp_path / "unmounted").mkdir()
+        place = [f"--state-dir={tmp_path / 'unmounted'}", f"--database-url={postgres_url}", "--port=0"]
+        assert main(["serve", f"--base-model={MODEL}={tiny_models['qwen3']}", *place]) == 1
+        assert "unmounted has no live state, of which the database knows" in capsys.readouterr().err
+        assert {(lease.epoch, lease.expires_at) for lease in asyncio.run(leases_in(store))} == {(2, 0.0)}
+    finally:
+        store.close()
+
+
+async def held_once(lease: Lease, state_dir: Path) -> None:
+    await lease.prepare(state_dir)
+    (await lease.taken()).take_live_state(state_dir)
+    await lease.release()
+
+
+async def leases_in(store: Store) -> tuple[LeaseRecord, ...]:
+    return await store.list_leases()

@@ -18,9 +18,8 @@ from .cache import STAGING
 from .checkpoint_files import link_or_copy
 from .leases import live_directory
 from .places import is_url, key_of
-from .segments import Place
+from .segments import Place, cut, whole_bytes
 from .store import DATABASE_NAME
-from .verify import cut, whole_bytes
 
 _SECRET = "url_secret"
 _MOST_ROUNDS = 5

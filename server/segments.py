@@ -9,6 +9,7 @@ import contextlib
 import json
 import logging
 import os
+import secrets
 import shutil
 import struct
 import time
@@ -24,9 +25,14 @@ from .manifest import sync_directory
 
 logger = logging.getLogger(__name__)
 
-_MAGIC = b"trainhouse segment 1\n"
+_MAGIC = b"trainhouse segment 2\n"
+_MAGIC_1 = b"trainhouse segment 1\n"
+_TAG_BYTES = 8
+"""Behind the magic, and again in front of each record: drawn for each segment, so that nothing in a body, which is as
+somebody sent it, can pass for a record. Format 1 had none."""
+_HEAD_BYTES = len(_MAGIC) + _TAG_BYTES
 _FRAME = struct.Struct("<III")
-"""Before each record: bytes of its header, bytes of its body, crc32 of both."""
+"""Behind the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 _SUFFIX = ".segment"
 _SMALL_BYTES = 32 << 10
@@ -92,6 +98,7 @@ class Segments:
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
         self.current = self.earlier[-1] + 1 if self.earlier else 0
         self._file: BufferedWriter | None = None
+        self._tag = b""
         self._file_bytes = 0
         self._pending: list[_Append] = []
         self._flush: asyncio.Task[None] | None = None
@@ -186,10 +193,10 @@ class Segments:
         file = self._writable()
         place = Place(self.current, self._file_bytes)
         checksum = zlib.crc32(append.body, zlib.crc32(append.header))
-        file.write(_FRAME.pack(len(append.header), len(append.body), checksum))
+        file.write(self._tag + _FRAME.pack(len(append.header), len(append.body), checksum))
         file.write(append.header)
         file.write(append.body)
-        self._file_bytes += _FRAME.size + len(append.header) + len(append.body)
+        self._file_bytes += _TAG_BYTES + _FRAME.size + len(append.header) + len(append.body)
         return place
 
     def _writable(self) -> BufferedWriter:
@@ -202,8 +209,9 @@ class Segments:
             self._file = BufferedWriter(self.path(self.current).open("xb", buffering=0), 1 << 18)
             if self._sync:
                 sync_directory(self._directory)
-            self._file.write(_MAGIC)
-            self._file_bytes = len(_MAGIC)
+            self._tag = secrets.token_bytes(_TAG_BYTES)
+            self._file.write(_MAGIC + self._tag)
+            self._file_bytes = _HEAD_BYTES
         return self._file
 
     def _next_segment(self) -> None:
@@ -221,8 +229,9 @@ class Segments:
 
     def _read(self, place: Place) -> Record:
         with self.path(place.segment).open("rb") as file:
+            tag = _tag_of(file)
             file.seek(place.offset)
-            record = _read_record(file)
+            record = None if tag is None else _read_record(file, tag)
         if record is None:
             raise ValueError(f"no whole record at {place} in {self._directory}")
         return record
@@ -253,13 +262,13 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
     """As `read_segment`, with what stands between whole records and is none. A torn tail, which a crash leaves, is not
     told: nobody was answered for it."""
     with path.open("rb") as file:
-        if file.read(len(_MAGIC)) != _MAGIC:
+        if (tag := _tag_of(file)) is None:
             logger.warning("%s is not a segment of this version: skipped", path)
             return
         while True:
-            while (record := _read_record(file)) is not None:
+            while (record := _read_record(file, tag)) is not None:
                 yield record
-            if (damage := _damage(file)) is None:
+            if (damage := _damage(file, tag)) is None:
                 break
             logger.error("%s is damaged: what is in it from byte %d to %d is lost", path, damage.offset, file.tell())
             yield damage
@@ -268,18 +277,50 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
         logger.warning("%s is torn: its last %d bytes are not a whole record", path, torn_bytes)
 
 
-def _damage(file: BinaryIO) -> Damage | None:
+def whole_bytes(segment: Path) -> int | None:
+    """Behind its last whole record; None where it is no segment."""
+    with segment.open("rb") as file:
+        if (tag := _tag_of(file)) is None:
+            file.seek(0)
+            return 0 if _MAGIC.startswith(file.read(_HEAD_BYTES)) else None
+        end = file.tell()
+        for found in scan_segment(segment):
+            if isinstance(found, Record):
+                file.seek(found.offset)
+                _read_record(file, tag)
+                end = file.tell()
+    return end
+
+
+def cut(segment: Path, num_bytes: int) -> None:
+    """What is behind that goes; a file without a record whole."""
+    if num_bytes <= _HEAD_BYTES:
+        segment.unlink()
+        return
+    with segment.open("r+b") as file:
+        file.truncate(num_bytes)
+
+
+def _tag_of(file: BinaryIO) -> bytes | None:
+    """From the beginning of a segment, and the file behind that; None where it is no whole one."""
+    magic = file.read(len(_MAGIC))
+    if magic == _MAGIC_1:
+        return b""
+    tag = file.read(_TAG_BYTES)
+    return tag if magic == _MAGIC and len(tag) == _TAG_BYTES else None
+
+
+def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     """What is here, and the file at the next whole record. None where none follows; then the file stays."""
     offset = file.tell()
     rest = file.read()
-    at = rest.find(b"{", _FRAME.size + 1)
+    at = rest.find(tag, 1) if tag else -1
     while at >= 0:
-        start = offset + at - _FRAME.size
-        file.seek(start)
-        if _whole_record(file, start) is not None:
-            file.seek(start)
-            return Damage(offset, _header_in(rest))
-        at = rest.find(b"{", at + 1)
+        file.seek(offset + at)
+        if _whole_record(file, tag, offset + at) is not None:
+            file.seek(offset + at)
+            return Damage(offset, _header_in(rest[len(tag) :]))
+        at = rest.find(tag, at + 1)
     file.seek(offset)
     return None
 
@@ -294,18 +335,17 @@ def _header_in(damaged: bytes) -> Mapping[str, object] | None:
     return header if isinstance(header, dict) else None
 
 
-def _read_record(file: BinaryIO) -> Record | None:
+def _read_record(file: BinaryIO, tag: bytes) -> Record | None:
     """None, and the file at the record's start, where no whole record follows."""
     offset = file.tell()
-    record = _whole_record(file, offset)
+    record = _whole_record(file, tag, offset)
     if record is None:
         file.seek(offset)
     return record
 
 
-def _whole_record(file: BinaryIO, offset: int) -> Record | None:
-    frame = file.read(_FRAME.size)
-    if len(frame) < _FRAME.size:
+def _whole_record(file: BinaryIO, tag: bytes, offset: int) -> Record | None:
+    if file.read(len(tag)) != tag or len(frame := file.read(_FRAME.size)) < _FRAME.size:
         return None
     header_bytes, body_bytes, checksum = _FRAME.unpack(frame)
     # Zeros, which a disk may have where it was promised more, have the checksum of nothing.

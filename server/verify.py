@@ -26,7 +26,7 @@ from .manifest import MANIFEST, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
 from .process import StartError, locked
-from .segments import _FRAME, _MAGIC, Damage, Place, scan_segment
+from .segments import Damage, Place, cut, scan_segment, whole_bytes
 from .store import CheckpointCopyRecord, RunRecord, Store
 from .store.tables import checkpoint_copies, checkpoints, results
 
@@ -349,30 +349,6 @@ def _request_ids(segment: Path) -> Mapping[int, object]:
     if not segment.exists():
         return {}
     return {one.offset: one.header.get("request_id") for one in scan_segment(segment) if not isinstance(one, Damage)}
-
-
-def whole_bytes(segment: Path) -> int | None:
-    """Behind its last whole record; None where it is no segment."""
-    with segment.open("rb") as file:
-        begins = file.read(len(_MAGIC))
-        if begins != _MAGIC:
-            return 0 if _MAGIC.startswith(begins) else None
-        end = len(_MAGIC)
-        for found in scan_segment(segment):
-            if not isinstance(found, Damage):
-                file.seek(found.offset)
-                header_bytes, body_bytes, _ = _FRAME.unpack(file.read(_FRAME.size))
-                end = found.offset + _FRAME.size + header_bytes + body_bytes
-    return end
-
-
-def cut(segment: Path, num_bytes: int) -> None:
-    """What is behind that goes; a file without a record whole."""
-    if num_bytes <= len(_MAGIC):
-        segment.unlink()
-        return
-    with segment.open("r+b") as file:
-        file.truncate(num_bytes)
 
 
 def _segment_problems(path: Path) -> Iterator[Problem]:

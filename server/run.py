@@ -597,6 +597,8 @@ class Run:
         """Returns when the state is there and all operations before this one have been handed over again."""
         if self._rebuilding is None:
             self._rebuilding = asyncio.create_task(self._make_again())
+            # A task that is cancelled before its first step wakes nobody by itself.
+            self._rebuilding.add_done_callback(self._rebuilt)
         waiting = asyncio.get_running_loop().create_future()
         self._waiting.append((seq_id, waiting))
         await waiting
@@ -608,15 +610,22 @@ class Run:
             await self._wait_out(error)
         except (OperationError, RequestError, OSError, ValueError) as error:
             logger.error("%s cannot be made again: %s", self.record.run_id, error)
-            self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {error}"
-        finally:
-            self._rebuilding = None
-            # They go on in this order, each up to where it hands its operation over.
-            for _, waiting in sorted(self._waiting, key=lambda one: one[0]):
-                if not waiting.done():
-                    waiting.set_result(None)
-            self._waiting = []
-            self._one_ended.set()
+            self._give_up(str(error))
+        except Exception:
+            logger.exception("%s cannot be made again", self.record.run_id)
+            self._give_up("the server's log has why")
+
+    def _give_up(self, reason: str) -> None:
+        self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {reason}"
+
+    def _rebuilt(self, _: asyncio.Task[None]) -> None:
+        self._rebuilding = None
+        # They go on in this order, each up to where it hands its operation over.
+        for _, waiting in sorted(self._waiting, key=lambda one: one[0]):
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting = []
+        self._one_ended.set()
 
     async def _count_strike(self, seq_id: int, lost: WorkerLost) -> None:
         """Durable where there is room. Raises OperationError at the last."""

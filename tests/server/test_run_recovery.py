@@ -185,6 +185,24 @@ async def test_a_gap_where_the_journal_is_damaged_is_not_taken_for_what_changed_
             pass
 
 
+async def test_a_run_ends_that_is_just_about_to_be_made_again(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    ending: list[asyncio.Task[None]] = []
+
+    async def dying(*_: object) -> None:
+        await asyncio.sleep(0)
+        # Its first step comes before that of the task that is to make the run again.
+        ending.append(asyncio.create_task(bench.run.end("the session has ended")))
+        raise WorkerLost("the worker died")
+
+    bench.operations.perform = dying  # pyright: ignore[reportAttributeAccessIssue]
+    await bench.forward_backward(1)
+    assert "the session has ended" in (await bench.result(1))["error"]
+    await asyncio.wait_for(ending[0], 10)
+    assert not bench.run.is_busy
+
+
 async def test_an_operation_waits_until_the_database_can_be_used_again(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:

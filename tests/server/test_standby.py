@@ -17,6 +17,9 @@ from trainhouse.server.process import bound
 from trainhouse.server.standby import Held, Standby, Switch, TakingOver
 from trainhouse.server.store import SqliteStore
 
+from .test_tls import Files
+from .test_tls import made as certificates
+
 pytestmark = pytest.mark.anyio
 
 PIECE = b"x" * (1 << 16)
@@ -91,14 +94,16 @@ async def until(condition: Callable[[], object]) -> None:
 
 
 @asynccontextmanager
-async def serving(app: ASGIApp) -> AsyncIterator[str]:
+async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterator[str]:
     """Its URL."""
     settings = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
+    if certificate is not None:
+        settings.ssl_certfile, settings.ssl_keyfile = certificate.certificate, certificate.key
     server = uvicorn.Server(settings)
     with bound("127.0.0.1", 0) as listener:
         running = asyncio.create_task(server._serve([listener]))
         await until(lambda: server.started)
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield f"{'https' if certificate else 'http'}://127.0.0.1:{listener.getsockname()[1]}"
         server.should_exit = True
         await running
 
@@ -263,6 +268,22 @@ async def test_a_holder_that_dies_in_the_midst(lease: Lease, client: httpx.Async
         assert answer.status_code == 503 and "did not answer (RemoteProtocolError" in answer.json()["detail"]
         with pytest.raises(httpx.RemoteProtocolError):
             await client.get("/half")
+
+
+async def test_a_holder_is_known_by_its_certificate(
+    lease: Lease, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = certificates(tmp_path / "tls")
+    standbys = [Standby(lease)]
+    monkeypatch.setenv("SSL_CERT_FILE", str(files.authority))
+    standbys.append(Standby(lease))
+    statuses = []
+    async with serving(Holder(), files) as lease.holder_url:
+        for standby in standbys:
+            async with serving(standby) as url, httpx.AsyncClient() as client:
+                statuses.append((await client.get(f"{url}/echo")).status_code)
+            await standby.close()
+    assert statuses == [503, 418]
 
 
 async def test_who_waits_for_a_former_holder_is_told_to_try_again(

@@ -180,6 +180,7 @@ class _Turns:
         try:
             await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._standby.drop_all()
             for task in (serving, turns):  # nothing is closed before the doors are
                 task.cancel()
                 await asyncio.wait({task})

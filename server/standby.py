@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import ssl
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Collection
 from typing import Literal
 
 import httpx
@@ -113,8 +113,15 @@ class Standby:
 
     def drop_others(self) -> None:
         """Those that still wait for a former holder, who need not answer."""
+        self._drop({url for url in self._under_way.values() if url != self._lease.holder_url})
+
+    def drop_all(self) -> None:
+        """When this server stops."""
+        self._drop(set(self._under_way.values()))
+
+    def _drop(self, urls: Collection[str]) -> None:
         for forwarding, url in self._under_way.items():
-            if url != self._lease.holder_url:
+            if url in urls:
                 forwarding.cancel()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -163,7 +170,7 @@ class _Forwarding:
                 task.cancel()
             await asyncio.wait({answering, leaving})
         if answering.cancelled() and not has_left:
-            await self._fail("it does not have the lease any more")
+            await self._fail("it is not waited for any more")
         elif not answering.cancelled() and (error := answering.exception()) is not None:
             if not isinstance(error, httpx.TransportError):
                 raise error

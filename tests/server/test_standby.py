@@ -297,8 +297,15 @@ async def test_who_waits_for_a_former_holder_is_told_to_try_again(
     lease.holder_url = "http://127.0.0.1:9"
     standby.drop_others()
     answer = await asyncio.wait_for(asking, 5)
-    assert answer.status_code == 503 and "it does not have the lease any more" in answer.json()["detail"]
+    assert answer.status_code == 503 and "it is not waited for any more" in answer.json()["detail"]
     await asyncio.wait_for(holder.client_left.wait(), 5)
+
+
+async def test_a_standby_that_stops_sends_all_away(holder: Holder, standby: Standby, client: httpx.AsyncClient) -> None:
+    asking = [asyncio.create_task(client.post("/poll", content=b"{}")) for _ in range(3)]
+    await until(lambda: len(holder.scopes) == 3)
+    standby.drop_all()
+    assert [(await one).status_code for one in asking] == [503] * 3
 
 
 async def test_two_servers_that_take_each_other_for_the_holder_do_not_go_round(

@@ -96,9 +96,15 @@ async def until(condition: Callable[[], object]) -> None:
 @asynccontextmanager
 async def serving(app: ASGIApp, certificate: Files | None = None) -> AsyncIterator[str]:
     """Its URL."""
-    settings = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, timeout_graceful_shutdown=1)
-    if certificate is not None:
-        settings.ssl_certfile, settings.ssl_keyfile = certificate.certificate, certificate.key
+    settings = uvicorn.Config(
+        app,
+        http=Connection,
+        lifespan="off",
+        log_config=None,
+        timeout_graceful_shutdown=1,
+        ssl_certfile=certificate and certificate.certificate,
+        ssl_keyfile=certificate and certificate.key,
+    )
     server = uvicorn.Server(settings)
     with bound("127.0.0.1", 0) as listener:
         running = asyncio.create_task(server._serve([listener]))

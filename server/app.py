@@ -22,7 +22,7 @@ from ..schemas.openai import ErrorBody, OpenAiError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .auth import Auth
-from .bodies import BodyLimit, body_limits, describe_errors, describe_not_json
+from .bodies import BodyLimit, describe_errors, describe_not_json
 from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .direct import Direct, endpoints
@@ -120,11 +120,10 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
     recordings = Recordings(directory / "recordings", sync)
     quotas = Quotas(config)
     weights = EphemeralWeights(directory / "ephemeral", sync)
-    limits = body_limits(config)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights, limits)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings)
     snapshots = Snapshots(directory / "snapshots", sync)
-    recovery = Recovery(journal, snapshots, operations, limits, config.snapshot_steps, config.snapshot_bytes)
+    recovery = Recovery(journal, snapshots, operations, config.snapshot_steps, config.snapshot_bytes)
     of_run = RunServices(
         futures, journal, operations, sessions, quotas, recovery, dispatch.status, config.seq_gap_seconds
     )

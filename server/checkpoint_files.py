@@ -244,9 +244,7 @@ class CheckpointFiles:
     def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
         places = {one: f"{self.local_root}/{key_of(one)}" for one in directories if not is_url(one)}
         # The state directory was moved; or --checkpoints was changed, and what was saved before is where it was.
-        return {
-            old: new for old, new in places.items() if old != new and (Path(new).exists() or not Path(old).exists())
-        }
+        return {old: new for old, new in places.items() if old != new and Path(new).exists()}
 
 
 def link_files(source: Path, target: Path) -> None:

@@ -25,7 +25,15 @@ from .auth import Auth, Tenant
 from .checkpoint_files import CheckpointFiles, PlaceConfig, link_files
 from .mirror import Mirror
 from .places import PlaceError, Places
-from .store import CheckpointCopyRecord, CheckpointKind, CheckpointRecord, RunRecord, SessionRecord, Store
+from .store import (
+    CheckpointCopyRecord,
+    CheckpointKind,
+    CheckpointRecord,
+    DatabaseUnreachable,
+    RunRecord,
+    SessionRecord,
+    Store,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -268,6 +276,8 @@ class Checkpoints:
         except IntegrityError:
             await self._files.remove(draft.directory)
             raise _taken(draft) from None
+        except DatabaseUnreachable:
+            raise  # the row may be there; the files of one that is not are swept
         except Exception:
             await self._files.remove(draft.directory)
             raise

@@ -4,6 +4,8 @@ import asyncio
 import secrets
 from collections import deque
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from ..schemas.futures import FutureCompletion
 from .futures import Ended, Futures
 
@@ -31,7 +33,12 @@ class Completions:
         if log is None:
             log = self._logs[sampler_id, clone] = CompletionLog()
             log.filling = asyncio.create_task(self._fill(log, sampler_id, clone))
-        await asyncio.shield(log.filling)
+        try:
+            await asyncio.shield(log.filling)
+        except SQLAlchemyError:
+            if self._logs.get((sampler_id, clone)) is log:
+                del self._logs[sampler_id, clone]  # whoever asks next tries anew
+            raise
         return log
 
     def forget(self, sampler_id: str) -> None:

@@ -232,6 +232,9 @@ class Futures:
             return await self._read(record)
         except FileNotFoundError:
             raise _unknown(request_id) from None
+        except ValueError as error:
+            logger.error("the result of %s is lost: %s", request_id, error)
+            return failure(f"the result of {request_id} is damaged on the server's disk", "server")
 
     async def _read(self, record: ResultRecord) -> Result:
         stored = await self._segments.read(Place.parse(record.place))

@@ -6,7 +6,7 @@ what is held with `hold` stays after `forget_others`.
 
 import asyncio
 import logging
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from functools import partial
@@ -63,7 +63,8 @@ class Journal:
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
         self._segments = Segments(directory, segment_bytes, sync, guard)
         self.unreadable: set[int] = set()
-        self._num_open: Counter[int] = Counter()
+        # Of each segment, where the entries are that are held.
+        self._held: defaultdict[int, set[int]] = defaultdict(set)
         # The last segment of which an entry was counted; earlier ones have all of theirs counted.
         self._newest = self._segments.current
 
@@ -85,14 +86,17 @@ class Journal:
             appended.set_exception(RequestError(reason, 503))
             return
         place = written.result()
-        self._num_open[place.segment] += 1
+        self._held[place.segment].add(place.offset)
         self._newest = place.segment
         self._delete_done()
         appended.set_result(place)
 
     def release(self, place: Place) -> None:
-        """The entry is not needed any more: its operation is done, its result durable, its effect in a snapshot."""
-        self._num_open[place.segment] -= 1
+        """The entry is not needed any more: its operation is done, its result durable, its effect in a snapshot.
+
+        Again: no-op.
+        """
+        self._held[place.segment].discard(place.offset)
         self._delete_done()
 
     async def read(self, place: Place) -> Entry:
@@ -109,7 +113,8 @@ class Journal:
         removes what has none.
         """
         found = [one for segment in self._segments.earlier for one in self._earlier_in(segment)]
-        self._num_open.update(one.place.segment for one in found)
+        for one in found:
+            self._held[one.place.segment].add(one.place.offset)
         return found
 
     def _earlier_in(self, segment: int) -> Iterator[Journaled]:
@@ -124,22 +129,22 @@ class Journal:
                 )
 
     def forget_earlier(self) -> None:
-        """Empty segments, and those of which nothing can be read."""
+        """Empty segments; those that are damaged stay for whoever can make something of them."""
         for segment in self._segments.earlier:
-            if not self._num_open[segment]:
+            if not self._held[segment] and segment not in self.unreadable:
                 logger.info("removing %s: nothing in it is needed", self._segments.path(segment))
                 self._segments.delete(segment)
-                del self._num_open[segment]
+                del self._held[segment]
         self._segments.earlier = []
 
     async def close(self) -> None:
         await self._segments.close()
 
     def _delete_done(self) -> None:
-        done = [segment for segment, num_open in self._num_open.items() if num_open == 0]
+        done = [segment for segment, held in self._held.items() if not held]
         for segment in done:
             if segment < self._newest:
-                del self._num_open[segment]
+                del self._held[segment]
                 self._segments.delete(segment)
 
 

@@ -47,6 +47,8 @@ _MOST_STRIKES = 3
 _MOST_UNDER_WAY = 64
 _READ_AT_ONCE = 64
 _OUTAGE_SECONDS = 2.0
+_RETRY_GAP_SECONDS = 5.0
+"""Until it is tried again to give one up, which fails as long as the journal cannot be written."""
 _MOST_BYTES_UNDER_WAY = 64 << 20
 
 
@@ -192,7 +194,7 @@ class Run:
 
         Raises ValueError, OSError and what `read` raises: then it cannot.
         """
-        self._next_seq_id = await self._state.find_snapshots(min(found, default=None))
+        self._next_seq_id = await self._state.find_snapshots(found)
         self._window = self._state.first_window()
         self._state.created = CreateRun() if self._state.has_snapshots else await _created(found, read)
         for seq_id, place in strikes:
@@ -422,12 +424,13 @@ class Run:
 
     async def _take_up(self, to_do: Mapping[int, Earlier], read: Callable[[Earlier], Awaitable[Operation]]) -> None:
         """What is still to be done, or to be done again, in the order of seq_ids."""
-        several = list(to_do.items())
+        several, contents = list(to_do.values()), []
         for first in range(0, len(several), _READ_AT_ONCE):
             part = several[first : first + _READ_AT_ONCE]
-            contents = await asyncio.gather(*(_content(earlier, read) for _, earlier in part))
-            for (seq_id, earlier), content in zip(part, contents, strict=True):
-                self._slots[seq_id] = self._earlier_slot(seq_id, earlier, content)
+            contents += await asyncio.gather(*(_content(earlier, read) for earlier in part))
+        # Only now: who cannot be taken up leaves nothing behind.
+        for (seq_id, earlier), content in zip(to_do.items(), contents, strict=True):
+            self._slots[seq_id] = self._earlier_slot(seq_id, earlier, content)
 
     def _earlier_slot(self, seq_id: int, earlier: Earlier, content: Operation | Refused) -> _Slot:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
@@ -621,7 +624,7 @@ class Run:
     def _rebuilt(self, _: asyncio.Task[None]) -> None:
         self._rebuilding = None
         # They go on in this order, each up to where it hands its operation over.
-        for _, waiting in sorted(self._waiting, key=lambda one: one[0]):
+        for waiting in [waiting for _, waiting in sorted(self._waiting, key=lambda one: one[0])]:
             if not waiting.done():
                 waiting.set_result(None)
         self._waiting = []
@@ -691,7 +694,8 @@ class Run:
             self._gap_timer.cancel()
             self._gap_timer = None
         if self._slots and self._next_seq_id not in self._slots:
-            delay = max(0.0, self._gap_ends_at() - time.monotonic())
+            left = self._gap_ends_at() - time.monotonic()
+            delay = left if left > 0 else _RETRY_GAP_SECONDS
             reason = f"it did not arrive within {self._services.seq_gap_seconds:g} s"
             self._gap_timer = asyncio.get_running_loop().call_later(delay, self._give_up_gap, reason)
 

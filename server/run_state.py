@@ -8,12 +8,12 @@ step where too much has come without one, or for too long.
 import asyncio
 import logging
 import math
+from collections.abc import Container
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..schemas.errors import OperationError, RequestError
 from ..workers.verbs import WorkerLost
-from .bodies import BodyLimits
 from .history import History, Outcome, Past, Repeat
 from .journal import Journal
 from .journaled import decode_entry
@@ -60,7 +60,6 @@ class Recovery:
     journal: Journal
     snapshots: Snapshots
     operations: Operations
-    limits: BodyLimits
     steps: int
     num_bytes: int
 
@@ -81,8 +80,8 @@ class RunState:
         # For too long there was none.
         self._is_overdue = False
 
-    async def find_snapshots(self, first_journaled: int | None) -> int:
-        """Of an earlier process, of which the journal has the operations from this seq_id on, if any.
+    async def find_snapshots(self, journaled: Container[int]) -> int:
+        """Of an earlier process, of which the journal has the operations with these seq_ids.
 
         Returns the first that is needed. Raises ValueError when the run cannot be made from what is there.
         """
@@ -90,9 +89,10 @@ class RunState:
         self._kept = found[:_NUM_KEPT]
         for old in found[_NUM_KEPT:]:
             await self._recovery.snapshots.remove(old.directory)
-        if len(self._kept) >= _NUM_KEPT or (self._kept and first_journaled != 0):
+        has_beginning = all(seq_id in journaled for seq_id in range(self._kept[0].seq_id + 1 if self._kept else 1))
+        if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
             self._first_held = self._kept[-1].seq_id + 1
-        elif first_journaled != 0:
+        elif not has_beginning:
             raise ValueError(f"{self._record.run_id} has no snapshot, and its beginning is not in the journal")
         return self._first_held
 
@@ -246,7 +246,7 @@ class RunState:
         for past, repeat in repeats:
             operation = None
             if repeat is Repeat.AGAIN:
-                operation = await decode_entry(await self._recovery.journal.read(past.place), self._recovery.limits)
+                operation = await decode_entry(await self._recovery.journal.read(past.place))
             chained = operation is not None and is_chained(operation)  # pyright: ignore[reportArgumentType]
             if not chained or len(under_way) >= _MOST_AT_ONCE:
                 await _all(under_way)

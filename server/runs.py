@@ -197,7 +197,7 @@ class Runs:
 
     async def _read(self, earlier: Earlier) -> Operation:
         entry = await self._services.journal.read(earlier.place)
-        decoded = await decode_entry(entry, self._services.recovery.limits)
+        decoded = await decode_entry(entry)
         if earlier.kind == "create_model_from_checkpoint":
             assert isinstance(decoded, LoadWeightsRequest)
             return CreateRun(await self._known(decoded.path), decoded.optimizer)
@@ -212,7 +212,7 @@ class Runs:
         tenant = Tenant(header.tenant_id, "")
         session_id, _, number = header.run_id.partition(":train:")
         entry = await self._services.journal.read(first.place)
-        request = await decode_entry(entry, self._services.recovery.limits)
+        request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
             lora = (request.lora_config or LoraConfig()).model_copy()
             if "lora_seed" in header.drawn:

@@ -31,7 +31,7 @@ from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import ModelInfo, SampledPart, SampleJob, WorkerLost
 from .auth import Tenant
-from .bodies import BodyLimits, Received
+from .bodies import Received
 from .checkpoints import Checkpoints
 from .completions import Completions
 from .ephemeral import EphemeralWeights
@@ -105,7 +105,6 @@ class Samplers:
         journal: Journal,
         recordings: Recordings,
         weights: EphemeralWeights,
-        limits: BodyLimits,
     ) -> None:
         self._dispatch = dispatch
         self._store = store
@@ -115,7 +114,6 @@ class Samplers:
         self._journal = journal
         self._recordings = recordings
         self._weights = weights
-        self._limits = limits
         self._completions = Completions(futures)
         self._samplers: dict[str, Sampler] = {}
         self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
@@ -160,7 +158,7 @@ class Samplers:
         header = one.header
         sampler = self._samplers[header.run_id]
         model = require_served(self._dispatch, sampler.record.base_model)
-        request = await decode_entry(await self._journal.read(one.place), self._limits)
+        request = await decode_entry(await self._journal.read(one.place))
         assert isinstance(request, SampleRequest)
         job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
         sampler.accepted[header.seq_id] = None
@@ -201,8 +199,9 @@ class Samplers:
         await self._dispatch.copy_adapter(run.run_id, adapter_id)
         if sampler_id not in self._samplers:  # else a crash took the answer
             await self._add(record)
-        if sampler := self._samplers.get(sampler_id):  # else its session has ended
-            sampler.loading = _done()
+        for sampler in self._samplers.values():
+            if sampler.record.adapter_id == adapter_id:  # those of an inflight one share it
+                sampler.adapter_id, sampler.loading = adapter_id, _done()
         return sampler_id
 
     async def named(self, tenant: Tenant, name: str) -> Sampler:
@@ -276,7 +275,9 @@ class Samplers:
         return sampler_id
 
     async def _add(self, record: SamplerRecord) -> None:
-        await self._store.insert_sampler(record)
+        """In the store, too, unless an outage took the answer that it is there."""
+        if await self._store.get_sampler(record.sampler_id) is None:
+            await self._store.insert_sampler(record)
         self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
         if not self._sessions.is_open(record.session_id):  # it ended meanwhile
             await self.end_session(record.session_id)
@@ -311,7 +312,9 @@ class Samplers:
             raise RequestError(f"seq_id {request.seq_id} must not be negative")
         seq_id = sampler.free_seq_id() if request.seq_id is None else request.seq_id
         request_id = f"{sampler.record.sampler_id}:{seq_id}"
-        answered_before = sampler.first_seq_id and await self._futures.has_result(request_id)
+        # A number that is given here is no earlier process's; and it must be taken before anybody else is given one.
+        is_named = sampler.first_seq_id and request.seq_id is not None
+        answered_before = is_named and await self._futures.has_result(request_id)
         if seq_id not in sampler.accepted and not answered_before:
             job = self._job(sampler, request, request_id)
             admission.keep(max(len(received.body), 4 * len(job.prompt)), len(job.prompt))

@@ -263,7 +263,9 @@ def scan_segment(path: Path) -> Iterator[Record | Damage]:
     told: nobody was answered for it."""
     with path.open("rb") as file:
         if (tag := _tag_of(file)) is None:
-            logger.warning("%s is not a segment of this version: skipped", path)
+            if path.stat().st_size > _HEAD_BYTES:
+                logger.error("%s is no segment of this version, or its head is damaged: nothing in it is read", path)
+                yield Damage(0, None)
             return
         while True:
             while (record := _read_record(file, tag)) is not None:
@@ -307,14 +309,22 @@ def _tag_of(file: BinaryIO) -> bytes | None:
     if magic == _MAGIC_1:
         return b""
     tag = file.read(_TAG_BYTES)
-    return tag if magic == _MAGIC and len(tag) == _TAG_BYTES else None
+    if magic != _MAGIC or len(tag) < _TAG_BYTES:
+        return None
+    # It may be what is damaged; the first record begins right here.
+    at_first_record = file.read(_TAG_BYTES)
+    is_damaged = at_first_record not in (b"", tag) and tag not in file.read()
+    file.seek(_HEAD_BYTES)
+    return at_first_record if is_damaged else tag
 
 
 def _damage(file: BinaryIO, tag: bytes) -> Damage | None:
     """What is here, and the file at the next whole record. None where none follows; then the file stays."""
     offset = file.tell()
     rest = file.read()
-    at = rest.find(tag, 1) if tag else -1
+    if rest and not tag:  # in format 1 nobody can tell what follows
+        return Damage(offset, _header_in(rest) if len(rest) > _FRAME.size else None)
+    at = rest.find(tag, 1)
     while at >= 0:
         file.seek(offset + at)
         if _whole_record(file, tag, offset + at) is not None:

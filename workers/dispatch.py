@@ -106,10 +106,9 @@ class WorkerDispatch:
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
-        home = _Home(self._group(base_model), tenant_id)
-        info = await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
-        self._homes[spec.run_id] = home
-        return info
+        # Before it is there: who gives up waiting for it has to drop it.
+        home = self._homes[spec.run_id] = _Home(self._group(base_model), tenant_id)
+        return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
         """Unknown and lost runs: no-op."""

@@ -103,7 +103,7 @@ class Group:
         started = time.monotonic()
         try:
             await self._open_pool()
-        except (WorkerDied, WorkerError) as error:
+        except (WorkerDied, WorkerError, OSError, EOFError) as error:
             raise ValueError(f"base model {self.name} does not load from {source}: {error}") from error
         seconds = time.monotonic() - started
         on_progress(f"{self.name} ready in {seconds:.1f} s: {self.info.dtype} on {self.info.device}")
@@ -475,7 +475,8 @@ class Group:
                 logger.error("base model %s has no place: %s", self.name, error)
             self._no_place = error
             return False
-        except (WorkerDied, WorkerError, ValueError) as error:
+        except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
+            # Of the system's: no memory, no process or no file to be had at this moment.
             logger.error("base model %s does not come back: %s", self.name, error)
             # It may have died between its start and its first answer, still holding its place.
             await self._opened().close()

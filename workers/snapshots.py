@@ -44,7 +44,7 @@ class Snapshots:
 
     def ended(self, answers: Mapping[int, Failure | None]) -> list[tuple[Work[Snapshot], Failure | None]]:
         """Those of them that waited for it, with their answers. The others are asked for again, ever later."""
-        works = [(self._writing.pop(snapshot_id), answer) for snapshot_id, answer in answers.items()]
+        works = [(self._writing.pop(one), answer) for one, answer in answers.items() if one in self._writing]
         self._seconds = min(2 * self._seconds, _LAST_SECONDS)
         self._ask_later()
         return works

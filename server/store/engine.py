@@ -7,7 +7,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeVar
 
 from sqlalchemy import Connection, Engine
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 
 from .base import Store
 
@@ -51,6 +51,10 @@ class EngineStore(Store):
             self._require_lease(connection)
             for write in group:
                 write.run(connection)
+                if isinstance(write.error, OperationalError):
+                    # The database may have undone the whole transaction, and with it what came before, the savepoint
+                    # included: what the statement itself met is the reason.
+                    raise _first(write.error)
 
     def _write_until_closed(self) -> None:
         while group := self._next_group():
@@ -76,6 +80,14 @@ class EngineStore(Store):
         else:
             for write in group:
                 write.answer()
+
+
+def _first(error: OperationalError) -> OperationalError:
+    """Of those that came of one another."""
+    first, each = error, error.__context__
+    while each is not None:
+        first, each = each if isinstance(each, OperationalError) else first, each.__context__
+    return first
 
 
 class DatabaseUnreachable(SQLAlchemyError):

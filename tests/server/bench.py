@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.bodies import BodyLimits, Received
+from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header, Journal
@@ -146,8 +146,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             sessions = Sessions(store, 300.0)
             quotas = quotas or Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
             status = "busy: {}".format
-            limits = BodyLimits(1 << 20, 1 << 20)
-            recovery = Recovery(journal, snapshots, operations, limits, snapshot_steps, snapshot_bytes)  # pyright: ignore[reportArgumentType]
+            recovery = Recovery(journal, snapshots, operations, snapshot_steps, snapshot_bytes)  # pyright: ignore[reportArgumentType]
             services = RunServices(futures, journal, operations, sessions, quotas, recovery, status, gap_seconds)  # pyright: ignore[reportArgumentType]
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

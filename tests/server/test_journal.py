@@ -170,9 +170,28 @@ async def test_a_full_disk_leaves_nothing_of_what_it_had_no_room_for(tmp_path: P
 
 
 async def test_a_file_that_is_no_segment_is_skipped(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "00000000.segment").write_bytes(b"something else")
+    (tmp_path / "00000000.segment").write_bytes(10 * b"something else")
     assert list(read_segment(tmp_path / "00000000.segment")) == []
-    assert "not a segment" in caplog.text
+    assert "is no segment" in caplog.text
+
+
+async def test_a_journal_with_a_damaged_head_is_read_or_kept_and_known_to_be_damaged(tmp_path: Path) -> None:
+    for damaged_byte, is_read in ((3, False), (25, True), (33, True)):
+        directory = tmp_path / str(damaged_byte)
+        journal = Journal(directory, 1 << 20)
+        for seq_id in (1, 2):
+            await journal.append(header(seq_id))
+        await journal.close()
+        (segment,) = segment_files(directory)
+        damaged = bytearray(segment.read_bytes())
+        damaged[damaged_byte] ^= 1
+        segment.write_bytes(damaged)
+        journal = Journal(directory, 1 << 20)
+        found = [one.header.seq_id for one in journal.earlier()]
+        assert found == [1, 2] if is_read else (found == [] and journal.unreadable == {0})
+        journal.forget_earlier()
+        assert segment.exists()
+        await journal.close()
 
 
 async def test_a_small_record_is_written_at_once_unless_a_large_one_is_being_written(tmp_path: Path) -> None:
@@ -263,3 +282,18 @@ async def test_a_journal_that_cannot_be_written_refuses_and_recovers(tmp_path: P
     await journal.close()
     (segment,) = segment_files(tmp_path / "journal")
     assert [entry.header.seq_id for entry in read_journal(segment)] == [1]
+
+
+async def test_an_entry_that_is_released_twice_takes_nothing_from_others(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, 1 << 20)
+    first, second = [await journal.append(header(seq_id)) for seq_id in (1, 2)]
+    await journal.close()
+    journal = Journal(tmp_path, 1 << 20)
+    assert len(journal.earlier()) == 2
+    await journal.append(header(3))
+    for _ in range(2):
+        journal.release(first)
+    assert len(segment_files(tmp_path)) == 2
+    journal.release(second)
+    assert len(segment_files(tmp_path)) == 1
+    await journal.close()

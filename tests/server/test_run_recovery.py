@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from sqlalchemy.exc import OperationalError
 from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
-from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.history import Outcome
@@ -230,6 +230,33 @@ async def test_a_gap_behind_which_something_was_refused_is_still_waited_for(make
     async with resumed(bench, found):
         await bench.forward_backward(1)
         assert await bench.result(1) == {"seq_id": 1}
+
+
+async def test_a_run_that_cannot_be_taken_up_leaves_no_future_behind(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    for seq_id in range(1, 100):
+        found[seq_id] = Earlier("optim_step", await bench.journaled("optim_step", seq_id))
+    steps = {seq_id: OptimStepRequest(model_id=RUN_ID, seq_id=seq_id) for seq_id in range(98)}
+    with pytest.raises(KeyError):
+        async with resumed(bench, found, steps):
+            pass
+    with pytest.raises(RequestError, match="is unknown"):
+        await bench.futures.wait(bench.run.request_id(1), "alice", 0)
+
+
+async def test_a_beginning_with_a_hole_behind_it_is_no_beginning(make_bench: MakeBench) -> None:
+    bench = await make_bench(snapshot_steps=1)
+    for seq_id in (1, 2):
+        await bench.optim_step(seq_id)
+        await bench.result(seq_id)
+        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
+    (bench.snapshots / "1" / "manifest.json").unlink()
+    (bench.snapshots / "2" / "state").write_bytes(b"STATE")
+    found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    async with resumed(bench, found):
+        await bench.optim_step(3)
+        assert "snapshots are damaged" in (await bench.result(3))["error"]
 
 
 # --- Snapshots elsewhere than behind steps ---

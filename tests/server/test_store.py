@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import pytest
-from sqlalchemy import text, update
+from sqlalchemy import Connection, insert, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
 from trainhouse.server.store import (
     STORES,
@@ -24,8 +24,10 @@ from trainhouse.server.store import (
     StoreConfig,
     TenantRecord,
     string_metadata,
+    tables,
 )
 from trainhouse.server.store import open_store as open_configured
+from trainhouse.server.store.engine import Write
 from trainhouse.server.store.format import FORMAT_VERSION
 from trainhouse.server.store.tables import format_table
 
@@ -474,3 +476,25 @@ def test_metadata_values_become_strings() -> None:
         "z": "null",
     }
     assert string_metadata(None) is None
+
+
+async def test_of_a_commit_in_the_midst_of_which_the_disk_is_full_nothing_is_said_to_be_there(tmp_path: Path) -> None:
+    """SQLite undoes the whole transaction then, whoever's statement it was."""
+    store = SqliteStore(tmp_path / "a.db")
+
+    def fill(connection: Connection) -> None:
+        connection.exec_driver_sql("PRAGMA max_page_count = 1")
+        for number in range(200):
+            names = [f"{number}-{one}" for one in range(50)]
+            rows = [{"tenant_id": name * 20, "name": name, "created_at": 0.0} for name in names]
+            connection.execute(insert(tables.tenants), rows)
+
+    def insert_tenant(name: str) -> Write:
+        values = {"tenant_id": name, "name": name, "created_at": 0.0}
+        return Write(lambda connection: connection.execute(insert(tables.tenants).values(values)) and None)
+
+    group = [insert_tenant("before"), Write(fill), insert_tenant("behind")]
+    store._answer(group)
+    assert [str(write.done.exception().orig) for write in group] == 3 * ["database or disk is full"]
+    assert await store.list_tenants() == ()
+    store.close()

@@ -155,14 +155,18 @@ class CheckpointFiles:
         """Old -> new directory of those that lie elsewhere now than when their rows were written."""
         return await asyncio.to_thread(self._moves, directories)
 
-    async def sweep(self, runs: Collection[str], published: Collection[str]) -> None:
-        """At start: what lies here and was never published, or was deleted.
+    async def found(self) -> Collection[Path]:
+        """What lies here: checkpoints, published or not."""
+        return await asyncio.to_thread(lambda: list(self.local_root.glob("*/*/*")))
+
+    async def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
+        """At start: what of the found was never published, or was deleted.
 
         Runs that this database does not know are left alone: somebody may have put in another database.
         """
         await asyncio.to_thread(_remove, self._staging)
         await asyncio.to_thread(self._cache.sweep)
-        await asyncio.to_thread(_sweep, self.local_root, runs, published)
+        await asyncio.to_thread(_sweep, self.local_root, found, runs, published)
 
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
         """The same at a URL, beside everything else. Raises PlaceError.
@@ -281,10 +285,10 @@ def _remove(*directories: Path) -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
 
-def _sweep(root: Path, runs: Collection[str], published: Collection[str]) -> None:
+def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
     for mark in root.glob(f"*/{_NEW_RUN}"):
         _remove(mark if mark.parent.name in runs else mark.parent)
-    for directory in root.glob("*/*/*"):
+    for directory in found:
         if directory.name.startswith(STAGING) or (
             directory.parent.parent.name in runs and str(directory) not in published
         ):

@@ -68,9 +68,11 @@ class Checkpoints:
     async def start(self) -> None:
         """Sweeps what a crash left behind, and from now on deletes what expires."""
         self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
+        # Before the rows are read: what is published meanwhile has a row that is not among them.
+        found = await self._files.found()
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
         runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
-        await self._files.sweep(runs, published)
+        await self._files.sweep(found, runs, published)
         await self._mirror.start(self._files, published)
         self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
 

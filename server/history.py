@@ -31,11 +31,15 @@ KEPT = {
 
 
 class Outcome(Enum):
-    """FAILED would fail again, of what was asked; BROKE might not, of how things were then."""
+    """FAILED would fail again, of what was asked; BROKE might not, of how things were then; of STRUCK workers died.
+
+    A step that BROKE left the gradients where they were; one that was STRUCK took them along with its worker.
+    """
 
     DONE = "done"
     FAILED = "failed"
     BROKE = "broke"
+    STRUCK = "struck"
 
 
 class Repeat(Enum):
@@ -127,8 +131,10 @@ class History:
             if past.outcome is None:
                 raise OperationError(f"nobody knows any more how {past.kind} with seq_id {past.seq_id} ended", "server")
             is_done = past.outcome is Outcome.DONE
+            if past.kind == "optim_step" and past.outcome is Outcome.BROKE and not is_tainted:
+                continue
             if past.kind == "optim_step":
-                clears = is_tainted or past.outcome is Outcome.BROKE
+                clears = is_tainted or past.outcome is Outcome.STRUCK
                 yield past, Repeat.CLEAR if clears else Repeat.AGAIN
                 is_tainted = False
             elif past.kind in ("forward_backward", "load_weights") and is_done:

@@ -1,7 +1,6 @@
 """Journal: every accepted operation as received, and every refusal, on disk before the submit is answered.
 
-A segment goes when nothing in it is held any more. What an earlier process left is listed by `earlier`; of that only
-what is held with `hold` stays after `forget_others`.
+A segment goes when nothing in it is held any more. What an earlier process left is listed by `earlier`, and held.
 """
 
 import asyncio
@@ -120,6 +119,8 @@ class Journal:
     def _earlier_in(self, segment: int) -> Iterator[Journaled]:
         path = self._segments.path(segment)
         for found in scan_segment(path):
+            if isinstance(found, Damage):
+                self.unreadable.add(segment)
             if (header := _header(found)) is not None:
                 yield Journaled(Place(segment, found.offset), header)
             else:
@@ -141,7 +142,7 @@ class Journal:
         await self._segments.close()
 
     def _delete_done(self) -> None:
-        done = [segment for segment, held in self._held.items() if not held]
+        done = [segment for segment, held in self._held.items() if not held and segment not in self.unreadable]
         for segment in done:
             if segment < self._newest:
                 del self._held[segment]

@@ -396,7 +396,7 @@ class Run:
             return covered or seq_id < last_ended or await self._services.futures.has_result(named)
         if earlier.outcome is None and not covered:
             return False
-        outcome = Outcome.BROKE if self._strikes[seq_id] >= _MOST_STRIKES else earlier.outcome
+        outcome = Outcome.STRUCK if self._strikes[seq_id] >= _MOST_STRIKES else earlier.outcome
         past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
         if earlier.refused is not None:
             past.kind, past.taints = REFUSED, earlier.refused.taints
@@ -510,8 +510,7 @@ class Run:
         try:
             result = await self._perform(seq_id, operation, window)
         except OperationError as error:
-            broke = error.category == "server" or isinstance(error, _StruckOut)
-            past.outcome = Outcome.BROKE if broke else Outcome.FAILED
+            past.outcome = _outcome(error)
             self._fail(seq_id, operation, future, window, error.message, error.category)
         except RequestError as error:
             past.outcome = Outcome.FAILED
@@ -714,6 +713,12 @@ class Run:
         for seq_id in range(self._next_seq_id, max(self._slots, default=0)):
             if seq_id not in self._slots:
                 self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+
+
+def _outcome(error: OperationError) -> Outcome:
+    if isinstance(error, _StruckOut):
+        return Outcome.STRUCK
+    return Outcome.BROKE if error.category == "server" else Outcome.FAILED
 
 
 class _StruckOut(OperationError):

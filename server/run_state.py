@@ -238,6 +238,7 @@ class RunState:
             if await self._recovery.snapshots.is_whole(snapshot):
                 return snapshot
             self._kept.remove(snapshot)
+            await self._recovery.snapshots.remove(snapshot.directory)
         return None
 
     async def _repeat(self, repeats: list[tuple[Past, Repeat]]) -> None:

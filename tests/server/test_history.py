@@ -5,7 +5,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.server.history import REFUSED, STRIKE, History, Outcome, Past, Repeat
 from trainhouse.server.segments import Place
 
-DONE, FAILED, BROKE = Outcome.DONE, Outcome.FAILED, Outcome.BROKE
+DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.BROKE, Outcome.STRUCK
 AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR
 
 
@@ -39,10 +39,12 @@ def test_a_step_over_a_part_of_its_batch_clears(outcome: Outcome, step: Repeat) 
     assert repeats(made) == wanted
 
 
-@pytest.mark.parametrize(("outcome", "repeat"), [(FAILED, AGAIN), (BROKE, CLEAR)])
-def test_a_step_that_failed_by_itself_fails_again_or_is_cleared(outcome: Outcome, repeat: Repeat) -> None:
-    made, _ = history((FB, DONE), (STEP, outcome))
-    assert repeats(made) == [(1, AGAIN), (2, repeat)]
+@pytest.mark.parametrize(("outcome", "repeated"), [(FAILED, [(2, AGAIN)]), (STRUCK, [(2, CLEAR)]), (BROKE, [])])
+def test_a_step_that_failed_by_itself_does_to_its_gradients_what_it_did(
+    outcome: Outcome, repeated: list[tuple[int, Repeat]]
+) -> None:
+    made, _ = history((FB, DONE), (STEP, outcome), (STEP, DONE))
+    assert repeats(made) == [(1, AGAIN), *repeated, (3, AGAIN)]
 
 
 def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_loading_heals() -> None:

@@ -54,9 +54,7 @@ def durability(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
         Line(f"tokens/s of those without, {name}", on / off, "at least", 0.95) for name, (on, off) in speeds.items()
     ]
     lines += [Line(f"submit of {name}, ms added", on - off, "at most", 1) for name, (on, off) in submits.items()]
-    note = (
-        f"Medians of {rounds} rounds of {STEPS} steps, pipelined, or {NUM_SUBMITS} submits; off: nothing is written."
-    )
+    note = f"Medians of {rounds} rounds of {STEPS} steps, pipelined, or {NUM_SUBMITS} submits; off: nothing is written."
     return Section("Durability (--durability process)", table, lines, [note])
 
 

@@ -80,7 +80,8 @@ def test_damaged_snapshots_change_nothing(crashing: Crashing, undisturbed: Undis
     assert_same(found, undisturbed(MANY_STEPS))
 
 
-@pytest.mark.parametrize("part", [pytest.param("header", marks=pytest.mark.full), "body"])
+@pytest.mark.full
+@pytest.mark.parametrize("part", ["header", "body"])
 def test_damage_to_what_was_acknowledged_is_told_and_never_passed_over(part: str, crashing: Crashing) -> None:
     data = [Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]})]
     with ServiceClient(crashing.url, "tml-damaged") as service:

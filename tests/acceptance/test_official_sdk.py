@@ -27,7 +27,7 @@ MODEL = "tiny/qwen3"
 VOCAB = 512
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.full)])
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     with live_server(
         {MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), pool=request.param, sdk_max_chunk_datums=3

@@ -20,7 +20,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     /long with 64 MiB; everything else with the first piece of the body."""
     path = scope["path"]
     if path == "/late":
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(2)
     message = {"body": b"early"} if path == "/early" else await receive()
     body = message["body"]
     while path in ("/late", "/whole") and message.get("more_body"):
@@ -153,7 +153,7 @@ async def test_a_request_that_keeps_coming_is_waited_for(monkeypatch: pytest.Mon
 
 
 async def test_a_request_that_the_server_does_not_read_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.05)
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 1.0)
     monkeypatch.setattr(connections, "BYTES_PER_SECOND", 1 << 30)
     async with connected() as (reader, writer):
         writer.write(post("/late", b"b" * (8 << 20)))

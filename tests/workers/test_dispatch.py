@@ -62,7 +62,7 @@ def runner() -> Iterator[asyncio.Runner]:
         yield runner
 
 
-@pytest.fixture(scope="module", params=["local", "ray"])
+@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.full)])
 def dispatch(
     request: pytest.FixtureRequest, runner: asyncio.Runner, tiny_models: dict[str, Path]
 ) -> Iterator[WorkerDispatch]:

@@ -26,7 +26,7 @@ from .workload import MODEL, Rows, batches, num_tokens, rows
 
 STEPS = 20
 """A round, in which one snapshot falls."""
-NUM_SUBMITS = 100
+NUM_SUBMITS = 60
 NUM_IDLE = 100
 SIDES = {"on": "trainhouse.server", "off": "trainhouse.tests.benchmarks.volatile_server"}
 
@@ -78,7 +78,7 @@ def _speeds_of(loops: list[RemoteLoop], name: str, tokens: int, rounds: int) -> 
 
 
 def _bodies() -> dict[str, Rows]:
-    return {"8 tokens": rows([8]), "64 x 512 tokens": rows([512] * 64)}
+    return {"8 tokens": rows([8]), "4 x 512 tokens": rows([512] * 4)}
 
 
 def _submits(on: LiveServer, off: LiveServer, data: Rows, rounds: int) -> tuple[float, float]:

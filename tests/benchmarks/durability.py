@@ -130,9 +130,12 @@ def _seconds_to_next_pass(server: LiveServer) -> float:
 
 
 def _seconds_to_ready(model: Path, state_dir: Path, pool: str, num_runs: int) -> float:
-    with live_server({MODEL: model}, state_dir, pool, tenant_runs=1000) as server, _service(server) as service:
-        for _ in range(num_runs):
-            RemoteLoop(service, {"small": rows([64])}).train("small", 1)
+    headers = {"X-API-Key": "tml-bench", "Prefer": "wait=30"}
+    with live_server({MODEL: model}, state_dir, pool, tenant_runs=1000) as server:
+        # By REST: the SDK's sessions end with their clients.
+        with httpx.Client(base_url=f"{server.url}/api/v1/", headers=headers, timeout=60) as http:
+            for _ in range(num_runs):
+                create_run(http)
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
     started = time.perf_counter()

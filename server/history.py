@@ -15,6 +15,9 @@ _PAUSE_SECONDS = 0.05
 STRIKE = "strike"
 """The kind of a journal's entry that says that a worker died of an operation."""
 
+MOST_STRIKES = 3
+"""At the last it is not tried again."""
+
 REFUSED = "refused"
 """The kind of whatever was not accepted."""
 

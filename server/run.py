@@ -24,7 +24,7 @@ from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
 from .futures import Future, Futures, Result
-from .history import KEPT, REFUSED, STRIKE, Outcome, Past
+from .history import KEPT, MOST_STRIKES, REFUSED, STRIKE, Outcome, Past
 from .journal import Header, Journal
 from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
 from .quotas import Admission, Quotas, Standing
@@ -43,7 +43,6 @@ MOST_AHEAD = 10_000
 """How far a seq_id may be ahead of the one whose turn it is."""
 
 _MOST_REFUSALS_KEPT = 1000
-_MOST_STRIKES = 3
 _MOST_UNDER_WAY = 64
 _READ_AT_ONCE = 64
 _OUTAGE_SECONDS = 2.0
@@ -396,7 +395,7 @@ class Run:
             return covered or seq_id < last_ended or await self._services.futures.has_result(named)
         if earlier.outcome is None and not covered:
             return False
-        outcome = Outcome.STRUCK if self._strikes[seq_id] >= _MOST_STRIKES else earlier.outcome
+        outcome = Outcome.STRUCK if self._strikes[seq_id] >= MOST_STRIKES else earlier.outcome
         past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
         if earlier.refused is not None:
             past.kind, past.taints = REFUSED, earlier.refused.taints
@@ -640,9 +639,9 @@ class Run:
             logger.error("%s: a strike is not journaled: %s", self.record.run_id, error)
         else:
             self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
-        if self._strikes[seq_id] >= _MOST_STRIKES:
+        if self._strikes[seq_id] >= MOST_STRIKES:
             raise _StruckOut(
-                f"the worker died {_MOST_STRIKES} times while it did nothing but this operation ({lost}): it is not "
+                f"the worker died {MOST_STRIKES} times while it did nothing but this operation ({lost}): it is not "
                 "tried again"
             )
 

@@ -237,7 +237,7 @@ class Runs:
         drawn: dict[str, int],
     ) -> Submitted:
         if record.run_id not in self._runs:
-            if await self._store.get_run(record.run_id) is not None:
+            if record.run_id in self._not_resumed or await self._store.get_run(record.run_id) is not None:
                 raise _not_live(record.run_id)
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._runs.setdefault(record.run_id, Run(record, self._services))

@@ -36,7 +36,7 @@ from .checkpoints import Checkpoints
 from .completions import Completions
 from .ephemeral import EphemeralWeights
 from .futures import Ended, Future, Futures, Result
-from .history import STRIKE
+from .history import MOST_STRIKES, STRIKE
 from .journal import Header, Journal, Journaled
 from .journaled import decode_entry
 from .quotas import Admission
@@ -49,7 +49,6 @@ logger = logging.getLogger(__name__)
 
 MOST_SAMPLES = 4096
 _SEED_LIMIT = 1 << 31
-_MOST_STRIKES = 3
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
@@ -512,9 +511,9 @@ class Samplers:
                 job.held.places.append(await self._journal.append(replace(job.held.header, kind=STRIKE, drawn={})))
             except RequestError as error:
                 logger.error("%s: a strike is not journaled: %s", job.request_id, error)
-        if job.num_strikes >= _MOST_STRIKES:
+        if job.num_strikes >= MOST_STRIKES:
             raise OperationError(
-                f"the worker died {_MOST_STRIKES} times while it did nothing but this request ({lost}): it is not "
+                f"the worker died {MOST_STRIKES} times while it did nothing but this request ({lost}): it is not "
                 "tried again"
             )
 
@@ -530,7 +529,7 @@ class Samplers:
             except WorkerLost as lost:
                 num_strikes += lost.alone
                 self._load_again(sampler, loading)
-                if num_strikes >= _MOST_STRIKES:
+                if num_strikes >= MOST_STRIKES:
                     raise
             except (OperationError, RequestError):
                 self._load_again(sampler, loading)

@@ -176,11 +176,12 @@ class Segments:
     def _write(self, batch: list[_Append]) -> list[Place]:
         file, num_bytes = self._file, self._file_bytes
         try:
-            places = [self._write_one(append) for append in batch]
-            assert self._file is not None
-            self._file.flush()
+            # All of a batch in one segment: of what fails together nothing may stay.
+            writer = self._writable()
+            places = [self._write_one(writer, append) for append in batch]
+            writer.flush()
             if self._sync:
-                os.fsync(self._file.fileno())
+                os.fsync(writer.fileno())
         except OSError:
             # The file may end in half a record: nothing may follow it. Nor may whole ones stay, which are said to have
             # failed.
@@ -189,8 +190,7 @@ class Segments:
             raise
         return places
 
-    def _write_one(self, append: _Append) -> Place:
-        file = self._writable()
+    def _write_one(self, file: BufferedWriter, append: _Append) -> Place:
         place = Place(self.current, self._file_bytes)
         checksum = zlib.crc32(append.body, zlib.crc32(append.header))
         file.write(self._tag + _FRAME.pack(len(append.header), len(append.body), checksum))
@@ -246,10 +246,13 @@ def shut_out(directory: Path) -> None:
     if newest is None:
         return
     copy = newest.with_suffix(".copy")
-    shutil.copyfile(newest, copy)
-    with copy.open("rb") as file:
-        os.fsync(file.fileno())
-    copy.replace(newest)
+    try:
+        shutil.copyfile(newest, copy)
+        with copy.open("rb") as file:
+            os.fsync(file.fileno())
+        copy.replace(newest)
+    finally:
+        copy.unlink(missing_ok=True)
     sync_directory(directory)
 
 

@@ -112,9 +112,11 @@ class WorkerDispatch:
 
     async def drop_run(self, run_id: str) -> None:
         """Unknown and lost runs: no-op."""
-        home = self._homes.pop(run_id, None)
+        home = self._homes.get(run_id)
         if home is not None and not home.group.forget_lost(run_id):
+            # Whoever gives up waiting for it has to ask again.
             await home.submit(run_id, Verb("drop_run", (run_id,), drops=run_id))
+        self._homes.pop(run_id, None)
 
     async def forward_backward(self, request: ForwardBackwardRequest) -> ForwardBackwardOutput:
         return await self._home_of_run(request.model_id).submit(request.model_id, request)

@@ -538,6 +538,8 @@ class RayCluster:
             logger.error("a process of the Ray cluster on this machine ended: another cluster is started")
             with contextlib.suppress(ValueError):  # its end is waited for above
                 self._start(num_cpus)
+            if self._stopping.is_set():  # `disconnect` has let go of the one before
+                self._holder.let_go()
 
 
 class RayPool(_ChildrenPool):

@@ -297,3 +297,19 @@ async def test_an_entry_that_is_released_twice_takes_nothing_from_others(tmp_pat
     journal.release(second)
     assert len(segment_files(tmp_path)) == 1
     await journal.close()
+
+
+async def test_of_a_batch_that_is_refused_nothing_stays_in_the_segment_before(tmp_path: Path) -> None:
+    """It would be carried out at the next start, although its clients were told that it was not accepted."""
+    segments = Segments(tmp_path, 1000)
+    await segments.append({"number": 0}, bytes(900))
+    (tmp_path / "00000001.segment").touch()  # the next one cannot be made
+    answers = await asyncio.gather(
+        *(segments.append({"number": number}, bytes(40 << 10)) for number in (1, 2)),
+        segments.append({"number": 3}),
+        return_exceptions=True,
+    )
+    await segments.close()
+    told = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, Place))]
+    there = [one.header["number"] for path in segment_files(tmp_path) for one in read_segment(path)]
+    assert there == told

@@ -12,8 +12,10 @@ for half an answer.
 import asyncio
 import json
 import socket
+from collections.abc import Callable
 from http import HTTPStatus
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 ARRIVAL_SECONDS = 30.0
@@ -28,6 +30,7 @@ class Connection(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
         self.transport = self._answers = _HeadWithBody(transport)
+        self.flow = self._timed_flow = _TimedFlow(transport, self.loop.time)
         self._is_arriving = self._is_in_head = False
         self._num_bytes = 0
         self._began_at = 0.0
@@ -50,7 +53,8 @@ class Connection(HttpToolsProtocol):
         if self._is_in_head and self._num_bytes > MOST_HEAD_BYTES:
             self._refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
         elif self._watch is None:
-            self._watch_from_now()
+            self._began_at = self._timed_flow.seconds_open()
+            self._watch = self.loop.call_later(ARRIVAL_SECONDS, self._check_arrival)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -69,16 +73,11 @@ class Connection(HttpToolsProtocol):
         self._answers.answer_ends()
         super().on_response_complete()
 
-    def _watch_from_now(self) -> None:
-        self._began_at = self.loop.time()
-        self._watch = self.loop.call_later(ARRIVAL_SECONDS, self._check_arrival)
-
     def _check_arrival(self) -> None:
-        until = self._began_at + ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND
-        if self.flow.read_paused:
-            self._watch_from_now()
-        elif self.loop.time() < until:
-            self._watch = self.loop.call_at(until, self._check_arrival)
+        left = ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND - (self._timed_flow.seconds_open() - self._began_at)
+        if self.flow.read_paused or left > 0:
+            # While nothing is read, nothing of `left` passes; not to ask without end where it is almost nothing:
+            self._watch = self.loop.call_later(max(left, 0.01 * ARRIVAL_SECONDS), self._check_arrival)
         else:
             self._refuse(
                 408,
@@ -108,6 +107,30 @@ def _give_up_stalled(transport: asyncio.Transport) -> None:
     connection, option = transport.get_extra_info("socket"), getattr(socket, "TCP_USER_TIMEOUT", None)
     if connection is not None and option is not None:
         connection.setsockopt(socket.IPPROTO_TCP, option, round(1000 * STALLED_SECONDS))
+
+
+class _TimedFlow(FlowControl):
+    """Counts the seconds in which the server reads: those in which a client could have sent more."""
+
+    def __init__(self, transport: asyncio.Transport, clock: Callable[[], float]) -> None:
+        super().__init__(transport)
+        self._clock = clock
+        self._seconds_paused = 0.0
+        self._paused_at = 0.0
+
+    def seconds_open(self) -> float:
+        """Of a clock that stands still while reading is paused."""
+        return (self._paused_at if self.read_paused else self._clock()) - self._seconds_paused
+
+    def pause_reading(self) -> None:
+        if not self.read_paused:
+            self._paused_at = self._clock()
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        if self.read_paused:
+            self._seconds_paused += self._clock() - self._paused_at
+        super().resume_reading()
 
 
 class _HeadWithBody(asyncio.Transport):

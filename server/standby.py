@@ -172,9 +172,7 @@ class _Forwarding:
         if answering.cancelled() and not has_left:
             await self._fail("it is not waited for any more")
         elif not answering.cancelled() and (error := answering.exception()) is not None:
-            if not isinstance(error, httpx.TransportError):
-                raise error
-            await self._fail(f"{type(error).__name__} {error}".strip())
+            await self._failed(error)
 
     async def _answer(self) -> None:
         response = await self._standby.ask(self._request())
@@ -213,6 +211,15 @@ class _Forwarding:
         while (await self._receive())["type"] != "http.disconnect":
             pass
 
+    async def _failed(self, error: BaseException) -> None:
+        if isinstance(error, httpx.InvalidURL | httpx.LocalProtocolError) and not self._has_begun:
+            # What uvicorn lets in, such as `OPTIONS *` or two hosts, and what cannot be said to anybody else.
+            await _refuse(self._scope, self._receive, self._send, RequestError(f"the request is malformed: {error}"))
+        elif isinstance(error, httpx.TransportError):
+            await self._fail(f"{type(error).__name__} {error}".strip())
+        else:
+            raise error
+
     async def _fail(self, reason: str) -> None:
         """What has begun is cut: uvicorn closes the connection of an answer without an end."""
         words = f"the server that has the lease, {self._url}, did not answer ({reason})"
@@ -234,6 +241,10 @@ def _readiness(status: Literal["standby", "taking over"], holder: str | None) ->
 
 
 async def _unavailable(scope: Scope, receive: Receive, send: Send, reason: str) -> None:
-    """In the words of all refusals; clients send it again."""
-    error = RequestError(f"{reason}: send this again", 503, _RETRY_SECONDS)
+    """Clients send it again."""
+    await _refuse(scope, receive, send, RequestError(f"{reason}: send this again", 503, _RETRY_SECONDS))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
+    """In the words of all refusals."""
     await (await refused(Request(scope), error))(scope, receive, send)

@@ -314,6 +314,22 @@ async def test_a_standby_that_stops_sends_all_away(holder: Holder, standby: Stan
     assert [(await one).status_code for one in asking] == [503] * 3
 
 
+@pytest.mark.parametrize(
+    ("target", "headers", "status"),
+    [("*", "", 400), ("/echo", "Host: another\r\n", 400), ("/echo?x=%ff&%", "", 418), ("/%00/../echo", "", 418)],
+)
+async def test_what_cannot_be_handed_on_is_the_clients_fault(
+    holder: Holder, client: httpx.AsyncClient, target: str, headers: str, status: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(f"OPTIONS {target} HTTP/1.1\r\nHost: me\r\n{headers}Connection: close\r\n\r\n".encode())
+    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+    writer.close()
+    assert answer.startswith(f"HTTP/1.1 {status} "), answer
+    assert ("the request is malformed: " in answer) == (status == 400) == (holder.scopes == [])
+    assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
+
+
 async def test_two_servers_that_take_each_other_for_the_holder_do_not_go_round(
     lease: Lease, client: httpx.AsyncClient
 ) -> None:

@@ -24,6 +24,7 @@ from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
 from .futures import Future, Futures, Result
+from .gap import Gap
 from .history import KEPT, MOST_STRIKES, REFUSED, STRIKE, Outcome, Past
 from .journal import Header, Journal
 from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
@@ -46,8 +47,6 @@ _MOST_REFUSALS_KEPT = 1000
 _MOST_UNDER_WAY = 64
 _READ_AT_ONCE = 64
 _OUTAGE_SECONDS = 2.0
-_RETRY_GAP_SECONDS = 5.0
-"""Until it is tried again to give one up, which fails as long as the journal cannot be written."""
 _MOST_BYTES_UNDER_WAY = 64 << 20
 
 
@@ -145,7 +144,7 @@ class Run:
         self._outage: str | None = None
         self._unusable: str | None = None
         self._working: asyncio.Task[None] | None = None
-        self._gap_timer: asyncio.TimerHandle | None = None
+        self._gap = Gap(services.seq_gap_seconds, self._give_up_gap)
 
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
@@ -279,8 +278,7 @@ class Run:
 
     async def stop(self) -> None:
         """At shutdown: leaves everything as the journal has it."""
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
+        self._gap.close()
         if under_way := [task for task in (self._working, self._rebuilding, *self._tasks.values()) if task is not None]:
             for task in under_way:
                 task.cancel()
@@ -450,7 +448,7 @@ class Run:
         """To be called whenever the next operation may have come."""
         if self._working is None and self._next_seq_id in self._slots:
             self._working = asyncio.create_task(self._work())
-        self._watch_gap()
+        self._gap.watch(self._gap_since)
 
     async def _work(self) -> None:
         """Begins what is there, in order, up to the first gap."""
@@ -664,8 +662,8 @@ class Run:
     # Waiting
 
     def _pending(self, seq_id: int) -> Pending:
-        if seq_id > self._next_seq_id and self._next_seq_id not in self._slots:
-            return self._pending_behind_gap()
+        if seq_id > self._next_seq_id and (gap_since := self._gap_since) is not None:
+            return self._pending_behind_gap(gap_since)
         if self._outage is not None:
             return Pending(queue_state_reason=self._outage)
         if self._rebuilding is not None:
@@ -676,30 +674,22 @@ class Run:
         are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
         return Pending(queue_state_reason=f"{len(earlier)} {are} first")
 
-    def _pending_behind_gap(self) -> Pending:
-        seconds = max(0.0, self._gap_ends_at() - time.monotonic())
+    def _pending_behind_gap(self, since: float) -> Pending:
         put_off = self._services.quotas.pending(self.record.tenant_id)
         reason = f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived"
         if put_off is not None:
             reason = f"{reason}: requests of yours are put off ({put_off.queue_state_reason})"
         return Pending(
             queue_state=put_off.queue_state if put_off else "paused_capacity",
-            queue_state_reason=f"{reason}; it counts as refused in {seconds:.0f} s",
+            queue_state_reason=f"{reason}; it counts as refused in {self._gap.seconds_left(since):.0f} s",
         )
 
-    def _watch_gap(self) -> None:
-        if self._gap_timer is not None:
-            self._gap_timer.cancel()
-            self._gap_timer = None
-        if self._slots and self._next_seq_id not in self._slots:
-            left = self._gap_ends_at() - time.monotonic()
-            delay = left if left > 0 else _RETRY_GAP_SECONDS
-            reason = f"it did not arrive within {self._services.seq_gap_seconds:g} s"
-            self._gap_timer = asyncio.get_running_loop().call_later(delay, self._give_up_gap, reason)
-
-    def _gap_ends_at(self) -> float:
-        """Monotonic time; counted from the arrival of the first operation that it holds up."""
-        return next(iter(self._slots.values())).arrived_at + self._services.seq_gap_seconds
+    @property
+    def _gap_since(self) -> float | None:
+        """From when the next operation has held up others; None: nothing waits for it."""
+        if not self._slots or self._next_seq_id in self._slots:
+            return None
+        return next(iter(self._slots.values())).arrived_at
 
     def _give_up_gap(self, reason: str) -> None:
         """Up to the first operation that is there."""

@@ -242,6 +242,25 @@ async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> No
     assert bench.operations.performed == [0, 1, 2, 3]
 
 
+async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_cannot_be_written(
+    make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainhouse.server.gap._RETRY_SECONDS", 0.5)
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    await bench.forward_backward(2)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    async with asyncio.timeout(10):
+        while caplog.text.count("seq_id 1 to 1 given up") < 3:
+            with pytest.raises(RequestError, match="free space"):
+                await bench.forward_backward(3)
+            await asyncio.sleep(0.05)
+    aside.rename(bench.journal_directory)
+    assert await bench.result(2) == {"seq_id": 2}
+
+
 async def test_pollers_hear_how_many_operations_come_first(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.forward_backward(1)

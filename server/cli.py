@@ -15,6 +15,7 @@ from typing import TypeAlias
 from ..schemas.version import VERSION
 from .auth import create_key, list_keys, revoke_key
 from .backup import Backup
+from .claim import StartError
 from .config import (
     ENVIRONMENT_PREFIX,
     REPEATED,
@@ -29,7 +30,6 @@ from .config import (
     store_config_of,
 )
 from .logs import configure_logging
-from .process import StartError, serve
 from .scopes import SCOPES, parse_scopes
 from .store import Store, open_store
 from .verify import lock_to_verify, verify
@@ -151,6 +151,8 @@ def _metavar(entry: Field) -> str:
 
 
 def _serve(options: argparse.Namespace) -> int:
+    from .process import serve  # the whole application, which no other command needs
+
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
     configure_logging(config.log_level)
     serve(config)

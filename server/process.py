@@ -7,7 +7,6 @@ it works while it has the lease, and else hands on what it is asked to the serve
 import asyncio
 import contextlib
 import errno
-import fcntl
 import gc
 import logging
 import os
@@ -30,6 +29,7 @@ from ..schemas.errors import OperationError
 from ..workers.dispatch import WorkerDispatch
 from .app import LiveState, create_app
 from .auth import require_keys
+from .claim import StartError, locked, made
 from .config import ServerConfig
 from .connections import Connection
 from .leases import Lease, Tenure, TenureOver
@@ -50,10 +50,6 @@ _GARBAGE_THRESHOLD = 20_000
 """Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
 _SWITCH_SECONDS = 0.0005
 """How long a thread that decodes a large body may keep the others waiting; Python's 5 ms are an operation's time."""
-
-
-class StartError(Exception):
-    """The server cannot start; the message says why and what to do."""
 
 
 def serve(config: ServerConfig) -> None:
@@ -233,43 +229,6 @@ class _Turns:
         except (ValueError, OSError) as error:
             raise StartError(str(error)) from None
         return LiveState(directory, tenure)
-
-
-@contextlib.contextmanager
-def made(state_dir: Path) -> Iterator[None]:
-    """Makes the state directory if need be. Raises StartError."""
-    _make(state_dir)
-    yield
-
-
-@contextlib.contextmanager
-def locked(state_dir: Path) -> Iterator[None]:
-    """Holds the state directory, made if need be, for this process alone. Raises StartError."""
-    _make(state_dir)
-    try:
-        lock = (state_dir / "server.lock").open("a+")
-    except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            lock.seek(0)
-            raise StartError(
-                f"state directory {state_dir} is in use by the server with process id {lock.read().strip()}: "
-                "stop that one, or choose another directory with --state-dir"
-            ) from None
-        lock.truncate(0)
-        lock.write(f"{os.getpid()}\n")
-        lock.flush()
-        yield
-
-
-def _make(state_dir: Path) -> None:
-    try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
 
 
 _BIND_REMEDIES = {

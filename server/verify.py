@@ -19,13 +19,13 @@ from ..schemas.errors import OperationError
 from .cache import STAGING
 from .checkpoint_files import CheckpointFiles, PlaceConfig
 from .checkpoints import directory_name
+from .claim import StartError, locked
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
 from .leases import live_directory
 from .manifest import MANIFEST, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
-from .process import StartError, locked
 from .segments import Damage, Place, cut, scan_segment, whole_bytes
 from .store import CheckpointCopyRecord, RunRecord, Store
 from .store.tables import checkpoint_copies, checkpoints, results

@@ -75,6 +75,13 @@ def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
     assert done.stdout.strip() == "[]"
 
 
+def test_the_command_line_loads_the_application_to_serve_alone() -> None:
+    code = "import sys, trainhouse.server.cli; print([name for name in sys.modules if name in sys.argv])"
+    parts = ["uvicorn", "trainhouse.server.app", "trainhouse.server.process"]
+    done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
 def test_the_client_needs_only_the_bare_install() -> None:
     """httpx, pydantic, numpy and protobuf: it works where nothing of the [server] extra can be imported."""
     extra = ["fastapi", "ray", "sqlalchemy", "starlette", "tokenizers", "torch", "transformers", "uvicorn", "zstandard"]

@@ -11,8 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 import trainhouse
+from trainhouse.server.claim import StartError
 from trainhouse.server.config import ConfigError
-from trainhouse.server.process import StartError, check_certificate
+from trainhouse.server.process import check_certificate
 
 from ..live import LiveServer, live_server, save_byte_tokenizer
 from .real import MODEL, server_config

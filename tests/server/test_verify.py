@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.checkpoint_files import PlaceConfig
+from trainhouse.server.claim import locked
 from trainhouse.server.cli import main
-from trainhouse.server.process import locked
 from trainhouse.server.store import CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 

@@ -229,7 +229,7 @@ class WorkerDispatch:
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
         )
-        return RayPool(spec) if self._cluster else LocalPool(spec)
+        return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
-from typing import Any, ClassVar
+from typing import Any
 
 from ..schemas.errors import OperationError
 from .messages import Incoming, Outgoing, Piece, decode, encode
@@ -444,7 +444,7 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
     _ignore_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
     if sys.platform == "linux":
-        _kill_on_hang_up(lifeline)
+        _kill_on_hang_up(lifeline, os.getpid())
     threading.Thread(target=_exit_on_hang_up, args=(lifeline,), daemon=True).start()
     with contextlib.suppress(EOFError, OSError):
         serve(pipe, lifeline, *arguments)
@@ -463,12 +463,14 @@ def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int
         Outgoing(shell.answer(frame)).send(pipe)
 
 
-def _kill_on_hang_up(lifeline: socket.socket) -> None:
+def _kill_on_hang_up(lifeline: socket.socket, process: int) -> None:
     """By the kernel: a thread does not run in a process that is stopped, or in which another one holds the interpreter.
+
+    process: its id, or that of a process group with a minus before it.
 
     Nothing ever happens on the lifeline but its end, so the signal that tells of what happens may be SIGKILL.
     """
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, process)
     fcntl.fcntl(lifeline, fcntl.F_SETSIG, signal.SIGKILL)
     fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
 
@@ -488,14 +490,11 @@ def _exit_reason(exit_code: int | None) -> str:
 
 
 class RayCluster:
-    """The Ray cluster on which the RayPools of this process have their actors, between `connect` and `disconnect`.
+    """A Ray cluster on which RayPools have their actors, between `connect` and `disconnect`.
 
     address: of an existing one ("auto", "host:6379", "ray://..."); None starts a small one on this machine, and another
     one when a process of it ends.
     """
-
-    # One at a time, as Ray has one connection per process.
-    connected: "ClassVar[RayCluster | None]" = None
 
     def __init__(self, address: str | None = None, object_store_bytes: int = 256 << 20) -> None:
         self.address = address or ""
@@ -512,10 +511,8 @@ class RayCluster:
             await asyncio.to_thread(self._start, math.ceil(num_cpus))
             self._keeper = threading.Thread(target=self._keep, args=(math.ceil(num_cpus),), daemon=True)
             self._keeper.start()
-        RayCluster.connected = self
 
     async def disconnect(self) -> None:
-        RayCluster.connected = None
         if self._keeper is not None and self._holder is not None:
             self._stopping.set()
             self._holder.let_go()
@@ -532,6 +529,8 @@ class RayCluster:
         while True:
             assert self._holder is not None, "started before this thread"
             self._holder.process.join()
+            with contextlib.suppress(ProcessLookupError):  # none of them outlived the holder
+                os.killpg(self._holder.process.pid, signal.SIGKILL)
             self._holder.let_go()
             if self._stopping.wait(1):
                 return
@@ -543,19 +542,18 @@ class RayCluster:
 
 
 class RayPool(_ChildrenPool):
-    """One actor per rank, in a placement group of its own, on the cluster that is connected.
+    """One actor per rank, in a placement group of its own, on a cluster that is connected as the pool starts.
 
     Ray ends the actors when their driver, a child of this process, is gone; also those that do not listen.
     """
 
-    def __init__(self, spec: PoolSpec, placement_timeout_seconds: float = 60.0) -> None:
+    def __init__(self, spec: PoolSpec, cluster: RayCluster, placement_timeout_seconds: float = 60.0) -> None:
         super().__init__(spec)
+        self._cluster = cluster
         self._placement_timeout_seconds = placement_timeout_seconds
 
     async def _start_ranks(self) -> None:
-        cluster = RayCluster.connected
-        assert cluster is not None, "a RayPool starts on a cluster that is connected"
-        drive = _Drive(self.spec, cluster.address, cluster.environment, self._placement_timeout_seconds)
+        drive = _Drive(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
         await self._start_child(_drive_ray, drive)
 
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[_Answer]") -> None:
@@ -581,13 +579,21 @@ def _ray_environment(address: str | None) -> dict[str, str]:
 
 def _hold_cluster(
     pipe: socket.socket,
-    _: socket.socket,
+    lifeline: socket.socket,
     environment: dict[str, str],
     num_cpus: int,
     object_store_bytes: int,
     directory: str,
 ) -> None:
-    """Tells the address. Ray's processes end with the thread that started them: this one, which ends with the first."""
+    """Tells the address. The cluster ends with the first of its processes that ends.
+
+    Ray's own way, processes that end with those that started them, leaves its agents for a minute, in which they want
+    to tell a head that is gone that their raylet is. So all that it starts here is one process group, and ends as one;
+    but for the actors, each a group of its own, which end without their raylet.
+    """
+    os.setpgid(0, 0)
+    if sys.platform == "linux":
+        _kill_on_hang_up(lifeline, -os.getpid())
     os.environ.update(environment)
     import ray
 

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 
 import numpy as np
 import psutil
@@ -32,8 +33,7 @@ def ray_cluster() -> Iterator[RayCluster]:
 def new_pool(request: pytest.FixtureRequest) -> NewPool:
     if request.param == "local":
         return LocalPool
-    request.getfixturevalue("ray_cluster")
-    return RayPool
+    return partial(RayPool, cluster=request.getfixturevalue("ray_cluster"))
 
 
 @asynccontextmanager

@@ -10,12 +10,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.pool import RayCluster
 from trainhouse.workers.verbs import RunSpec
 
 
@@ -34,9 +36,9 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 
 @asynccontextmanager
-async def recording(nodes: RayNodes) -> AsyncIterator[WorkerDispatch]:
+async def recording(address: str | None) -> AsyncIterator[WorkerDispatch]:
     model = WorkerConfig(ServedModel("tiny", "tiny"), device="cpu")
-    dispatch = WorkerDispatch(DispatchConfig((model,), pool="ray", ray_address=nodes.address, worker=RECORDING))
+    dispatch = WorkerDispatch(DispatchConfig((model,), pool="ray", ray_address=address, worker=RECORDING))
     await dispatch.start(lambda _: None)
     try:
         await create(dispatch, "a")
@@ -58,6 +60,13 @@ async def until(condition: Callable[[], bool], seconds: float) -> float:
     return time.monotonic() - started
 
 
+def rays_processes() -> list[psutil.Process]:
+    """Those of the clusters that this process has started and that have a head."""
+    heads = [each for each in psutil.Process().children(recursive=True) if each.name() == "gcs_server"]
+    holders = [head.parent() for head in heads]
+    return [each for holder in holders if holder for each in [holder, *holder.children(recursive=True)]]
+
+
 def says(dispatch: WorkerDispatch, text: str) -> Callable[[], bool]:
     return lambda: text in (dispatch.status("tiny") or "")
 
@@ -67,7 +76,7 @@ def test_workers_lost_with_their_node_come_back_on_another(nodes: RayNodes) -> N
     async def check() -> None:
         nodes.start_head(num_cpus=0)
         first = nodes.start_node(num_cpus=1)
-        async with recording(nodes) as dispatch:
+        async with recording(nodes.address) as dispatch:
             before = dispatch.pids("tiny")
             assert set(before) <= {each.pid for each in first.children(recursive=True)}
             second = nodes.start_node(num_cpus=1)
@@ -84,7 +93,7 @@ def test_workers_lost_with_their_node_come_back_on_another(nodes: RayNodes) -> N
 def test_the_head_is_restarted_and_the_workers_start_on_it_again(nodes: RayNodes) -> None:
     async def check() -> None:
         head = nodes.start_head(num_cpus=1)
-        async with recording(nodes) as dispatch:
+        async with recording(nodes.address) as dispatch:
             for _ in range(2):
                 nodes.kill(head)
                 await until(says(dispatch, f"the Ray cluster at {nodes.address} cannot be reached"), 15)
@@ -100,11 +109,42 @@ def test_the_head_is_restarted_and_the_workers_start_on_it_again(nodes: RayNodes
 def test_a_worker_that_is_killed_comes_back_on_the_same_cluster(nodes: RayNodes) -> None:
     async def check() -> None:
         nodes.start_head(num_cpus=1)
-        async with recording(nodes) as dispatch:
+        async with recording(nodes.address) as dispatch:
             [before] = dispatch.pids("tiny")
             os.kill(before, signal.SIGKILL)
             await until(lambda: not dispatch.is_up("tiny"), 5)
             await create(dispatch, "b")
             assert dispatch.pids("tiny") != [before]
+
+    run(check())
+
+
+@pytest.mark.full
+def test_a_cluster_of_our_own_that_loses_its_head_ends_whole_and_another_one_starts() -> None:
+    async def check() -> None:
+        async with recording(None) as dispatch:
+            first = rays_processes()
+            assert len(first) > 5
+            next(each for each in first if each.name() == "gcs_server").kill()
+            await until(lambda: not dispatch.is_up("tiny"), 10)
+            await create(dispatch, "b")
+            assert psutil.wait_procs(first, timeout=10)[1] == []
+            assert rays_processes() and not set(rays_processes()) & set(first)
+
+    run(check())
+
+
+@pytest.mark.full
+def test_a_cluster_that_is_just_started_again_can_be_left() -> None:
+    async def check() -> None:
+        cluster = RayCluster()
+        await cluster.connect(num_cpus=1)
+        first = rays_processes()
+        first[0].kill()
+        second: list[psutil.Process] = []
+        await until(lambda: bool(second.extend(set(rays_processes()) - set(first)) or second), 30)
+        await asyncio.wait_for(cluster.disconnect(), 20)
+        assert psutil.wait_procs([*first, *second], timeout=10)[1] == []
+        assert rays_processes() == []
 
     run(check())

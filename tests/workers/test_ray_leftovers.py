@@ -19,8 +19,7 @@ import pytest
 from trainhouse.tests.live import live_server
 from trainhouse.tests.workers.ray_nodes import ray_nodes
 
-SECONDS = {"local": 15, "ray": 100}
-"""In which all must be gone. Two agents of Ray's, whose raylet was killed, look for its head for a minute."""
+SECONDS = 15  # in which all must be gone
 
 SERVES = """
 import asyncio
@@ -113,8 +112,8 @@ def serving(*arguments: str) -> Iterator[list[int]]:
             server.kill()
 
 
-def all_gone(traces: Traces, held: Held, pool: str) -> None:
-    deadline = time.monotonic() + SECONDS[pool]
+def all_gone(traces: Traces, held: Held) -> None:
+    deadline = time.monotonic() + SECONDS
     while (rest := [*traces.processes(), *traces.left_files(), *held.rest()]) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert rest == []
@@ -133,7 +132,7 @@ def test_workers_whose_server_is_killed_leave_nothing(pool: str, traces: Traces)
         held = traces.held()
         assert len(held.processes) >= 3 and traces.left_files()
         assert {host for host, _ in held.ports} == ({"127.0.0.1"} if pool == "ray" else set())
-    all_gone(traces, held, pool)
+    all_gone(traces, held)
 
 
 @pytest.mark.full
@@ -147,7 +146,7 @@ def test_a_server_that_ends_leaves_its_state_alone(
         assert held.ports and traces.left_files()
         server.process.send_signal(ending)
         assert server.process.wait(30) == (0 if ending == signal.SIGTERM else -ending)
-    all_gone(traces, held, pool)
+    all_gone(traces, held)
 
 
 @pytest.mark.full
@@ -163,6 +162,6 @@ def test_a_cluster_of_others_has_its_place_again(ending: signal.Signals, traces:
                 assert actor in head.children(recursive=True)
                 if ending == signal.SIGSTOP:
                     actor.suspend()
-            psutil.wait_procs([actor], SECONDS["local"])
+            psutil.wait_procs([actor], SECONDS)
             assert not actor.is_running()
     shutil.rmtree(directory)

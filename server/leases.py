@@ -63,6 +63,7 @@ class Lease:
         # When it was last renewed, as the database says it; and when that was first seen, by our clock.
         self._expires_at = 0.0
         self._seen_at = -math.inf
+        self._rests_until = -math.inf
 
     async def prepare(self, state_dir: Path) -> None:
         """Before it is first tried for: where nobody has ever had it, the live state is empty. Raises OSError."""
@@ -74,7 +75,8 @@ class Lease:
         may_be_free = True
         while True:
             try:
-                if may_be_free and (tenure := await self._try()) is not None:
+                is_resting = awake_seconds() < self._rests_until
+                if may_be_free and not is_resting and (tenure := await self._try()) is not None:
                     return tenure
                 may_be_free = await self._look()
             except SQLAlchemyError as error:
@@ -91,6 +93,11 @@ class Lease:
     async def release(self) -> None:
         """Others may take it at once. Raises SQLAlchemyError."""
         await self._store.release_leases(self._holder)
+
+    async def give_up(self, seconds: float) -> None:
+        """As `release`, by who cannot use it: not to be tried for meanwhile, so that another server may be faster."""
+        self._rests_until = awake_seconds() + seconds
+        await self.release()
 
     async def _try(self) -> "Tenure | None":
         sent_at = awake_seconds()

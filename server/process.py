@@ -37,6 +37,7 @@ from .services import Services
 from .standby import Held, Standby, Switch, TakingOver
 from .stopping import drain
 from .store import LeaseLost, Store, open_store
+from .store.outages import OUTAGES
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +46,8 @@ _ANSWER_SECONDS = 1.0
 """Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
 _HOLDER_SECONDS = 0.5
 """How soon those that wait for a holder hear that it is another one."""
+_REST_SECONDS = 5.0
+"""Between two turns of a server that could not take the first: others, which look twice a second, come before it."""
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
@@ -94,12 +97,12 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
 
         def announce(words: str) -> None:
             write_ready(url)
-            print(words, flush=True)
+            say(words)
 
         if config.database_url is None:
             async with _leading(config, None) as app:
-                say = partial(announce, greeting(config, url, has_keys))
-                await _Http(config, app, lambda: app.state.services, say).run_until_cancelled(listener)
+                on_ready = partial(announce, greeting(config, url, has_keys))
+                await _Http(config, app, lambda: app.state.services, on_ready).run_until_cancelled(listener)
         else:
             advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
             async with _lease(config, advertised) as lease:
@@ -167,6 +170,7 @@ class _Turns:
         self._standby = Standby(lease)
         self._switch = Switch(TakingOver())
         self._services: Services | None = None
+        self._is_stopping = False
 
     async def run(self, listener: socket.socket) -> None:
         """Until it is cancelled, or cannot take its turn. Raises StartError."""
@@ -176,6 +180,7 @@ class _Turns:
         try:
             await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
         finally:
+            self._is_stopping = True
             self._standby.drop_all()
             for task in (serving, turns):  # nothing is closed before the doors are
                 task.cancel()
@@ -186,10 +191,23 @@ class _Turns:
                 task.result()
 
     async def _take_turns(self) -> None:
-        while True:
+        while not self._is_stopping:
             tenure = await self._taken()
             self._switch.target = TakingOver()
-            await self._lead(tenure)
+            try:
+                await self._lead(tenure)
+            except (LeaseLost, TenureOver) as error:
+                logger.error("%s", error)
+            except (OSError, *OUTAGES) as error:
+                logger.error("this server cannot take its turn now (%s), and tries again: another one may", error)
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        self._switch.target = self._standby
+        try:
+            await self._lease.give_up(_REST_SECONDS)
+        except SQLAlchemyError as error:
+            logger.error("the lease was not given back, and runs out by itself: %s", error)
 
     async def _taken(self) -> Tenure:
         taking, told = asyncio.create_task(self._lease.taken()), None
@@ -205,8 +223,8 @@ class _Turns:
         return taking.result()
 
     async def _lead(self, tenure: Tenure) -> None:
-        """Until another server has the lease. Raises StartError."""
-        print(f"taking over, as number {tenure.record.epoch}", flush=True)
+        """Until another server has the lease. Raises StartError, and OSError or an outage where another turn may go."""
+        say(f"taking over, as number {tenure.record.epoch}")
         keeping = asyncio.create_task(tenure.keep())
         try:
             async with _leading(self._config, await self._live_state(tenure)) as app:
@@ -217,8 +235,6 @@ class _Turns:
                 self._switch.target, self._services = self._standby, None
                 app.state.services.futures.stop_waiting()
                 app.state.services.samplers.stop_drawing()
-        except (LeaseLost, TenureOver) as error:
-            logger.error("%s", error)
         finally:
             self._services = None
             keeping.cancel()
@@ -226,7 +242,7 @@ class _Turns:
     async def _live_state(self, tenure: Tenure) -> LiveState:
         try:
             directory = await asyncio.to_thread(tenure.take_live_state, self._config.state_dir)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise StartError(str(error)) from None
         return LiveState(directory, tenure)
 
@@ -281,15 +297,30 @@ def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
     )
 
 
+def say(words: str) -> None:
+    """On standard output, which may be a file on a full disk: no work stops for that."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
+
+
 @contextlib.contextmanager
 def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
-    """Yields what writes the URL there at once and whole; removed at the end."""
+    """Yields what writes the URL there at once and whole; again: no-op. Removed at the end.
+
+    Writing raises StartError.
+    """
+    is_written = False
 
     def write(url: str) -> None:
-        if path is not None:
+        nonlocal is_written
+        if path is not None and not is_written:
             aside = path.with_name(f"{path.name}.{os.getpid()}")
-            aside.write_text(f"{url}\n")
-            aside.replace(path)
+            try:
+                aside.write_text(f"{url}\n")
+                aside.replace(path)
+            except OSError as error:
+                raise StartError(f"ready file {path} cannot be written: {error.strerror}") from None
+            is_written = True
 
     try:
         yield write
@@ -323,7 +354,7 @@ async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
     """The workers with their models loaded; ended on leaving. Raises StartError."""
     try:
         dispatch = WorkerDispatch(config.dispatch_config())
-        await dispatch.start(lambda message: print(message, flush=True))
+        await dispatch.start(say)
     except (ValueError, OSError, OperationError) as error:
         raise StartError(str(error)) from None
     try:
@@ -371,7 +402,7 @@ class _Http(uvicorn.Server):
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            print("stopping: what was accepted may be done, and open requests end", flush=True)
+            say("stopping: what was accepted may be done, and open requests end")
             if (services := self._services()) is not None:
                 await drain(services, self._drain_seconds)
             self.should_exit = True

@@ -9,7 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from trainhouse.server import process
 from trainhouse.server.app import LiveState
+from trainhouse.server.claim import StartError
 from trainhouse.server.cli import main
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.leases import Lease, TenureOver
@@ -17,6 +19,7 @@ from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, 
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import MODEL, Run, Server, batch, running_server, server_config
+from .test_standby import until
 
 pytestmark = pytest.mark.anyio
 
@@ -120,6 +123,34 @@ async def test_what_a_former_holder_answered_the_next_one_answers_too(
         assert (await former.retrieve(submitted)).status_code == 503
         assert await latter.result(submitted) == answered
         assert "error" not in await Run(latter, run.model_id, run.session_id).do("optim_step", seq_id=2)
+
+
+async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
+    tmp_path: Path, postgres_url: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process, "_REST_SECONDS", 2.0)
+    state, elsewhere, no_model = (tmp_path / name for name in ("state", "elsewhere", "no-model"))
+    for directory in (state, no_model):  # without a model the turn that it does take is a short one
+        directory.mkdir()
+    config = server_config(no_model, state, database_url=postgres_url)
+    stores = [open_store(config.store_config()) for _ in range(2)]
+    mine, other = (Lease(store, [MODEL], f"http://{name}", 60.0) for store, name in zip(stores, "ab", strict=True))
+    await mine.prepare(state)
+    state.rename(elsewhere)
+    said: list[str] = []
+    with process.bound("127.0.0.1", 0) as listener:
+        running = asyncio.create_task(process._Turns(config, mine, lambda: "working", said.append).run(listener))
+        await until(lambda: "cannot take its turn now ([Errno 2] No such file" in caplog.text)
+        await asyncio.wait_for(other.taken(), 30)  # well before a lease of 60 s runs out
+        await until(lambda: said)
+        assert said == ["standing by: http://b has the lease"] and not running.done()
+        elsewhere.rename(state)
+        await other.release()
+        with pytest.raises(StartError, match="no-model"):
+            await asyncio.wait_for(running, 60)
+    assert (state / "live-3").exists()
+    for store in stores:
+        store.close()
 
 
 def test_a_server_that_does_not_see_the_shared_directory_does_not_start(

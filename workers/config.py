@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from .parallel.spec import SINGLE, ParallelSpec
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -24,6 +26,8 @@ class WorkerConfig:
     kv_cache_bytes: budget of the sampler's key/value cache.
     adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
     page_directory: for the adapters on disk; None = that of the system for temporary files.
+    parallel, rank: the ranks that hold the model together, and which of them this one is.
+    is_local: whether all of them are on this machine.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
         and is killed and started anew.
     """
@@ -41,6 +45,9 @@ class WorkerConfig:
     adapter_slots: int = 64
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
+    parallel: ParallelSpec = SINGLE
+    rank: int = 0
+    is_local: bool = True
     hang_seconds: float = 60.0
 
 

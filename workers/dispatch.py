@@ -19,6 +19,7 @@ from .config import SamplingConfig, WorkerConfig
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .footprint import check_fit, runs_on_cpu
 from .group import Group, OnProgress
+from .parallel.spec import SINGLE
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
@@ -224,7 +225,7 @@ class WorkerDispatch:
     def _new_pool(self, model: WorkerConfig) -> Pool:
         spec = PoolSpec(
             worker=self._config.worker,
-            configs=(model,),
+            configs=_of_ranks(model, is_local=self._cluster is None),
             threads=model.threads,
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
@@ -258,16 +259,25 @@ def _check_weights(weights: Mapping[str, float]) -> None:
 
 def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
     """What our processes that only sample the model are built of."""
+    alone = replace(model, parallel=SINGLE)
     if sampling.vllm is not None:
         devices = ",".join(sampling.devices) or model.device
-        return [] if sampling.vllm.urls else [replace(model, device=devices)]
+        return [] if sampling.vllm.urls else [replace(alone, device=devices)]
     devices = sampling.devices or (model.device,)
-    return [replace(model, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+    return [replace(alone, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+
+
+def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
+    return tuple(replace(model, rank=rank, is_local=is_local) for rank in range(model.parallel.num_ranks))
 
 
 def _copies(config: DispatchConfig) -> list[WorkerConfig]:
     """One for each process that holds a base model."""
-    return [copy for model in config.models for copy in (model, *_samplers(model, config.sampling))]
+    return [
+        copy
+        for model in config.models
+        for copy in (*_of_ranks(model, is_local=config.pool == "local"), *_samplers(model, config.sampling))
+    ]
 
 
 def _with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:

@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -20,6 +20,7 @@ from .footprint import gigabytes, loaded_bytes
 from .patience import Patience
 from .pool import NoPlace, Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
+from .ranks import Ranks
 from .shares import PassLimits
 from .snapshots import Snapshots
 from .suspects import Suspects
@@ -72,7 +73,7 @@ class Group:
         self._new_pool = new_pool
         self._limits = limits
         self._slice_milliseconds = slice_milliseconds
-        self._pool: Pool | None = None
+        self._ranks: Ranks | None = None
         self._lane: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._turns = Turns(_KINDS)
@@ -102,7 +103,7 @@ class Group:
         on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
         try:
-            await self._open_pool()
+            await self._open_ranks()
         except (WorkerDied, WorkerError, OSError, EOFError) as error:
             raise ValueError(f"base model {self.name} does not load from {source}: {error}") from error
         seconds = time.monotonic() - started
@@ -116,8 +117,8 @@ class Group:
             self._lane.cancel()
             await asyncio.wait({self._lane})
         self._fail_all(lambda _: OperationError("the server is shutting down", "server"))
-        if self._pool is not None:
-            await self._pool.close()
+        if self._ranks is not None:
+            await self._ranks.close()
 
     def status(self) -> str | None:
         """What the work on this model waits for, in words; None when there is none."""
@@ -138,7 +139,7 @@ class Group:
         return f"; {self._queue.num_tokens} tokens wait for {passes}"
 
     def pids(self) -> list[int]:
-        return self._pool.pids if self._pool else []
+        return self._ranks.pids if self._ranks else []
 
     async def submit(self, key: str, tenant_id: str, item: Item) -> Any:
         """The item's answer. key: the run (or adapter) whose items run in the order in which they are submitted."""
@@ -212,32 +213,32 @@ class Group:
             self._fail_all(lambda _: OperationError(message, "server"))
 
     async def _serve(self) -> None:
-        pool = self._opened()
+        ranks = self._opened()
         while True:
-            kind = self._turns.next(await self._wait_for_work(pool))
+            kind = self._turns.next(await self._wait_for_work(ranks))
             started = time.monotonic()
             match kind:
                 case "verbs":
-                    await self._run_verb(pool)
+                    await self._run_verb(ranks)
                 case "snapshots":
-                    await self._go_on_with_snapshots(pool)
+                    await self._go_on_with_snapshots(ranks)
                 case "sampling":
-                    await self._run_slice(pool)
+                    await self._run_slice(ranks)
                 case _:
-                    await self._train(pool)
+                    await self._train(ranks)
             self._turns.spent(kind, time.monotonic() - started)
 
-    async def _wait_for_work(self, pool: Pool) -> list[str]:
+    async def _wait_for_work(self, ranks: Ranks) -> list[str]:
         """The kinds of it that there are."""
         # Who has just been answered may have more, which is to be in the next pass.
         await asyncio.sleep(0)
-        while not pool.death.done():
+        while not ranks.death.done():
             if wanted := [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]:
                 return wanted
             self._wake.clear()
             await self._wake.wait()
         # Before anything is taken, which would be suspected of it.
-        raise pool.death.result()
+        raise ranks.death.result()
 
     def _wants(self) -> tuple[bool, bool, bool, bool]:
         sampling = bool(self._joining or self._sampling or self._cancelled)
@@ -246,49 +247,50 @@ class Group:
     def _wants_snapshots(self) -> bool:
         return self._snapshots.due or (self._queue.wants_snapshot and self._snapshots.has_room)
 
-    async def _go_on_with_snapshots(self, pool: Pool) -> None:
+    async def _go_on_with_snapshots(self, ranks: Ranks) -> None:
         if self._snapshots.due:
-            await self._ask_for_snapshots(pool)
+            await self._ask_for_snapshots(ranks)
         else:
-            await self._begin_snapshot(pool)
+            await self._begin_snapshot(ranks)
 
-    async def _ask_for_snapshots(self, pool: Pool) -> None:
-        answers = await self._call(pool, (), "ended_snapshots")
+    async def _ask_for_snapshots(self, ranks: Ranks) -> None:
+        answers = await self._call((), self._verb(ranks, "ended_snapshots"))
         is_failure = isinstance(answers, Failure)
         ended = self._snapshots.failed(answers) if is_failure else self._snapshots.ended(answers)
         for work, answer in ended:
             _settle(work.answer, answer)
 
-    async def _begin_snapshot(self, pool: Pool) -> None:
+    async def _begin_snapshot(self, ranks: Ranks) -> None:
         work = self._queue.take_snapshot()
         self._running = [work]
         snapshot_id = self._snapshots.next_id()
-        answer = await self._call(pool, [work], "begin_snapshot", snapshot_id, work.key, work.item.directory)
+        verb = self._verb(ranks, "begin_snapshot", snapshot_id, work.key, work.item.directory)
+        answer = await self._call([work], verb)
         if isinstance(answer, Failure):
             _settle(work.answer, answer)
         else:
             self._snapshots.begun(snapshot_id, work)
         self._running = []
 
-    async def _run_verb(self, pool: Pool) -> None:
+    async def _run_verb(self, ranks: Ranks) -> None:
         work = self._queue.take_verb()
         self._running = [work]
-        answer = await self._call(pool, [work], work.item.method, *work.item.arguments)
+        answer = await self._call([work], self._verb(ranks, work.item.method, *work.item.arguments))
         self._note(work.key, work.item, answer)
         _settle(work.answer, answer)
         self._running = []
 
-    async def _train(self, pool: Pool) -> None:
+    async def _train(self, ranks: Ranks) -> None:
         if self._queue.steps_are_next():
-            await self._run_steps(pool)
+            await self._run_steps(ranks)
         else:
-            await self._run_pass(pool)
+            await self._run_pass(ranks)
 
-    async def _run_steps(self, pool: Pool) -> None:
+    async def _run_steps(self, ranks: Ranks) -> None:
         works = self._running = self._queue.take_steps()
         steps = tuple(self._with_refusal(work.item) for work in works)
         hang_seconds = self._patience.with_steps(len(steps))
-        answers = await self._call(pool, works, "apply_steps", steps, hang_seconds=hang_seconds)
+        answers = await self._call(works, ranks.call("apply_steps", steps, hang_seconds=hang_seconds))
         if not isinstance(answers, Failure):
             self._forget_incomplete(work.key for work in works)
         for work, answer in zip(works, _one_each(answers, len(works)), strict=True):
@@ -296,14 +298,14 @@ class Group:
             self._suspect_runs.passed(work.key, work.item.seq_id or None)
         self._running = []
 
-    async def _run_pass(self, pool: Pool) -> None:
+    async def _run_pass(self, ranks: Ranks) -> None:
         pieces = self._queue.take_pass()
         # The others still wait in the queue, for their next passes.
         self._running = [piece.work for piece in pieces if piece.last]
         works, work = [piece.work for piece in pieces], Pass(tuple(piece.part for piece in pieces))
         cost, started = sum(piece.cost for piece in pieces), time.monotonic()
         hang_seconds = self._patience.with_pass(cost, len({each.key for each in works}))
-        answers = await self._call(pool, works, "run_pass", work, hang_seconds=hang_seconds)
+        answers = await self._call(works, ranks.run_pass(work, hang_seconds))
         self._patience.passes.took(cost, time.monotonic() - started)
         if isinstance(answers, Failure):
             self._incomplete |= {each.work.key: answers.message for each in pieces if not each.work.item.forward_only}
@@ -327,19 +329,11 @@ class Group:
         _settle(piece.work.answer, answer)
         self._suspect_runs.passed(piece.work.key, piece.work.item.seq_id or None)
 
-    async def _call(
-        self,
-        pool: Pool,
-        about: "Sequence[Work[Any] | _Sampling]",
-        method: str,
-        *arguments: object,
-        hang_seconds: float | None = None,
-    ) -> Any:
-        """With one rank per group, that rank's answer; a Failure when it has none. hang_seconds: None = a verb's."""
+    async def _call(self, about: "Sequence[Work[Any] | _Sampling]", call: Awaitable[Any]) -> Any:
+        """The answer of the ranks; a Failure when they have none."""
         self._in_call = about
-        hang_seconds = hang_seconds or self._patience.with_verb(method)
         try:
-            [answer] = await pool.call(method, *arguments, hang_seconds=hang_seconds)
+            answer = await call
         except WorkerDied:
             raise
         except Exception as error:
@@ -347,7 +341,10 @@ class Group:
         self._in_call = ()
         return answer
 
-    async def _run_slice(self, pool: Pool) -> None:
+    def _verb(self, ranks: Ranks, method: str, *arguments: object) -> Awaitable[Any]:
+        return ranks.call(method, *arguments, hang_seconds=self._patience.with_verb(method))
+
+    async def _run_slice(self, ranks: Ranks) -> None:
         joining = self._take_joining()
         work = Slice(
             join=tuple(waiting.job for waiting in joining.values()),
@@ -357,13 +354,8 @@ class Group:
         self._sampling |= joining
         self._cancelled = []
         started = time.monotonic()
-        result: SliceResult | Failure = await self._call(
-            pool,
-            tuple(self._sampling.values()),
-            "sample_slice",
-            work,
-            hang_seconds=self._patience.with_slice(work.budget_milliseconds),
-        )
+        call = ranks.run_slice(work, self._patience.with_slice(work.budget_milliseconds))
+        result: SliceResult | Failure = await self._call(tuple(self._sampling.values()), call)
         self._patience.slices.took(1.0, time.monotonic() - started)
         if isinstance(result, Failure):
             # Nobody knows how far the slice came, so none of its requests can go on.
@@ -469,7 +461,7 @@ class Group:
     async def _try_to_open(self) -> bool:
         await asyncio.sleep(_PLACE_SECONDS if self._no_place else self._backoff.next_delay())
         try:
-            await self._open_pool()
+            await self._open_ranks()
         except NoPlace as error:
             if str(error) != str(self._no_place):
                 logger.error("base model %s has no place: %s", self.name, error)
@@ -486,17 +478,17 @@ class Group:
         logger.warning("base model %s is back", self.name)
         return True
 
-    async def _open_pool(self) -> None:
-        self._pool = self._new_pool(self._config)
+    async def _open_ranks(self) -> None:
+        self._ranks = Ranks(self._new_pool(self._config), self._config.parallel)
         # The first time someone watches, and the model may have to be downloaded.
-        await self._pool.start(self._patience.loading_seconds if self.num_deaths else math.inf)
-        self._pool.death.add_done_callback(lambda _: self._wake.set())
+        await self._ranks.start(self._patience.loading_seconds if self.num_deaths else math.inf)
+        self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
-        [self.info, *_] = await self._pool.call("info", hang_seconds=self._patience.with_verb("info"))
+        self.info = await self._verb(self._ranks, "info")
 
-    def _opened(self) -> Pool:
-        assert self._pool is not None, "the lane runs only after start()"
-        return self._pool
+    def _opened(self) -> Ranks:
+        assert self._ranks is not None, "the lane runs only after start()"
+        return self._ranks
 
 
 @dataclass(eq=False)

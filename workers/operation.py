@@ -9,6 +9,7 @@ import numpy as np
 from ..schemas.errors import OperationError
 from ..schemas.training import Datum, ForwardBackwardRequest
 from .losses import LOSSES, Loss
+from .verbs import Share
 
 TARGETS = "target_tokens"
 
@@ -30,9 +31,10 @@ class Row:
 
 @dataclass(frozen=True, eq=False)
 class Operation:
-    """A checked request, or the part of one whose rows start at number first_datum. weight: multiplies its loss.
+    """A checked request, or a rank's share of a part of one. weight: multiplies its loss.
 
-    num_tokens: positions that count in the loss. denominator: see Loss.denominator.
+    numbers: of the rows, in the whole operation. num_tokens: positions that count in the loss. denominator: see
+    Loss.denominator.
     """
 
     loss_name: str
@@ -42,7 +44,7 @@ class Operation:
     rows: tuple[Row, ...]
     num_tokens: int
     denominator: float
-    first_datum: int = 0
+    numbers: Sequence[int]
 
     @cached_property
     def loss_key(self) -> tuple[Hashable, ...]:
@@ -51,25 +53,26 @@ class Operation:
         return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
 
 
-def read_operation(request: ForwardBackwardRequest, limits: ModelLimits, first_datum: int = 0) -> Operation:
-    """first_datum: number of the request's first datum in the whole operation.
+def read_operation(request: ForwardBackwardRequest, limits: ModelLimits, share: Share | None = None) -> Operation:
+    """share: what the request's data are of the whole operation, None = all of it.
 
     Raises OperationError naming the datum, the value and the remedy.
     """
+    share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in LOSSES:
         raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(LOSSES)}")
-    if not request.data:
+    if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
     loss = LOSSES[request.loss_fn]
     config = _read_config(request, loss)
-    for i, datum in enumerate(request.data, first_datum):
+    for i, datum in zip(share.numbers, request.data, strict=True):
         _check_names(i, datum, request.loss_fn, loss)
         _check_shapes(i, datum, request.loss_fn, loss, limits)
-    _check_ids("model_input", [datum.tokens for datum in request.data], limits, first_datum)
-    _check_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in request.data], limits, first_datum)
+    _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.numbers)
+    _check_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in request.data], limits, share.numbers)
     rows = tuple(_row(datum, loss, config) for datum in request.data)
     for name in (*loss.required, *loss.optional):
-        _check_finite(name, rows, first_datum)
+        _check_finite(name, rows, share.numbers)
     counts = [row.inputs[loss.counted_by] for row in rows]
     return Operation(
         loss_name=request.loss_fn,
@@ -78,8 +81,8 @@ def read_operation(request: ForwardBackwardRequest, limits: ModelLimits, first_d
         weight=_loss_weight(request),
         rows=rows,
         num_tokens=sum(map(_num_counted, counts)),
-        denominator=loss.denominator(np.concatenate([count.ravel() for count in counts])),
-        first_datum=first_datum,
+        denominator=loss.denominator(_joined(counts)),
+        numbers=share.numbers,
     )
 
 
@@ -145,39 +148,43 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
             )
 
 
-def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, first_datum: int) -> None:
-    ids = np.concatenate([array.ravel() for array in arrays])
-    if ids.min() >= 0 and ids.max() < limits.vocab_size:
+def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers: Sequence[int]) -> None:
+    ids = _joined(arrays)
+    if not ids.size or (ids.min() >= 0 and ids.max() < limits.vocab_size):
         return
     at = int(np.argmax((ids < 0) | (ids >= limits.vocab_size)))
     datum, position = _find(at, arrays)
     remedy = "; give a position that is to be ignored weight or advantage 0" if name == TARGETS else ""
     raise OperationError(
-        f"datum {first_datum + datum}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
+        f"datum {numbers[datum]}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
         f" {limits.vocab_size}: ids go from 0 to {limits.vocab_size - 1}{remedy}"
     )
 
 
-def _check_finite(name: str, rows: tuple[Row, ...], first_datum: int) -> None:
+def _check_finite(name: str, rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
     """The sampler's log-probabilities may be anything where nothing reads them: prompts often have none."""
     arrays = [row.inputs[name] for row in rows]
-    values = np.concatenate([array.ravel() for array in arrays])
+    values = _joined(arrays)
     if np.isfinite(values).all():
         return
     if name == "logprobs":
-        values = np.where(np.concatenate([_reads_logprobs(row) for row in rows]), values, 0.0)
+        values = np.where(_joined([_reads_logprobs(row) for row in rows]), values, 0.0)
         if np.isfinite(values).all():
             return
     at = int(np.argmin(np.isfinite(values)))
     datum, position = _find(at, arrays)
     raise OperationError(
-        f"datum {first_datum + datum}: {name} is {values[at]} at position {position}: it must be finite"
+        f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite"
     )
 
 
 def _reads_logprobs(row: Row) -> np.ndarray:
     advantages = row.inputs["advantages"]
     return (advantages != 0) | (row.inputs.get("sequence_ratio_mask", advantages) != 0)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
 
 
 def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:

@@ -14,6 +14,7 @@ from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .lora import Adapter, Window
 from .memory import is_out_of_memory
+from .parallel.mesh import Mesh
 from .verbs import Failure, Step
 
 _NORM_PART = 1 << 14
@@ -49,16 +50,22 @@ class Update:
         }
 
 
-def apply_steps(adapters: Sequence[Adapter], steps: Sequence[Step]) -> list[dict[str, float] | Failure]:
+def apply_steps(
+    adapters: Sequence[Adapter], steps: Sequence[Step], mesh: Mesh | None = None
+) -> list[dict[str, float] | Failure]:
     """A step of each adapter; all are on the device, and none is there twice. Each is as if it were alone.
+
+    On all ranks of a mesh at once, which add up their gradients before.
 
     Consumes the windows; answers grad_norm (scaled, before clipping), clipped, lr, step, num_tokens and loss sums.
     A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
     window is then cleared), on a gradient_scale or eps that is no use, and when there is no memory for the optimizer
     (the window then stays).
     """
-    checked = [_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)]
+    mesh = mesh or Mesh()
+    checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
     updates = [each for each in checked if isinstance(each, Update)]
+    add_up([update.gradient for update in updates], mesh)
     _multiply([update.gradient for update in updates], [update.scale for update in updates])
     for update, norm in zip(updates, global_norms([update.gradient for update in updates]), strict=True):
         update.norm = norm
@@ -66,6 +73,22 @@ def apply_steps(adapters: Sequence[Adapter], steps: Sequence[Step]) -> list[dict
     _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
     _adamw(finite)
     return [_answer(each) if isinstance(each, Update) else each for each in checked]
+
+
+def add_up(gradients: Sequence[Tensor], mesh: Mesh) -> None:
+    """In place over all ranks, in one exchange."""
+    if mesh.is_single or not gradients:
+        return
+    whole = mesh.all.sum(torch.cat([gradient.flatten() for gradient in gradients]))
+    for gradient, summed in zip(gradients, whole.split([len(gradient) for gradient in gradients]), strict=True):
+        gradient.copy_(summed)
+
+
+def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:
+    """What one rank cannot do, none does."""
+    told = mesh.exchange([each if isinstance(each, Failure) else None for each in checked])
+    failures = [next((each for each in of_step if each is not None), None) for of_step in zip(*told, strict=True)]
+    return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
 def _check(adapter: Adapter, step: Step) -> Update | Failure:

@@ -110,7 +110,8 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            self.pids = await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds)
+            answers = await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds)
+            self.pids = _raised(answers)
         except BaseException:
             await self.close()
             raise
@@ -123,11 +124,21 @@ class Pool(abc.ABC):
         WorkerDied at once when a rank dies. Calls that overlap are made in the order in which they began. A caller that
         is cancelled leaves the call running; its result is dropped.
         """
+        return _raised(await self.answers(method, *arguments, hang_seconds=hang_seconds))
+
+    async def answers(self, method: str, *arguments: object, hang_seconds: float = math.inf) -> list[Any]:
+        """As `call`, with what a rank raised in the place of its result; raises WorkerDied alone."""
         if any(isinstance(each, PerRank) for each in arguments):
             messages = [encode((method, row)) for row in self._by_rank(arguments)]
         else:
             messages = [encode((method, arguments))] * len(self.spec.configs)
         return await self._gather(messages, method, hang_seconds)
+
+    def kill(self, reason: str) -> WorkerDied:
+        """All ranks, at once; returns their death."""
+        self._died(f"{reason}, so it was killed")
+        self._kill_ranks()
+        return self.death.result()
 
     async def close(self) -> None:
         """Ends the ranks. Calls under way raise WorkerDied."""
@@ -164,8 +175,8 @@ class Pool(abc.ABC):
             raise self.death.result()
         for rank, answer in enumerate(answers):
             if answer.error is not None:
-                raise self._logged(answer.error, rank, method)
-        return [answer.value for answer in answers]
+                self._log(answer.error, rank, method)
+        return [answer.value if answer.error is None else answer.error for answer in answers]
 
     @contextlib.contextmanager
     def _killed_after(self, seconds: float, method: str) -> Iterator[None]:
@@ -173,15 +184,12 @@ class Pool(abc.ABC):
         if seconds == math.inf:
             yield
             return
-        timer = asyncio.get_running_loop().call_later(seconds, self._kill, method, seconds)
+        reason = f"it hung: {method} had no answer after {seconds:.0f} s"
+        timer = asyncio.get_running_loop().call_later(seconds, self.kill, reason)
         try:
             yield
         finally:
             timer.cancel()
-
-    def _kill(self, method: str, seconds: float) -> None:
-        self._died(f"it hung: {method} had no answer after {seconds:.0f} s, so it was killed")
-        self._kill_ranks()
 
     def _expect(self) -> "asyncio.Future[_Answer]":
         answer: asyncio.Future[_Answer] = asyncio.get_running_loop().create_future()
@@ -189,10 +197,9 @@ class Pool(abc.ABC):
         answer.add_done_callback(self._expected.discard)
         return answer
 
-    def _logged(self, error: Exception, rank: int, method: str) -> Exception:
+    def _log(self, error: Exception, rank: int, method: str) -> None:
         if isinstance(error, WorkerError):
             logger.error("rank %d of %s: %s failed\n%s", rank, self.spec.worker, method, error.remote_traceback)
-        return error
 
     def _died(self, reason: str) -> None:
         if self.death.done():
@@ -201,6 +208,14 @@ class Pool(abc.ABC):
         # Of the other ranks, too: one that waits for a dead one in a collective would never answer.
         for answer in tuple(self._expected):
             _settle(answer, _Answer(error=self.death.result()))
+
+
+def _raised(answers: list[Any]) -> list[Any]:
+    """Raises the first error among them."""
+    for answer in answers:
+        if isinstance(answer, Exception):
+            raise answer
+    return answers
 
 
 @dataclass(frozen=True)

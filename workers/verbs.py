@@ -1,5 +1,6 @@
 """What crosses between the dispatch and the ranks: the arguments and results of a worker's verbs. Imports no torch."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -67,17 +68,32 @@ class Failure:
 
 
 @dataclass(frozen=True)
+class Share:
+    """What a rank has of a part's data. numbers: of its data in the whole operation. num_data: of all ranks together."""
+
+    numbers: Sequence[int]
+    num_data: int
+
+
+@dataclass(frozen=True)
 class Part:
     """What one pass runs of an operation: all of it, or as much of a large one as the pass has room for.
 
     operation_id: the same in all parts of an operation, and never used again. request: its data are this part's,
-    the first of them number `first_datum` of the whole. last: no part comes after this one.
+    the first of them number `first_datum` of the whole. last: no part comes after this one. shared: the request has
+    only this rank's share of the data.
     """
 
     operation_id: int
     request: ForwardBackwardRequest
     first_datum: int = 0
     last: bool = True
+    shared: Share | None = None
+
+    @property
+    def share(self) -> Share:
+        num_data = len(self.request.data)
+        return self.shared or Share(range(self.first_datum, self.first_datum + num_data), num_data)
 
 
 @dataclass(frozen=True)
@@ -85,11 +101,19 @@ class Pass:
     """Forward (and backward) of several runs' operations, in the order of each run.
 
     Each part is answered by a Failure, which ends its operation (no more parts of it come); by None, when more parts
-    come; or by the ForwardBackwardOutput of the whole operation. An operation's gradients reach its run's accumulator
-    with its last part, and only if all of them succeeded.
+    come; or by the ForwardBackwardOutput of the whole operation, of a shared one by a SharedOutput. An operation's
+    gradients reach its run's accumulator with its last part, and only if all of them succeeded.
     """
 
     parts: tuple[Part, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class SharedOutput:
+    """A rank's outputs of an operation, by number of the datum. metrics: those of all ranks."""
+
+    outputs: Mapping[int, Mapping[str, np.ndarray]]
+    metrics: Mapping[str, float]
 
 
 @dataclass(frozen=True)

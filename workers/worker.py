@@ -1,4 +1,7 @@
-"""Worker: one rank, a plain synchronous class with one method per verb. Knows no other rank and no request."""
+"""Worker: one rank, a plain synchronous class with one method per verb. Knows no request.
+
+All ranks of a base model are called with the same verbs in the same order.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
@@ -9,16 +12,17 @@ import torch
 from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
-from ..schemas.training import ForwardBackwardOutput
 from .checkpoint import Learned, load_adapter, load_new_adapter, read_lora_config, save_adapter
 from .config import WorkerConfig
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
 from .memory import tune_allocator
-from .model import BaseModel
+from .model import BaseModel, resolve_device
 from .operation import ModelLimits
-from .optim import apply_steps
+from .optim import add_up, apply_steps
+from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .programs import PROGRAMS
+from .programs.progress import Answer
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
 from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
@@ -31,15 +35,38 @@ class Worker:
     """
 
     def __init__(self, config: WorkerConfig) -> None:
-        """Loads the base model. Raises ValueError when it cannot be served."""
+        """Loads the base model, unless there are more ranks: these `meet` first. Raises ValueError as `load`."""
         tune_allocator()
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        self._config = config
         self._name = config.model.name
         self._adapter_slots = config.adapter_slots
+        self._meeting: Meeting | None = None
+        if config.parallel.num_ranks == 1:
+            self._load(Mesh())
+
+    def meet(self) -> str | None:
+        """Of the first rank: the address at which it waits for the others."""
+        if self._config.rank > 0:
+            return None
+        host = LOOPBACK if self._config.is_local else own_host()
+        self._meeting = Meeting.opened(host, self._config.hang_seconds)
+        return self._meeting.address
+
+    def load(self, address: str) -> None:
+        """The base model, once all ranks are at the address. Raises ValueError when it cannot be served."""
+        config = self._config
+        meeting = self._meeting or Meeting.at(address, config.hang_seconds)
+        connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
+        self._load(Mesh(config.parallel, config.rank))
+
+    def _load(self, mesh: Mesh) -> None:
+        config = self._config
+        self._mesh = mesh
         self._base = _load(config)
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
-        self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config)
+        self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config)
 
@@ -67,7 +94,7 @@ class Worker:
         self._program.forget(run_id)
         self._adapters.drop(run_id)
 
-    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
         return self._program.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
@@ -85,12 +112,15 @@ class Worker:
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
         with self._resident(run_id) as adapter:
-            save_adapter(Learned.by(adapter), Path(directory), optimizer=optimizer, base_name=self._name)
+            if self._mesh.is_first:
+                save_adapter(Learned.by(adapter), Path(directory), optimizer=optimizer, base_name=self._name)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
         """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
         with self._resident(run_id) as adapter:
-            self._snapshots.begin(snapshot_id, Learned.with_window(adapter), Path(directory))
+            self._bring_gradients_to_first(adapter)
+            if self._mesh.is_first:
+                self._snapshots.begin(snapshot_id, Learned.with_window(adapter), Path(directory))
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended since it was last asked: None where the files are written."""
@@ -101,6 +131,8 @@ class Worker:
         checkpoint does not fit."""
         with self._resident(run_id) as adapter:
             load_adapter(adapter, Path(directory), optimizer=optimizer)
+            if adapter.window.num_operations and not self._mesh.is_first:
+                adapter.accumulator.zero_()
             self._program.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
@@ -159,11 +191,18 @@ class Worker:
         """When an adapter does not come back to the device, each by itself."""
         try:
             with self._adapters.resident([step.run_id for step in steps]) as adapters:
-                return apply_steps(adapters, steps)
+                return apply_steps(adapters, steps, self._mesh)
         except OperationError as error:
             if len(steps) == 1:
                 return [Failure(error.message, error.category)]
         return [answer for step in steps for answer in self._apply_known([step])]
+
+    def _bring_gradients_to_first(self, adapter: Adapter) -> None:
+        """Those since the last step. Their sum over the ranks stays what it is."""
+        if adapter.window.num_operations:
+            add_up([adapter.accumulator], self._mesh)
+            if not self._mesh.is_first:
+                adapter.accumulator.zero_()
 
     @contextmanager
     def _resident(self, run_id: str) -> Iterator[Adapter]:

@@ -5,6 +5,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.operation import read_operation
+from trainhouse.workers.verbs import Share
 
 from .requests import LIMITS, read, sampled, supervised
 
@@ -144,7 +145,7 @@ def test_integer_weights_are_taken_as_numbers() -> None:
 def test_the_datum_named_is_that_of_the_whole_operation(bad: Datum) -> None:
     part = ForwardBackwardRequest("run", 1, (supervised(4), bad), "cross_entropy")
     with pytest.raises(OperationError, match="datum 8:"):
-        read_operation(part, LIMITS, first_datum=7)
+        read_operation(part, LIMITS, Share(range(7, 7 + len(part.data)), len(part.data)))
 
 
 def test_operations_that_agree_in_loss_config_and_weight_are_scored_together() -> None:

@@ -9,7 +9,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from ...schemas.errors import Category, OperationError
+from ...schemas.errors import OperationError
 from ..batch import Lane, MicroBatch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..head import Head, HeadOutput
@@ -18,8 +18,9 @@ from ..lora import Adapter, Adapters, Segment
 from ..memory import bounded_memory
 from ..model import BaseModel
 from ..operation import ModelLimits, read_operation
+from ..parallel.mesh import Mesh
 from ..verbs import Failure, Part
-from .progress import Answer, Progress, Scores, Task
+from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
 from .trouble import Trouble, out_of_memory_message, trouble_of
 
@@ -31,8 +32,17 @@ RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
 class PolicyProgram:
     """Between passes, the operations that have more parts to come wait here."""
 
-    def __init__(self, base: BaseModel, adapters: Adapters, limits: ModelLimits, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        adapters: Adapters,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """mesh: None = there is one rank."""
         self._base = base
+        self._mesh = mesh or Mesh()
         self._adapters = adapters
         self._limits = limits
         self._lanes = Lanes(base.device)
@@ -59,7 +69,9 @@ class PolicyProgram:
         tasks = [each for each in begun if isinstance(each, Task)]
         if tasks:
             self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
-        return [each.answer if isinstance(each, Task) else each for each in begun]
+        told = self._mesh.exchange([_verdict(each) for each in begun])
+        verdicts = [agreed(of_part) for of_part in zip(*told, strict=True)]
+        return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
 
     def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
         """Neighbours in a micro-batch share products where they adapt the same layers, and losses where these agree."""
@@ -70,12 +82,12 @@ class PolicyProgram:
         if part.request.model_id not in self._adapters:
             return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
         try:
-            operation = read_operation(part.request, self._limits, part.first_datum)
+            operation = read_operation(part.request, self._limits, part.share)
             return Task(part, operation, self._progress(part))
         except Exception as error:
             trouble = trouble_of(error)
             self._log(part.request.model_id, trouble)
-            return self._failed(part, trouble.message, trouble.category)
+            return Failure(trouble.message, trouble.category)
 
     def _progress(self, part: Part) -> Progress:
         """Raises OperationError when earlier parts of the operation are not here."""
@@ -85,7 +97,7 @@ class PolicyProgram:
                 self._open[part.operation_id] = progress
             return progress
         progress = self._open.get(part.operation_id)
-        if progress is None or len(progress.logprobs) != part.first_datum:
+        if progress is None or progress.num_data != part.first_datum:
             raise OperationError(
                 f"the {part.first_datum} data before these are not here: since they were computed, the run's gradients"
                 " were cleared or its weights loaded; send the whole operation again",
@@ -98,7 +110,7 @@ class PolicyProgram:
         trouble = self._attempt(tasks, token_budget)
         if trouble is None:
             return
-        for task in [task for task in tasks if not task.done]:
+        for task in [task for task in tasks if not task.computed]:
             if len(tasks) > 1:
                 self._run_or_split([task], token_budget)
             elif trouble.out_of_memory and (smaller := smaller_budget(task.operation, token_budget)):
@@ -107,16 +119,18 @@ class PolicyProgram:
                 self._give_up(task, trouble, token_budget)
 
     def _attempt(self, tasks: list[Task], token_budget: int) -> Trouble | None:
-        """Returns what stopped it before all tasks were done; of its tensors nothing is held then."""
+        """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
         run_ids = list(dict.fromkeys(task.run_id for task in tasks))
         try:
             with bounded_memory(self._base.device), self._adapters.resident(run_ids) as adapters:
                 by_run = dict(zip(run_ids, adapters, strict=True))
                 self._refuse_diverged(tasks, by_run)
-                usable = [task for task in tasks if not task.done]
+                usable = [task for task in tasks if not task.computed]
                 self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
                 for task in usable:
-                    self._finish(task, by_run[task.run_id])
+                    if not (task.failure or task.forward_only):
+                        task.add_earlier_gradient(by_run[task.run_id])
+                    task.computed = True
         except Exception as error:
             return trouble_of(error)
         return None
@@ -125,11 +139,11 @@ class PolicyProgram:
         """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
         for task in tasks:
             if not self._is_finite(adapters[task.run_id]):
-                self._fail(
-                    task,
+                message = (
                     f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
-                    " checkpoint with a lower learning rate",
+                    " checkpoint with a lower learning rate"
                 )
+                task.give_up(Failure(message, "user"))
 
     def _is_finite(self, adapter: Adapter) -> bool:
         """Whether its weights are; looks again only after a change."""
@@ -146,35 +160,33 @@ class PolicyProgram:
         else:
             message = trouble.message
         self._log(task.run_id, trouble)
-        self._fail(task, message, trouble.category)
+        task.give_up(Failure(message, trouble.category))
 
     def _log(self, run_id: str, trouble: Trouble) -> None:
         if trouble.account:
             logger.error("an operation of run %s failed\n%s", run_id, trouble.account)
 
-    def _fail(self, task: Task, message: str, category: Category = "user") -> None:
-        task.end(self._failed(task.part, message, category))
+    def _finish(self, part: Part, begun: Task | Failure, verdict: Verdict) -> Answer:
+        """On all ranks alike: the gradients of a last part go to the accumulator, others wait for that."""
+        if verdict.failure is not None or not isinstance(begun, Task):
+            assert verdict.failure is not None
+            return self._failed(part, verdict.failure)
+        with self._adapters.resident([begun.run_id]) as (adapter,):
+            if part.last:
+                self._open.pop(part.operation_id, None)
+                return begun.complete(adapter, verdict.totals)
+            begun.suspend(adapter, verdict.totals)
+            return None
 
-    def _failed(self, part: Part, message: str, category: Category) -> Failure:
+    def _failed(self, part: Part, failure: Failure) -> Failure:
         """Ends the operation. The window has lost a part of its batch, so its step is refused."""
         self._open.pop(part.operation_id, None)
-        if not part.request.forward_only:
-            adapter = self._adapters.get(part.request.model_id)
+        run_id = part.request.model_id
+        if run_id in self._adapters and not part.request.forward_only:
+            adapter = self._adapters.get(run_id)
             adapter.abandon_operation()
-            adapter.window.refused = adapter.window.refused or message
-        return Failure(message, category)
-
-    def _finish(self, task: Task, adapter: Adapter) -> None:
-        """After its last micro-batch: the gradients of a last part go to the accumulator, others wait for that."""
-        if not (task.failure or task.forward_only):
-            task.add_earlier_gradient(adapter)
-        if task.failure:
-            self._fail(task, task.failure)
-        elif task.part.last:
-            self._open.pop(task.part.operation_id, None)
-            task.end(task.complete(adapter))
-        else:
-            task.end(task.suspend(adapter))
+            adapter.window.refused = adapter.window.refused or failure.message
+        return failure
 
     def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int) -> None:
         """Tasks whose tokens may share micro-batches: see `rounds`."""
@@ -210,6 +222,10 @@ class PolicyProgram:
             _zero_failed(micro_batch, tasks, gradient)
             if hidden.requires_grad:
                 hidden.backward(gradient)
+
+
+def _verdict(begun: Task | Failure) -> Verdict:
+    return begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
 
 
 def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch) -> None:

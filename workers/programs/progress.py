@@ -1,5 +1,6 @@
 """An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -10,9 +11,9 @@ from ..batch import MicroBatchSegment, cut
 from ..head import HeadOutput
 from ..lora import Adapter
 from ..operation import Operation
-from ..verbs import Failure, Part
+from ..verbs import Failure, Part, SharedOutput
 
-Answer = ForwardBackwardOutput | Failure | None
+Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
 
 @dataclass
@@ -36,20 +37,45 @@ class Totals:
 class Progress:
     """The finished parts of an operation.
 
-    logprobs: by datum. gradient: the sum of theirs, float32 [P], in host memory because adapters leave the device
-    between passes; None where there is none.
+    num_data: theirs, on all ranks. logprobs: of this rank's, by number of the datum. totals: of all ranks. gradient:
+    the sum of theirs on this rank, float32 [P], in host memory because adapters leave the device between passes; None
+    where there is none.
     """
 
     run_id: str
-    logprobs: list[np.ndarray] = field(default_factory=list)
+    num_data: int = 0
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     gradient: Tensor | None = None
 
     def output(self) -> ForwardBackwardOutput:
+        outputs = self.shared_output().outputs
+        return ForwardBackwardOutput(tuple(outputs.values()), self._metrics())
+
+    def shared_output(self) -> SharedOutput:
+        return SharedOutput({number: {"logprobs": each} for number, each in self.logprobs.items()}, self._metrics())
+
+    def _metrics(self) -> dict[str, float]:
         totals = self.totals
         means = {f"{name}:mean": value / max(totals.num_tokens, 1) for name, value in totals.metrics.items()}
-        sums = {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)}
-        return ForwardBackwardOutput(tuple({"logprobs": array} for array in self.logprobs), sums | means)
+        return {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)} | means
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rank says of a task when it has computed its share. failure: why it contributes nothing."""
+
+    failure: Failure | None
+    totals: Totals
+
+
+def agreed(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of the ranks, in their order: a task that failed on one of them has failed on all."""
+    failures = [verdict.failure for verdict in verdicts if verdict.failure is not None]
+    totals = Totals()
+    for verdict in verdicts:
+        totals.add(verdict.totals)
+    return Verdict(failures[0] if failures else None, totals)
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,15 +98,14 @@ class Scores:
 class Task:
     """A part of an operation, in the pass that runs it.
 
-    failure: why it contributes nothing, by its own fault. answer: when `done`.
+    failure: why it contributes nothing. computed: whether nothing more is to be computed of it.
     """
 
     def __init__(self, part: Part, operation: Operation, progress: Progress) -> None:
         self.part = part
         self.operation = operation
         self.progress = progress
-        self.answer: Answer = None
-        self.done = False
+        self.computed = False
         self.begin()
 
     @property
@@ -93,7 +118,7 @@ class Task:
 
     def begin(self) -> None:
         """From the start, whatever an attempt before this one has left."""
-        self.failure: str | None = None
+        self.failure: Failure | None = None
         # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
         self._totals: dict[int, Totals] = {}
         self._logprobs: list[np.ndarray | None] = [None] * len(self.operation.rows)
@@ -109,7 +134,16 @@ class Task:
             self._logprobs[datum] = logprobs
 
     def refuse(self, reason: str) -> None:
-        self.failure = self.failure or f"{reason}; the operation contributes nothing"
+        self.failure = self.failure or Failure(f"{reason}; the operation contributes nothing", "user")
+
+    def give_up(self, failure: Failure) -> None:
+        self.failure, self.computed = failure, True
+
+    def verdict(self) -> Verdict:
+        totals = Totals(num_tokens=self.operation.num_tokens, denominator=self.operation.denominator)
+        for _, of_segment in sorted(self._totals.items()):
+            totals.add(of_segment)
+        return Verdict(self.failure, totals)
 
     def add_earlier_gradient(self, adapter: Adapter) -> None:
         """To the scratch that holds this part's. Refuses the operation where the sum is not finite."""
@@ -118,33 +152,28 @@ class Task:
         if not adapter.scratch_is_finite():
             self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
 
-    def end(self, answer: Answer) -> None:
-        self.done, self.answer = True, answer
-
-    def suspend(self, adapter: Adapter) -> None:
-        """More parts come; until then the scratch is free."""
+    def suspend(self, adapter: Adapter, totals: Totals) -> None:
+        """More parts come; until then the scratch is free. totals: of all ranks, here as in `complete`."""
         if not self.forward_only:
             self.progress.gradient = adapter.scratch.to("cpu", copy=True)
             adapter.abandon_operation()
-        self._advance()
+        self._advance(totals)
 
-    def complete(self, adapter: Adapter) -> ForwardBackwardOutput:
+    def complete(self, adapter: Adapter, totals: Totals) -> Answer:
         """It was the last part."""
-        self._advance()
-        totals = self.progress.totals
+        self._advance(totals)
+        whole = self.progress.totals
         if not self.forward_only:
-            losses = {f"loss/{self.operation.loss_name}": totals.loss}
-            adapter.commit(totals.num_tokens, totals.denominator, losses)
-        return self.progress.output()
+            losses = {f"loss/{self.operation.loss_name}": whole.loss}
+            adapter.commit(whole.num_tokens, whole.denominator, losses)
+        return self.progress.shared_output() if self.part.shared else self.progress.output()
 
-    def _advance(self) -> None:
-        totals = Totals(num_tokens=self.operation.num_tokens, denominator=self.operation.denominator)
-        for _, of_segment in sorted(self._totals.items()):
-            totals.add(of_segment)
+    def _advance(self, totals: Totals) -> None:
         self.progress.totals.add(totals)
-        self.progress.logprobs += [array for array in self._logprobs if array is not None]
-        num_data = self.operation.first_datum + len(self.operation.rows)
-        assert len(self.progress.logprobs) == num_data, "a datum was in no micro-batch"
+        self.progress.num_data += self.part.share.num_data
+        for number, logprobs in zip(self.operation.numbers, self._logprobs, strict=True):
+            assert logprobs is not None, "a datum was in no micro-batch"
+            self.progress.logprobs[number] = logprobs
 
 
 def _numpy(values: Tensor) -> np.ndarray:
@@ -162,7 +191,7 @@ def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation
         return None
     row = int(bad.nonzero()[0][0])
     sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
-    datum, position = operation.first_datum + segment.datums[sequence], row - segment.bounds[sequence]
+    datum, position = operation.numbers[segment.datums[sequence]], row - segment.bounds[sequence]
     if np.isnan(scores.logprobs[row]).any():
         return (
             f"datum {datum}: the model's log-probability at position {position} is NaN: its weights have diverged;"

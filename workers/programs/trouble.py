@@ -33,7 +33,7 @@ def out_of_memory_message(operation: Operation, configured: int, tried: int, dev
     """configured, tried: tokens of a micro-batch."""
     lengths = [len(row.tokens) for row in operation.rows]
     longest = max(lengths)
-    largest, datum = min(sum(lengths), max(tried, longest)), operation.first_datum + lengths.index(longest)
+    largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]
     free = available_bytes(device)
     return (
         f"out of memory: a micro-batch of {largest} tokens does not fit (micro_batch_tokens is {configured}; datum"

@@ -1,0 +1,122 @@
+"""Under every layout a model trains and samples as on one rank."""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.verbs import Failure, Step
+
+from .training import ADAM, Layout, Numbers, greedy, layout, next_losses, supervised, train
+
+LAYOUTS = ["replicas=2"]
+
+
+@pytest.fixture(scope="module")
+def alone(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
+    """One rank, and what it told."""
+    with layout(tiny_models["qwen3"], SINGLE, tmp_path_factory.mktemp("alone")) as where:
+        yield where, train(where)
+
+
+@pytest.fixture(scope="module", params=LAYOUTS)
+def many(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Layout, Numbers]]:
+    spec = ParallelSpec.parse(request.param)
+    with layout(tiny_models["qwen3"], spec, tmp_path_factory.mktemp("many")) as where:
+        yield where, train(where)
+
+
+def close(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray, tolerance: float = 1e-4) -> bool:
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return bool(np.abs(ours - theirs).max() <= tolerance * np.abs(theirs).max())
+
+
+def test_losses_gradients_and_weights_are_those_of_one_rank(
+    alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
+) -> None:
+    (_, theirs), (_, ours) = alone, many
+    assert close(ours.losses, theirs.losses) and close(ours.norms, theirs.norms)
+    for one, other in zip(ours.logprobs, theirs.logprobs, strict=True):
+        assert np.abs(one - other).max() <= 1e-4
+    for of_ours, of_theirs in zip(ours.gradients + ours.weights, theirs.gradients + theirs.weights, strict=True):
+        assert of_ours.keys() == of_theirs.keys()
+        for name, matrix in of_ours.items():
+            assert close(matrix, of_theirs[name]), name
+    # What these bounds would not let pass: a gradient that is averaged instead of summed, or of one rank alone.
+    assert not close(0.5 * ours.gradients[0]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"],
+                     theirs.gradients[0]["base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"])  # fmt: skip
+    assert not close(ours.losses, [1.001 * loss for loss in theirs.losses])
+
+
+def test_what_one_rank_saved_goes_on_under_the_layout_and_back(
+    alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
+) -> None:
+    directories = [where.saved("a") for where, _ in (alone, many)]
+    losses = []
+    for directory in directories:
+        for where, _ in (alone, many):
+            where.call("load_run", "a", str(directory), True)
+            losses.append(next_losses(where))
+    for each in losses[1:]:
+        assert close(each, losses[0])
+
+
+def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
+    alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
+) -> None:
+    norms = []
+    for first, second in ((alone[0], many[0]), (many[0], alone[0])):
+        first.call("load_run", "b", str(first.saved("b")), True)
+        first.run_pass(supervised("b", 3, 9, 14, 7))
+        directory = first.snapshot("b")
+        for where in (second, first):
+            if where is second:
+                where.call("load_run", "b", str(directory), True)
+            where.run_pass(supervised("b", 4, 21))
+            (metrics,) = where.call("apply_steps", (Step("b", ADAM),))
+            norms.append(metrics["grad_norm"])
+    assert close(norms[1::2], norms[::2])
+
+
+def test_samples_are_those_of_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]) -> None:
+    directory = alone[0].saved("a")
+    jobs = [greedy(f"{adapter_id}-{length}", adapter_id, length) for adapter_id in (None, "s") for length in (5, 23, 40)]
+    answers = []
+    for where, _ in (alone, many):
+        where.call("load_adapter", "s", str(directory))
+        answers.append(where.sample(*jobs))
+    for job in jobs:
+        theirs, ours = (each[job.job_id] for each in answers)
+        assert isinstance(theirs, SampleResponse) and isinstance(ours, SampleResponse)
+        assert np.array_equal(ours.sequences[0].tokens, theirs.sequences[0].tokens)
+        assert np.abs(np.subtract(ours.sequences[0].logprobs, theirs.sequences[0].logprobs)).max() <= 1e-4
+        assert np.abs(np.subtract(ours.prompt_logprobs[1:], theirs.prompt_logprobs[1:])).max() <= 1e-4
+
+
+def test_at_learning_rate_0_a_loss_repeats_bit_for_bit(many: tuple[Layout, Numbers]) -> None:
+    where, _ = many
+    losses = set()
+    for _ in range(3):
+        (output,) = where.run_pass(supervised("a", 1, 9, 30, 17))
+        losses.add(output.metrics["loss:sum"])
+        where.call("apply_steps", (Step("a", ADAM.model_copy(update={"learning_rate": 0.0})),))
+    assert len(losses) == 1
+
+
+def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[Layout, Numbers]) -> None:
+    where, _ = many
+    bad = supervised("a", 1, 9, 8)
+    bad.data[1].loss_fn_inputs["target_tokens"][3] = 10**6
+    failed, fine = where.run_pass(bad, supervised("b", 1, 4, 5, 6))
+    assert isinstance(failed, Failure) and "datum 1: target_tokens has token id 1000000 at position 3" in failed.message
+    assert not isinstance(fine, Failure)
+    refused, metrics = where.call("apply_steps", (Step("a", ADAM), Step("b", ADAM)))
+    assert isinstance(refused, Failure) and "was refused" in refused.message
+    assert metrics["num_tokens"] == 15
+    (empty,) = where.run_pass(supervised("a", 1))
+    assert isinstance(empty, Failure) and "the batch is empty" in empty.message
+    where.call("clear_gradients", "a")

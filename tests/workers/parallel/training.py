@@ -1,0 +1,175 @@
+"""A base model under a layout, in processes of its own, and a training on it whose every number is kept."""
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse, SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pool import LocalPool, PoolSpec
+from trainhouse.workers.ranks import Ranks
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+
+RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
+ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0)
+HANG_SECONDS = 60.0
+
+
+@dataclass
+class Numbers:
+    """What a training told: by name, arrays. gradients, weights: by name of the matrix."""
+
+    losses: list[float] = field(default_factory=list)
+    logprobs: list[np.ndarray] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    gradients: list[Mapping[str, np.ndarray]] = field(default_factory=list)
+    weights: list[Mapping[str, np.ndarray]] = field(default_factory=list)
+    next_losses: list[float] = field(default_factory=list)
+
+
+class Layout:
+    """The ranks of one layout, called from tests that are not asynchronous."""
+
+    def __init__(self, runner: asyncio.Runner, ranks: Ranks, spec: ParallelSpec, scratch: Path) -> None:
+        self.ranks, self.spec = ranks, spec
+        self._runner = runner
+        self._scratch = scratch
+        self._num_operations = 0
+
+    def call(self, method: str, *arguments: object) -> Any:
+        return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=HANG_SECONDS))
+
+    def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
+        parts = [Part(self._new_operation(), request) for request in requests]
+        return self.run_parts(*parts)
+
+    def run_parts(self, *parts: Part) -> list[ForwardBackwardOutput | Failure | None]:
+        return list(self._runner.run(self.ranks.run_pass(Pass(parts), HANG_SECONDS)))
+
+    def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
+        finished: dict[str, SampleResponse | Failure] = {}
+        joining = jobs
+        while len(finished) < len(jobs):
+            result = self._runner.run(self.ranks.run_slice(Slice(joining, (), 50.0), HANG_SECONDS))
+            finished, joining = finished | result.finished, ()
+        return finished
+
+    def snapshot(self, run_id: str) -> Path:
+        directory = self._new_directory()
+        self.call("begin_snapshot", 1, run_id, str(directory))
+        deadline = time.monotonic() + HANG_SECONDS
+        while not (ended := self.call("ended_snapshots")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert ended == {1: None}, ended
+        return directory
+
+    def saved(self, run_id: str) -> Path:
+        directory = self._new_directory()
+        self.call("save_run", run_id, str(directory), True)
+        return directory
+
+    def _new_operation(self) -> int:
+        self._num_operations += 1
+        return self._num_operations
+
+    def _new_directory(self) -> Path:
+        directory = self._scratch / f"{self.spec}-{self._new_operation()}"
+        directory.mkdir(parents=True)
+        return directory
+
+
+@contextmanager
+def layout(model: Path, spec: ParallelSpec, scratch: Path, **knobs: Any) -> Iterator[Layout]:
+    knobs = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | knobs
+    config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **knobs)
+    configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
+    with asyncio.Runner() as runner:
+        ranks = Ranks(LocalPool(PoolSpec("trainhouse.workers.worker:Worker", configs)), spec)
+        runner.run(ranks.start())
+        try:
+            yield Layout(runner, ranks, spec, scratch)
+        finally:
+            runner.run(ranks.close())
+
+
+def some_data(seed: int, *lengths: int) -> tuple[Datum, ...]:
+    random = np.random.default_rng(seed)
+    return tuple(_datum(random, length) for length in lengths)
+
+
+def _datum(random: np.random.Generator, length: int) -> Datum:
+    tokens = random.integers(3, 512, length + 1)
+    weights = random.uniform(0.1, 1.0, length).astype(np.float32)
+    return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:], "weights": weights})
+
+
+def supervised(run_id: str, seed: int, *lengths: int, forward_only: bool = False) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(
+        run_id, 1, some_data(seed, *lengths), "cross_entropy", forward_only=forward_only
+    )
+
+
+def reinforced(run_id: str, seed: int, *lengths: int, loss_fn: str = "ppo") -> ForwardBackwardRequest:
+    random = np.random.default_rng(seed)
+    data = []
+    for datum in some_data(seed, *lengths):
+        length = len(datum.tokens)
+        inputs = {
+            "target_tokens": datum.loss_fn_inputs["target_tokens"],
+            "logprobs": random.uniform(-7, -5, length).astype(np.float32),
+            "advantages": random.normal(size=length).astype(np.float32),
+        }
+        data.append(Datum(datum.tokens, inputs))
+    return ForwardBackwardRequest(run_id, 1, tuple(data), loss_fn)
+
+
+def train(where: Layout, num_steps: int = 3) -> Numbers:
+    """Both runs, two accumulations of uneven batches before each step; one batch has a single datum."""
+    numbers = Numbers()
+    for run_id, lora in RUNS.items():
+        where.call("create_run", RunSpec(run_id, lora))
+    for step in range(num_steps):
+        for outputs in (
+            where.run_pass(supervised("a", step, 9, 30, 17, 4, 12), reinforced("b", step, 21, 5, 8)),
+            where.run_pass(supervised("a", step + 50, 11), reinforced("b", step + 50, 6, 13, 40, loss_fn="gspo")),
+        ):
+            for output in outputs:
+                assert isinstance(output, ForwardBackwardOutput), output
+                numbers.losses.append(output.metrics["loss:sum"])
+                numbers.logprobs += [each["logprobs"] for each in output.loss_fn_outputs]
+        numbers.gradients += [load_file(where.snapshot(run_id) / "window.safetensors") for run_id in RUNS]
+        for metrics in where.call("apply_steps", tuple(Step(run_id, ADAM) for run_id in RUNS)):
+            assert isinstance(metrics, dict), metrics
+            numbers.norms.append(metrics["grad_norm"])
+        numbers.weights += [load_file(where.saved(run_id) / "adapter_model.safetensors") for run_id in RUNS]
+    return numbers
+
+
+def next_losses(where: Layout, run_id: str = "a") -> list[float]:
+    """Of two more steps."""
+    losses = []
+    for step in (7, 8):
+        (output,) = where.run_pass(supervised(run_id, step, 9, 30, 17))
+        assert isinstance(output, ForwardBackwardOutput), output
+        losses.append(output.metrics["loss:sum"])
+        (metrics,) = where.call("apply_steps", (Step(run_id, ADAM),))
+        assert isinstance(metrics, dict), metrics
+    return losses
+
+
+def greedy(job_id: str, adapter_id: str | None, length: int, num_tokens: int = 12) -> SampleJob:
+    prompt = np.random.default_rng(length).integers(3, 512, length).astype(np.int32)
+    return SampleJob(
+        job_id, adapter_id, prompt, SamplingParams(max_tokens=num_tokens, temperature=0.0, seed=5), (), (),
+        prompt_logprobs=True,
+    )  # fmt: skip

@@ -1,0 +1,101 @@
+"""Exchanges between the ranks of a team that gradients pass through, each the transpose of another.
+
+Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing activation recomputation (2022), section 4.2.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .mesh import Team
+
+
+def copied(x: Tensor, team: Team) -> Tensor:
+    """x, which all ranks have alike; its gradient is the sum of theirs."""
+    return x if team.size == 1 else _apply(_Copied, x, team)
+
+
+def summed(x: Tensor, team: Team) -> Tensor:
+    """The sum over all ranks, whose gradient each of them has alike."""
+    return x if team.size == 1 else _apply(_Summed, x, team)
+
+
+def joined_rows(x: Tensor, team: Team) -> Tensor:
+    """[n, ...] of each rank -> [size * n, ...]; each gets the sum of the gradients by its rows."""
+    return x if team.size == 1 else _apply(_JoinedRows, x, team)
+
+
+def summed_rows(x: Tensor, team: Team) -> Tensor:
+    """[size * n, ...] -> this rank's [n, ...] of the sum over all ranks."""
+    return x if team.size == 1 else _apply(_SummedRows, x, team)
+
+
+def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+    """As Team.exchanged; the gradients go back the same way."""
+    return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    result = function.apply(*arguments)
+    assert isinstance(result, Tensor)
+    return result
+
+
+class _Copied(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.team.sum(_own(grads[0])), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        return team.sum(_own(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class _JoinedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return team.joined(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.team.summed_part(grads[0]), None
+
+
+class _SummedRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return team.summed_part(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.team.joined(grads[0]), None
+
+
+class _Exchanged(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team, sent: list[int] | None, received: list[int] | None) -> Tensor:
+        ctx.team, ctx.sent, ctx.received = team, sent, received
+        return team.exchanged(x, sent, received)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.team.exchanged(grads[0], ctx.received, ctx.sent), None, None, None
+
+
+def _own(x: Tensor) -> Tensor:
+    """A copy that may be written to: autograd still knows x."""
+    return x.clone(memory_format=torch.contiguous_format)

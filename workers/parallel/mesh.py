@@ -1,0 +1,201 @@
+"""Mesh: this rank among the others of its base model, and the teams of them that it exchanges tensors with."""
+
+import os
+import socket
+import sys
+from collections import Counter
+from datetime import timedelta
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+
+from .spec import AXES, SINGLE, ParallelSpec
+
+LOOPBACK = "127.0.0.1"
+
+Value = TypeVar("Value")
+
+
+class Team:
+    """The ranks that differ from this one along some axes only, itself among them; all of them make the same calls.
+
+    size: how many they are. index: which of them this one is. sent: how often each kind of call was made.
+    """
+
+    def __init__(self, ranks: tuple[int, ...], rank: int, group: dist.ProcessGroup | None, sent: Counter[str]) -> None:
+        """group: None of a rank that is alone."""
+        self.ranks = ranks
+        self.size, self.index = len(ranks), ranks.index(rank)
+        self._group, self._sent = group, sent
+
+    def sum(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        return self._reduced(tensor, dist.ReduceOp.SUM)
+
+    def maximum(self, tensor: Tensor) -> Tensor:
+        """In place, over all ranks."""
+        return self._reduced(tensor, dist.ReduceOp.MAX)
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """[n, ...] of each rank, all alike in shape -> [size * n, ...], in the order of the ranks."""
+        if self.size == 1:
+            return tensor
+        self._sent["all_gather"] += 1
+        whole = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        dist.all_gather_into_tensor(whole, tensor.contiguous(), group=self._group)
+        return whole
+
+    def summed_part(self, tensor: Tensor) -> Tensor:
+        """[size * n, ...] -> the part [n, ...] of the sum over all ranks that has this one's index."""
+        if self.size == 1:
+            return tensor
+        self._sent["reduce_scatter"] += 1
+        part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
+        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self._group)
+        return part
+
+    def exchanged(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
+        """The first rows to the first rank, the next to the next, and theirs for this one in the same order.
+
+        sent, received: how many for and from each rank; None = as many for each.
+        """
+        if self.size == 1:
+            return tensor
+        self._sent["all_to_all"] += 1
+        rows = tensor.shape[0] if received is None else sum(received)
+        arrived = tensor.new_empty(rows, *tensor.shape[1:])
+        dist.all_to_all_single(arrived, tensor.contiguous(), received, sent, group=self._group)
+        return arrived
+
+    def from_first(self, tensor: Tensor) -> Tensor:
+        """In place, what the first of the ranks has."""
+        if self.size > 1:
+            self._sent["broadcast"] += 1
+            dist.broadcast(tensor, self.ranks[0], group=self._group)
+        return tensor
+
+    def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
+        if self.size > 1:
+            self._sent["all_reduce"] += 1
+            dist.all_reduce(tensor, operation, group=self._group)
+        return tensor
+
+
+class Mesh:
+    """spec, rank: which of its ranks this one is. sent: by kind, how often this rank has exchanged tensors."""
+
+    def __init__(self, spec: ParallelSpec = SINGLE, rank: int = 0) -> None:
+        """Of more than one rank, `connect` comes first."""
+        self.spec, self.rank = spec, rank
+        self.coordinates = spec.coordinates(rank)
+        self.sent: Counter[str] = Counter()
+        self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
+        self._words = None if self.is_single else dist.new_group(backend="gloo")
+
+    @property
+    def is_single(self) -> bool:
+        return self.spec.num_ranks == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank writes files for all of them."""
+        return self.rank == 0
+
+    @property
+    def all(self) -> Team:
+        return self.along(*AXES)
+
+    def exchange(self, value: Value) -> list[Value]:
+        """What each rank gives, by rank: small values, from host to host."""
+        if self._words is None:
+            return [value]
+        values: list[Value] = [value] * self.spec.num_ranks
+        dist.all_gather_object(values, value, group=self._words)
+        return values
+
+    def along(self, *axes: str) -> Team:
+        """Those that differ along these axes only."""
+        return self._teams[self._needed(axes)]
+
+    def beside(self, *axes: str) -> Team:
+        """Those that do not differ along these axes."""
+        return self.along(*(axis for axis in AXES if axis not in axes))
+
+    def _needed(self, axes: tuple[str, ...]) -> tuple[str, ...]:
+        return tuple(axis for axis in AXES if axis in axes and getattr(self.spec, axis) > 1)
+
+    def _new_team(self, axes: tuple[str, ...]) -> Team:
+        """All ranks make all teams, in the same order."""
+        own = None
+        for ranks in self.spec.groups(axes):
+            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            if self.rank in ranks:
+                own = Team(ranks, self.rank, group, self.sent)  # pyright: ignore[reportArgumentType]
+        assert own is not None, f"rank {self.rank} of {self.spec}"
+        return own
+
+
+class Meeting:
+    """Where the ranks find each other: the first of them opens it, the others come to its address."""
+
+    def __init__(self, store: TCPStore) -> None:
+        self.store = store
+
+    @property
+    def address(self) -> str:
+        return f"{self.store.host}:{self.store.port}"
+
+    @staticmethod
+    def opened(host: str, timeout_seconds: float) -> "Meeting":
+        """On a free port."""
+        timeout = timedelta(seconds=timeout_seconds)
+        return Meeting(TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout))
+
+    @staticmethod
+    def at(address: str, timeout_seconds: float) -> "Meeting":
+        """Raises RuntimeError where nobody has opened it."""
+        host, _, port = address.rpartition(":")
+        timeout = timedelta(seconds=timeout_seconds)
+        return Meeting(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
+
+
+def own_host() -> str:
+    """The address by which other machines reach this one; that of loopback where there is no way to others."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing
+        except OSError:
+            return LOOPBACK
+        return probe.getsockname()[0]
+
+
+def connect(
+    meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float
+) -> None:
+    """Once in a process. timeout_seconds: how long any exchange may take.
+
+    Raises RuntimeError when the others are not there in time.
+    """
+    if meeting.store.host == LOOPBACK:
+        # Else gloo takes the address that the machine's name stands for, which may be none.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+    dist.init_process_group(
+        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+        store=meeting.store,
+        rank=rank,
+        world_size=spec.num_ranks,
+        timeout=timedelta(seconds=timeout_seconds),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+def _teams_of(spec: ParallelSpec) -> list[tuple[str, ...]]:
+    """By the axes along which their ranks differ: all combinations of those that have more than one rank."""
+    teams: list[tuple[str, ...]] = [()]
+    for axis in AXES:
+        if getattr(spec, axis) > 1:
+            teams += [(*axes, axis) for axes in teams]
+    return teams

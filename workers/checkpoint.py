@@ -8,7 +8,7 @@ The weights are those of the last step. Saving disturbs no gradients, and but fo
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,8 @@ from torch import Tensor
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .lora import Adapter, Adapters, Window
-from .lora.adapter import LEARNED
+from .lora.adapter import LEARNED, Layout
+from .parallel.mesh import Mesh
 
 FORMAT = 1
 _WEIGHTS = "adapter_model.safetensors"
@@ -33,7 +34,7 @@ _WINDOW = "window.safetensors"
 
 @dataclass(frozen=True, eq=False)
 class Learned:
-    """What an adapter has learned. vectors: float32 [P] by name, those that there are.
+    """What an adapter has learned. vectors: float32 [P] by name, those that there are, whole where ranks have parts.
 
     Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
     which are among the vectors then, where there are any.
@@ -45,16 +46,16 @@ class Learned:
     window: Window | None = None
 
     @staticmethod
-    def by(adapter: Adapter) -> "Learned":
-        """Of an adapter on the device, without its gradients."""
+    def by(adapter: Adapter, mesh: Mesh) -> "Learned":
+        """Of an adapter on the device, without its gradients. All ranks ask at once, here as in `with_window`."""
         live = adapter.live()
-        return Learned(adapter, {name: live[name] for name in LEARNED if name in live}, adapter.num_steps)
+        return Learned(adapter, _whole(adapter, [name for name in LEARNED if name in live], mesh), adapter.num_steps)
 
     @staticmethod
-    def with_window(adapter: Adapter) -> "Learned":
+    def with_window(adapter: Adapter, mesh: Mesh) -> "Learned":
         """Of an adapter on the device that is in no operation."""
         window = replace(adapter.window, losses=dict(adapter.window.losses))
-        return Learned(adapter, adapter.live(), adapter.num_steps, window)
+        return Learned(adapter, _whole(adapter, adapter.live(), mesh), adapter.num_steps, window)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
         return replace(self, vectors={name: function(vector) for name, vector in self.vectors.items()})
@@ -68,12 +69,12 @@ class Learned:
 
 def save_adapter(learned: Learned, directory: Path, *, optimizer: bool, base_name: str) -> None:
     """Writes into an existing empty directory. optimizer: also what a resumed training needs."""
-    adapter = learned.adapter
-    _save_tensors(directory / _WEIGHTS, adapter.named_views(learned.vectors["weights"]))
+    adapter, layout = learned.adapter, learned.adapter.layout.whole
+    _save_tensors(directory / _WEIGHTS, layout.named_views(learned.vectors["weights"]))
     if optimizer:
-        _save_tensors(directory / _OPTIMIZER, _named_moments(adapter, learned.moments()))
+        _save_tensors(directory / _OPTIMIZER, _named_moments(layout, learned.moments()))
     if "accumulator" in learned.vectors:
-        _save_tensors(directory / _WINDOW, adapter.named_views(learned.vectors["accumulator"]))
+        _save_tensors(directory / _WINDOW, layout.named_views(learned.vectors["accumulator"]))
     _save_json(directory / _PEFT_CONFIG, _peft_config(adapter, base_name))
     _save_json(directory / _DESCRIPTION, _describe(learned, base_name))
 
@@ -85,20 +86,21 @@ def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
     """
     description = _read_description(directory)
     _refuse_other_shape(adapter, description, directory)
-    weights = _read_tensors(directory / _WEIGHTS, adapter.named_views(adapter.weights))
-    moments = _read_moments(adapter, directory) if optimizer else {}
+    layout = adapter.layout
+    shapes = layout.whole.named_views(torch.empty(layout.whole.size, device="meta"))
+    weights = _read_tensors(directory / _WEIGHTS, shapes)
+    moments = _read_moments(shapes, directory) if optimizer else {}
     window = Window(**description.get("window", {}))
-    gradients = (
-        _read_tensors(directory / _WINDOW, adapter.named_views(adapter.weights)) if window.num_operations else {}
-    )
-    _copy_into(adapter.named_views(adapter.weights), weights)
+    gradients = _read_tensors(directory / _WINDOW, shapes) if window.num_operations else {}
+    layout.copy_parts(adapter.weights, weights)
     adapter.clear_window()
     adapter.clear_optimizer()
     if optimizer and description["num_steps"]:
-        _copy_into(_named_moments(adapter, {"exp_avg": adapter.exp_avg, "exp_avg_sq": adapter.exp_avg_sq}), moments)
+        layout.copy_parts(adapter.exp_avg, moments["exp_avg"])
+        layout.copy_parts(adapter.exp_avg_sq, moments["exp_avg_sq"])
         adapter.num_steps = description["num_steps"]
     if gradients:
-        _copy_into(adapter.named_views(adapter.accumulator), gradients)
+        layout.copy_parts(adapter.accumulator, gradients)
     adapter.window = window
 
 
@@ -172,20 +174,27 @@ def _refuse_other_shape(adapter: Adapter, description: dict[str, Any], directory
         )
 
 
-def _named_moments(adapter: Adapter, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _whole(adapter: Adapter, names: Iterable[str], mesh: Mesh) -> dict[str, Tensor]:
+    live = adapter.live()
+    return {name: adapter.layout.whole_vector(live[name], mesh) for name in names}
+
+
+def _named_moments(layout: Layout, vectors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {
-        f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in adapter.named_views(vector).items()
+        f"{kind}.{name}": view for kind, vector in vectors.items() for name, view in layout.named_views(vector).items()
     }
 
 
-def _read_moments(adapter: Adapter, directory: Path) -> dict[str, Tensor]:
+def _read_moments(shapes: dict[str, Tensor], directory: Path) -> dict[str, dict[str, Tensor]]:
     if not (directory / _OPTIMIZER).exists():
         raise OperationError(
             f"{directory} was saved without optimizer state: load it without the optimizer (load_state), or train from"
             " a checkpoint written by save_state"
         )
-    shapes = _named_moments(adapter, {"exp_avg": adapter.weights, "exp_avg_sq": adapter.weights})
-    return _read_tensors(directory / _OPTIMIZER, shapes)
+    kinds = ("exp_avg", "exp_avg_sq")
+    wanted = {f"{kind}.{name}": shape for kind in kinds for name, shape in shapes.items()}
+    found = _read_tensors(directory / _OPTIMIZER, wanted)
+    return {kind: {name: found[f"{kind}.{name}"] for name in shapes} for kind in kinds}
 
 
 def _read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -209,11 +218,6 @@ def _read_tensors(path: Path, wanted: dict[str, Tensor]) -> dict[str, Tensor]:
                 " the checkpoint is of another base model"
             )
     return found
-
-
-def _copy_into(views: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-    for name, view in views.items():
-        view.copy_(tensors[name])
 
 
 def _save_tensors(path: Path, views: dict[str, Tensor]) -> None:

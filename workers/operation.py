@@ -173,9 +173,7 @@ def _check_finite(name: str, rows: tuple[Row, ...], numbers: Sequence[int]) -> N
             return
     at = int(np.argmin(np.isfinite(values)))
     datum, position = _find(at, arrays)
-    raise OperationError(
-        f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite"
-    )
+    raise OperationError(f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite")
 
 
 def _reads_logprobs(row: Row) -> np.ndarray:

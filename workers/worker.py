@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -112,15 +113,17 @@ class Worker:
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
         with self._resident(run_id) as adapter:
+            learned = Learned.by(adapter, self._mesh)
             if self._mesh.is_first:
-                save_adapter(Learned.by(adapter), Path(directory), optimizer=optimizer, base_name=self._name)
+                save_adapter(learned, Path(directory), optimizer=optimizer, base_name=self._name)
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
         """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
         with self._resident(run_id) as adapter:
             self._bring_gradients_to_first(adapter)
+            learned = Learned.with_window(adapter, self._mesh)
             if self._mesh.is_first:
-                self._snapshots.begin(snapshot_id, Learned.with_window(adapter), Path(directory))
+                self._snapshots.begin(snapshot_id, learned, Path(directory))
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended since it was last asked: None where the files are written."""
@@ -151,20 +154,21 @@ class Worker:
     def export_adapter(self, run_id: str) -> AdapterWeights:
         """The run's weights of now, for other workers of this base model."""
         with self._resident(run_id) as adapter:
-            return AdapterWeights(adapter.lora, adapter.weights.cpu().numpy())
+            return AdapterWeights(adapter.lora, self._whole_weights(adapter))
 
     def read_adapter(self, directory: str) -> AdapterWeights:
         """A saved checkpoint's weights, which this worker does not keep."""
         adapter = self._adapters.build(read_lora_config(Path(directory)))
         load_adapter(adapter, Path(directory), optimizer=False)
-        return AdapterWeights(adapter.lora, adapter.weights.cpu().numpy())
+        return AdapterWeights(adapter.lora, self._whole_weights(adapter))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
         if adapter_id not in self._adapters or self._adapters.get(adapter_id).lora != exported.lora:
             self._adapters.put(adapter_id, self._adapters.build(exported.lora))
         with self._resident(adapter_id) as adapter:
-            adapter.weights.copy_(torch.from_numpy(exported.weights))
+            whole = adapter.layout.whole.named_views(torch.from_numpy(exported.weights))
+            adapter.layout.copy_parts(adapter.weights, whole)
 
     def sample_slice(self, work: Slice) -> SliceResult:
         return self._sampler.slice(work)
@@ -203,6 +207,9 @@ class Worker:
             add_up([adapter.accumulator], self._mesh)
             if not self._mesh.is_first:
                 adapter.accumulator.zero_()
+
+    def _whole_weights(self, adapter: Adapter) -> np.ndarray:
+        return adapter.layout.whole_vector(adapter.weights, self._mesh).cpu().numpy()
 
     @contextmanager
     def _resident(self, run_id: str) -> Iterator[Adapter]:

@@ -77,7 +77,7 @@ def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
         quieten_peft()
         tuned = get_peft_model(model, PeftConfig(r=adapter.lora.rank, lora_alpha=32, target_modules=kinds))
     parameters = peft_parameters(tuned)
-    named = adapter.named_views(adapter.weights)
+    named = adapter.layout.named_views(adapter.weights)
     assert parameters.keys() == named.keys()
     for name, parameter in parameters.items():
         parameter.data.copy_(named[name])

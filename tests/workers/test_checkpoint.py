@@ -14,6 +14,7 @@ from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.checkpoint import Learned, load_adapter, load_new_adapter, save_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.optim import apply_steps
+from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.verbs import Failure, Step
 from transformers import AutoModelForCausalLM
 
@@ -39,13 +40,13 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
 
 def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
     directory.mkdir()
-    save_adapter(Learned.by(adapter), directory, optimizer=optimizer, base_name="tiny/model")
+    save_adapter(Learned.by(adapter, Mesh()), directory, optimizer=optimizer, base_name="tiny/model")
     return directory
 
 
 def matrices(adapter: Adapter, vector: torch.Tensor) -> torch.Tensor:
     """Without the gaps between the views, which hold whatever the test filled in."""
-    return torch.cat([view.flatten() for view in adapter.named_views(vector).values()])
+    return torch.cat([view.flatten() for view in adapter.layout.named_views(vector).values()])
 
 
 def test_a_round_trip_with_optimizer_is_bit_exact_and_goes_on_as_before(
@@ -82,7 +83,7 @@ def test_saving_leaves_pending_gradients_and_loading_discards_them(
         accumulate(one, seed=5)
     directory = saved(adapter, tmp_path / "checkpoint")
     stored = load_file(directory / "adapter_model.safetensors")
-    for name, view in adapter.named_views(adapter.weights).items():
+    for name, view in adapter.layout.named_views(adapter.weights).items():
         assert torch.equal(stored[name], view)
     for one in (adapter, undisturbed):
         apply_steps([one], [STEP])

@@ -40,7 +40,7 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
     (wanted * probe(wanted)).sum().backward()
 
     assert relative_error(logits, wanted) < TOLERANCE
-    gradients = adapter.named_views(adapter.scratch)
+    gradients = adapter.layout.named_views(adapter.scratch)
     for name, parameter in peft_parameters(tuned).items():
         assert parameter.grad is not None
         assert relative_error(gradients[name], parameter.grad) < 10 * TOLERANCE, name

@@ -107,7 +107,7 @@ def test_a_lora_step_equals_peft_and_torch(tiny_models: dict[str, Path]) -> None
         apply_step(adapter, step(learning_rate=1e-3, eps=1e-8, weight_decay=0.1))
         optimizer.step()
 
-    named = adapter.named_views(adapter.weights)
+    named = adapter.layout.named_views(adapter.weights)
     for name, parameter in peft_parameters(tuned).items():
         assert relative_error(named[name], parameter) < 1e-5, name
     assert relative_error(adapter.weights, before) > 1e-3

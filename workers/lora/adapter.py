@@ -6,7 +6,8 @@ Gradients go to its `scratch` while an operation runs, and from there to its `ac
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -15,6 +16,8 @@ from torch import Tensor, nn
 from ...schemas.models import LoraConfig
 from ..lanes import current_lane
 from ..model import BaseModel
+from ..parallel.mesh import Mesh
+from ..parallel.split import Split
 from .pair import LoraPair
 
 # Views start at multiples of 64 bytes; the gaps hold zeros, whose gradient and update are zero.
@@ -31,15 +34,34 @@ LEARNED = ("weights", "exp_avg", "exp_avg_sq")
 
 @dataclass(frozen=True)
 class Target:
-    """A linear layer that an adapter adapts. name: its path in the causal LM, such as model.layers.0.mlp.up_proj."""
+    """A linear layer that an adapter adapts. name: its path in the causal LM, such as model.layers.0.mlp.up_proj.
+
+    in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it.
+    """
 
     name: str
     in_features: int
     out_features: int
+    in_split: Split | None = None
+    out_split: Split | None = None
 
     @property
     def kind(self) -> str:
         return self.name.rpartition(".")[2]
+
+    @property
+    def own_in(self) -> int:
+        """Input features on this rank."""
+        return self.in_split.own_size if self.in_split else self.in_features
+
+    @property
+    def own_out(self) -> int:
+        """Output features on this rank."""
+        return self.out_split.own_size if self.out_split else self.out_features
+
+    def whole(self) -> "Target":
+        """As on a rank that has all of it."""
+        return replace(self, in_split=None, out_split=None)
 
 
 @dataclass
@@ -78,8 +100,8 @@ class Adapter:
         self.place: Place = "device"
         self.window = Window()
         self.num_steps = 0
-        self._layout = _Layout(self.targets, lora.rank)
-        self._vectors = {"weights": _Vector(self._layout, torch.zeros(self._layout.size, device=base.device))}
+        self.layout = Layout(self.targets, lora.rank)
+        self._vectors = {"weights": _Vector(self.layout, torch.zeros(self.layout.size, device=base.device))}
         self._dtype = base.dtype
         self._cast: _Cast | None = None
         self._operation_open = False
@@ -102,8 +124,8 @@ class Adapter:
 
     @property
     def vector_size(self) -> int:
-        """P: the parameters, and the gaps between them."""
-        return self._layout.size
+        """P: the parameters that this rank has, and the gaps between them."""
+        return self.layout.size
 
     @property
     def num_bytes(self) -> int:
@@ -143,7 +165,7 @@ class Adapter:
         vector = self._vectors.get(name)
         if vector is None:
             zeros = torch.zeros_like(self._vectors["weights"].tensor)
-            vector = self._vectors[name] = _Vector(self._layout, zeros)
+            vector = self._vectors[name] = _Vector(self.layout, zeros)
         return vector
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
@@ -160,7 +182,7 @@ class Adapter:
             return self._vector("weights").matrices
         weights = self.weights
         if self._cast is None or self._cast.source is not weights:
-            self._cast = _Cast(self._layout, weights, self._dtype)
+            self._cast = _Cast(self.layout, weights, self._dtype)
         return self._cast.factors()
 
     def begin_operation(self, lanes: Sequence[int] = ()) -> None:
@@ -173,7 +195,7 @@ class Adapter:
             self.scratch.zero_()
         else:
             self._vector("scratch")
-        self._lane_scratch = {lane: _Vector(self._layout, torch.zeros_like(self.scratch)) for lane in lanes[1:]}
+        self._lane_scratch = {lane: _Vector(self.layout, torch.zeros_like(self.scratch)) for lane in lanes[1:]}
 
     def join_lanes(self) -> None:
         """Afterwards all gradients are in scratch."""
@@ -222,19 +244,11 @@ class Adapter:
         """
         self.weights.zero_()
         generator = torch.Generator().manual_seed((self.lora.seed or 0) & _SEED_MASK)
-        for pair in self.pairs.values():
-            drawn = torch.empty(pair.a.shape)
-            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
-            pair.a.copy_(drawn)
-
-    def named_views(self, vector: Tensor) -> dict[str, Tensor]:
-        """A vector [P] as the matrices it holds, by their names in PEFT's files."""
-        named = {}
         for target in self.targets:
-            a, b_t = self._layout.views(vector, target)
-            named[f"base_model.model.{target.name}.lora_A.weight"] = a
-            named[f"base_model.model.{target.name}.lora_B.weight"] = b_t.t()
-        return named
+            drawn = torch.empty(self.lora.rank, target.in_features)
+            nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
+            a, _ = self.matrices(target.name)
+            a.copy_(_part(target.in_split, drawn, 1))
 
     # Moving: who moves an adapter (see Residency) takes its live vectors and gives them back elsewhere.
 
@@ -258,9 +272,7 @@ class Adapter:
         """From now on these are its vectors, at `place`; whatever views there are of others are made anew."""
         num_changes = self.num_changes
         kept = {id(vector.tensor): vector for vector in self._vectors.values()}
-        self._vectors = {
-            name: kept.get(id(tensor)) or _Vector(self._layout, tensor) for name, tensor in vectors.items()
-        }
+        self._vectors = {name: kept.get(id(tensor)) or _Vector(self.layout, tensor) for name, tensor in vectors.items()}
         self.place = place
         self._earlier_changes = num_changes - self._changes_here()
         if self._cast is not None and self._cast.source is not vectors.get("weights"):
@@ -270,33 +282,94 @@ class Adapter:
         return sum(self._vectors[name].tensor._version for name in LEARNED if name in self._vectors)
 
 
-class _Layout:
-    """Where A and B of each target lie in the flat vectors of an adapter."""
+class Layout:
+    """Where A and B of each target lie in the flat vectors [size] of an adapter.
+
+    regions: by the axis along which ranks have different parts of a matrix ("" = none), where all such matrices lie.
+    """
 
     def __init__(self, targets: Sequence[Target], rank: int) -> None:
-        self.targets = targets
+        self.targets = tuple(targets)
         self.size = 0
+        self.regions: dict[str, slice] = {}
         self._rank = rank
-        self._starts: dict[str, tuple[int, int]] = {}
-        for target in targets:
-            b_start = self.size + _aligned(rank * target.in_features)
-            self._starts[target.name] = (self.size, b_start)
-            self.size = b_start + _aligned(rank * target.out_features)
+        self._starts: dict[tuple[str, str], int] = {}
+        axes = dict.fromkeys(_axis(split) for target in targets for split in (target.in_split, target.out_split))
+        for axis in sorted(axes):
+            first = self.size
+            for target in targets:
+                self._place(target, axis)
+            self.regions[axis] = slice(first, self.size)
 
     def views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
         """A [rank, in] and B^T [rank, out] in a vector [P]. B lies transposed: its gradient is then twice as fast."""
-        rank = self._rank
-        a_start, b_start = self._starts[target.name]
-        start = vector.storage_offset()
-        a = vector.as_strided((rank, target.in_features), (target.in_features, 1), start + a_start)
-        b_t = vector.as_strided((rank, target.out_features), (target.out_features, 1), start + b_start)
-        return a, b_t
+        a = self._view(vector, self._starts[target.name, "a"], target.own_in)
+        return a, self._view(vector, self._starts[target.name, "b"], target.own_out)
+
+    def named_views(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector [P] as the matrices it holds, by their names in PEFT's files."""
+        named = {}
+        for target in self.targets:
+            a, b_t = self.views(vector, target)
+            named |= zip(_names(target), (a, b_t.t()), strict=True)
+        return named
+
+    def copy_parts(self, vector: Tensor, matrices: Mapping[str, Tensor]) -> None:
+        """Into a vector [P] this rank's parts of whole matrices, by those names."""
+        for target in self.targets:
+            (name_of_a, name_of_b), (a, b_t) = _names(target), self.views(vector, target)
+            a.copy_(_part(target.in_split, matrices[name_of_a], 1))
+            b_t.t().copy_(_part(target.out_split, matrices[name_of_b], 0))
+
+    @cached_property
+    def whole(self) -> "Layout":
+        """As on a rank that has all of every matrix; this one, where it has."""
+        return Layout([each.whole() for each in self.targets], self._rank) if any(self.regions) else self
+
+    def whole_vector(self, vector: Tensor, mesh: Mesh) -> Tensor:
+        """Of a vector [P] of each rank, which all of them give at once: as `whole` has it. The same where it has all."""
+        if self.whole is self:
+            return vector
+        result = vector.new_zeros(self.whole.size)
+        of_ranks = {axis: mesh.along(axis).joined(vector[None]).unbind() for axis in self.regions if axis}
+        for target in self.targets:
+            views = self.whole.views(result, target)
+            for side, split in enumerate((target.in_split, target.out_split)):
+                vectors = of_ranks[split.axis] if split else [vector]
+                parts = [self.views(each, target)[side] for each in vectors]
+                views[side].copy_(split.whole(parts, 1) if split else parts[0])
+        return result
+
+    def _place(self, target: Target, axis: str) -> None:
+        """Those of the target's matrices that are shared out along this axis."""
+        sides = (("a", target.in_split, target.own_in), ("b", target.out_split, target.own_out))
+        for side, split, features in sides:
+            if _axis(split) == axis:
+                self._starts[target.name, side] = self.size
+                self.size += _aligned(self._rank * features)
+
+    def _view(self, vector: Tensor, start: int, features: int) -> Tensor:
+        return vector.as_strided((self._rank, features), (features, 1), vector.storage_offset() + start)
+
+
+def _names(target: Target) -> tuple[str, str]:
+    """Of A and B in PEFT's files."""
+    path = f"base_model.model.{target.name}"
+    return f"{path}.lora_A.weight", f"{path}.lora_B.weight"
+
+
+def _part(split: Split | None, whole: Tensor, dim: int) -> Tensor:
+    return split.part(whole, dim) if split else whole
+
+
+def _axis(split: Split | None) -> str:
+    return split.axis if split else ""
 
 
 class _Vector:
     """A vector [P] and its matrices by target: views, made when they are first asked for."""
 
-    def __init__(self, layout: _Layout, tensor: Tensor) -> None:
+    def __init__(self, layout: Layout, tensor: Tensor) -> None:
         self.tensor = tensor
         self._layout = layout
         self._matrices: dict[str, tuple[Tensor, Tensor]] = {}
@@ -311,7 +384,7 @@ class _Vector:
 class _Cast:
     """An adapter's matrices in another dtype than float32: a copy, kept current."""
 
-    def __init__(self, layout: _Layout, weights: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, layout: Layout, weights: Tensor, dtype: torch.dtype) -> None:
         self.source = weights
         self._copy = _Vector(layout, weights.to(dtype))
         self._version = weights._version

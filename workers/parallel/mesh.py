@@ -172,9 +172,7 @@ def own_host() -> str:
         return probe.getsockname()[0]
 
 
-def connect(
-    meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float
-) -> None:
+def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
     """Once in a process. timeout_seconds: how long any exchange may take.
 
     Raises RuntimeError when the others are not there in time.

@@ -39,7 +39,7 @@ class ParallelSpec:
 
     @staticmethod
     def parse(text: str) -> "ParallelSpec":
-        """"fsdp=4,tp=2", or "single". Raises ValueError."""
+        """ "fsdp=4,tp=2", or "single". Raises ValueError."""
         sizes: dict[str, int] = {}
         for part in text.split(",") if text != "single" else ():
             axis, _, size = (word.strip() for word in part.partition("="))
@@ -106,6 +106,7 @@ def _check_axis(axis: str, part: str) -> None:
         raise ValueError(_NO_PIPELINE)
     near = difflib.get_close_matches(axis, AXES, 1, 0.5)
     raise ValueError(
-        f"{part.strip() or 'nothing'} names no axis of --parallel" + (f" (did you mean {near[0]}?)" if near else "")
+        f"{part.strip() or 'nothing'} names no axis of --parallel"
+        + (f" (did you mean {near[0]}?)" if near else "")
         + f": give some of {', '.join(AXES)}, such as fsdp=4,tp=2"
     )

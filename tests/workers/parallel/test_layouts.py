@@ -84,7 +84,9 @@ def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
 
 def test_samples_are_those_of_one_rank(alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]) -> None:
     directory = alone[0].saved("a")
-    jobs = [greedy(f"{adapter_id}-{length}", adapter_id, length) for adapter_id in (None, "s") for length in (5, 23, 40)]
+    jobs = [
+        greedy(f"{adapter_id}-{length}", adapter_id, length) for adapter_id in (None, "s") for length in (5, 23, 40)
+    ]
     answers = []
     for where, _ in (alone, many):
         where.call("load_adapter", "s", str(directory))

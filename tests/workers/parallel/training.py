@@ -114,9 +114,7 @@ def _datum(random: np.random.Generator, length: int) -> Datum:
 
 
 def supervised(run_id: str, seed: int, *lengths: int, forward_only: bool = False) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(
-        run_id, 1, some_data(seed, *lengths), "cross_entropy", forward_only=forward_only
-    )
+    return ForwardBackwardRequest(run_id, 1, some_data(seed, *lengths), "cross_entropy", forward_only=forward_only)
 
 
 def reinforced(run_id: str, seed: int, *lengths: int, loss_fn: str = "ppo") -> ForwardBackwardRequest:

@@ -16,6 +16,7 @@ from .lora import LoraPair, Segment
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
+from .parallel.rows import RowShare
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,7 +30,8 @@ class HeadOutput:
 class Head:
     """Stateless but for the frozen weights. Segments say whose part of the output head each row gets.
 
-    Segments and objectives are in the order of the rows, and objectives cover all of them.
+    Segments and objectives are in the order of the rows, and objectives cover all of them. Where ranks share them out,
+    hidden, gradient and segments are of this rank's, `share.rows`; objectives and outputs of all.
     """
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
@@ -59,46 +61,56 @@ class Head:
         return logits.float()
 
     @torch.no_grad()
-    def losses(self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective]) -> list[HeadOutput]:
+    def losses(
+        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], share: RowShare
+    ) -> list[HeadOutput]:
         """Of hidden [n, hidden], by objective, without gradients."""
-        targets = _side_by_side([each.targets for each in objectives])
-        logprobs = self._logprobs(hidden, segments, targets, self._room(hidden))
-        outputs = []
-        for objective in objectives:
-            own = _in_shape_of(objective.targets, logprobs[objective.start : objective.stop])
-            outputs.append(HeadOutput(own, objective.evaluate(own, slice(None))))
-        return outputs
+        targets = _side_by_side([each.targets for each in objectives])[share.rows]
+        logprobs = share.joined(self._logprobs(hidden, segments, targets, self._room(hidden)))
+        return [_evaluated(objective, logprobs) for objective in objectives]
 
     @torch.no_grad()
     def losses_and_gradient(
-        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], gradient: Tensor
+        self,
+        hidden: Tensor,
+        segments: Sequence[Segment],
+        objectives: Sequence[Objective],
+        gradient: Tensor,
+        share: RowShare,
     ) -> list[HeadOutput]:
         """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
-        targets = _side_by_side([each.targets for each in objectives])
+        targets, first = _side_by_side([each.targets for each in objectives])[share.rows], share.rows.start
         room = self._room(hidden)
-        scorings = [self._scoring(hidden, segments, objective, room) for objective in objectives]
+        scorings = [_Scoring(objective) for objective in objectives]
+        if any(self._wants_all_first(objective, share) for objective in objectives):
+            logprobs = share.joined(self._logprobs(hidden, segments, targets, room))
+            for scoring in scorings:
+                if self._wants_all_first(scoring.objective, share):
+                    scoring.score_all(logprobs)
+        parts = []
         for rows in self._chunks(len(hidden)):
-            inside = _within(segments, rows)
+            inside = within(segments, rows)
             log_softmax = self._log_softmax(hidden[rows], inside, room)
-            d_logprobs = _score(scorings, rows, _gather(log_softmax, targets[rows]))
+            parts.append(_gather(log_softmax, targets[rows]))
+            d_logprobs = _score(scorings, slice(first + rows.start, first + rows.stop), parts[-1])
             self._backward(log_softmax, targets[rows], d_logprobs, hidden[rows], inside, gradient[rows], room)
-        return [scoring.output() for scoring in scorings]
+        if share.is_all:
+            return [scoring.output() for scoring in scorings]
+        logprobs = share.joined(_concatenated(parts, targets))
+        return [_evaluated(objective, logprobs) for objective in objectives]
 
-    def _scoring(self, hidden: Tensor, segments: Sequence[Segment], objective: Objective, room: "_Room") -> "_Scoring":
+    def _wants_all_first(self, objective: Objective, share: RowShare) -> bool:
         """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
         before any gradient."""
-        scoring = _Scoring(objective)
-        rows = slice(objective.start, objective.stop)
-        if objective.loss.sequence_wise and rows.start // self._chunk_rows != (rows.stop - 1) // self._chunk_rows:
-            scoring.score_all(self._logprobs(hidden[rows], _within(segments, rows), objective.targets, room))
-        return scoring
+        first, last = objective.start // self._chunk_rows, (objective.stop - 1) // self._chunk_rows
+        return objective.loss.sequence_wise and (first != last or not share.is_all)
 
     def _logprobs(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor, room: "_Room") -> Tensor:
         parts = [
-            _gather(self._log_softmax(hidden[rows], _within(segments, rows), room), targets[rows])
+            _gather(self._log_softmax(hidden[rows], within(segments, rows), room), targets[rows])
             for rows in self._chunks(len(hidden))
         ]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return _concatenated(parts, targets)
 
     def _log_softmax(self, hidden: Tensor, segments: Sequence[Segment], room: "_Room") -> Tensor:
         """Valid until the next chunk's."""
@@ -185,8 +197,8 @@ class _Scoring:
         self._whole_gradient: Tensor | None = None
 
     def score_all(self, logprobs: Tensor) -> None:
-        """Before the first chunk."""
-        self._whole_gradient = self._gradient(logprobs, slice(None))
+        """Before the first chunk: those of all rows."""
+        self._whole_gradient = self._gradient(_of(self.objective, logprobs), slice(None))
 
     def gradient(self, logprobs: Tensor, rows: slice) -> Tensor:
         """By the log-probabilities of `rows`, counted from the objective's first."""
@@ -202,6 +214,22 @@ class _Scoring:
         self._logprobs.append(logprobs)
         self._scored.append(output)
         return gradient
+
+
+def _of(objective: Objective, logprobs: Tensor) -> Tensor:
+    return _in_shape_of(objective.targets, logprobs[objective.start : objective.stop])
+
+
+def _evaluated(objective: Objective, logprobs: Tensor) -> HeadOutput:
+    """logprobs: of all rows."""
+    own = _of(objective, logprobs)
+    return HeadOutput(own, objective.evaluate(own, slice(None)))
+
+
+def _concatenated(logprobs: list[Tensor], targets: Tensor) -> Tensor:
+    if len(logprobs) == 1:
+        return logprobs[0]
+    return torch.cat(logprobs) if logprobs else torch.empty(targets.shape, device=targets.device)
 
 
 def _score(scorings: list[_Scoring], rows: slice, logprobs: Tensor) -> Tensor:
@@ -236,7 +264,7 @@ def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
     return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]
 
 
-def _within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
+def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
     """The segments of `rows`, counted from their first."""
     return [
         Segment(max(segment.start, rows.start) - rows.start, min(segment.stop, rows.stop) - rows.start, segment.adapter)

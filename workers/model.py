@@ -17,6 +17,8 @@ from transformers.utils import logging as transformers_logging
 from .attention import ATTENTION, CachedPacking, Packing
 from .config import WorkerConfig
 from .kernels import kernels_for
+from .parallel.mesh import Mesh
+from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .threads import Threads
 from .trunk import Merge, fused_trunk
@@ -52,15 +54,25 @@ class BaseModel:
     unembedding: [vocab, hidden], possibly tied to the embedding.
     """
 
-    def __init__(self, config: WorkerConfig) -> None:
+    def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
+        """mesh: the ranks that have it together, None = one."""
+        mesh = mesh or Mesh()
+        placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
         self.threads = Threads(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
-        self.model = _load(config.model.source, self.dtype, self.device)
+        self.model = _load(config.model.source, self.dtype, self.device, placed)
+        self.splits = placed.splits
+        self.tensor_team = mesh.along("tp")
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
-        self._fused = fused_trunk(self.trunk)
+        self._fused = fused_trunk(self.trunk, self.tensor_team)
+        if self._fused is None and self.tensor_team.size > 1:
+            raise ValueError(
+                f"{config.model.source}: {self.config.model_type} models do not run with tp={self.tensor_team.size}: "
+                "use replicas or fsdp"
+            )
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
@@ -95,8 +107,9 @@ class BaseModel:
 
     @property
     def is_concurrent(self) -> bool:
-        """Whether several threads may run rows at once. Modules of transformers may change as they run."""
-        return self._fused is not None
+        """Whether several threads may run rows at once. Modules of transformers may change as they run, and ranks
+        that exchange tensors do it in one order."""
+        return self._fused is not None and self.tensor_team.size == 1
 
     def merge_linears(self, merge: Merge) -> None:
         """Offers a way to run several linear layers of one input as one, and the layers as they are now."""
@@ -113,14 +126,16 @@ class BaseModel:
         return output.last_hidden_state.squeeze(0)
 
 
-def _load(source: str, dtype: torch.dtype, device: torch.device) -> PreTrainedModel:
+def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     _refuse_other_arithmetic(source, AutoConfig.from_pretrained(source))
     _refuse_missing_weights(source)
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True
-    )
+    with placed.loading() as options:
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **options
+        )
     model, report = loaded
+    placed.settle(model)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"

@@ -65,9 +65,9 @@ def apply_steps(
     mesh = mesh or Mesh()
     checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
     updates = [each for each in checked if isinstance(each, Update)]
-    add_up([update.gradient for update in updates], mesh)
+    add_up([update.adapter for update in updates], mesh)
     _multiply([update.gradient for update in updates], [update.scale for update in updates])
-    for update, norm in zip(updates, global_norms([update.gradient for update in updates]), strict=True):
+    for update, norm in zip(updates, _norms([update.adapter for update in updates], mesh), strict=True):
         update.norm = norm
     finite = [update for update in updates if math.isfinite(update.norm)]
     _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
@@ -75,13 +75,44 @@ def apply_steps(
     return [_answer(each) if isinstance(each, Update) else each for each in checked]
 
 
-def add_up(gradients: Sequence[Tensor], mesh: Mesh) -> None:
-    """In place over all ranks, in one exchange."""
-    if mesh.is_single or not gradients:
+def add_up(adapters: Sequence[Adapter], mesh: Mesh) -> None:
+    """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region."""
+    if mesh.is_single:
         return
-    whole = mesh.all.sum(torch.cat([gradient.flatten() for gradient in gradients]))
-    for gradient, summed in zip(gradients, whole.split([len(gradient) for gradient in gradients]), strict=True):
-        gradient.copy_(summed)
+    for axis in _axes(adapters):
+        regions = [_region(adapter, axis) for adapter in adapters]
+        whole = mesh.beside(axis).sum(torch.cat(regions))
+        for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
+            region.copy_(summed)
+
+
+def leave_to_first(adapter: Adapter, mesh: Mesh) -> None:
+    """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
+    if not adapter.window.num_operations:
+        return
+    for axis in _axes([adapter]):
+        if mesh.beside(axis).index > 0:
+            _region(adapter, axis).zero_()
+
+
+def _norms(adapters: Sequence[Adapter], mesh: Mesh) -> list[float]:
+    """Of the whole gradients, of which this rank may have parts."""
+    if mesh.is_single or not adapters:
+        return global_norms([adapter.accumulator for adapter in adapters])
+    squares = torch.zeros(len(adapters), dtype=torch.float64)
+    for axis in _axes(adapters):
+        own = global_norms([_region(adapter, axis) for adapter in adapters])
+        squares += mesh.along(axis).sum(torch.tensor(own, dtype=torch.float64).square())
+    return squares.sqrt().tolist()
+
+
+def _axes(adapters: Sequence[Adapter]) -> list[str]:
+    return sorted({axis for adapter in adapters for axis in adapter.layout.regions})
+
+
+def _region(adapter: Adapter, axis: str) -> Tensor:
+    """Of the accumulated gradients, what ranks along this axis have parts of; it may be empty."""
+    return adapter.accumulator[adapter.layout.regions.get(axis, slice(0, 0))]
 
 
 def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:

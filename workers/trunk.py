@@ -10,6 +10,8 @@ from torch import Tensor, nn
 
 from .attention import AttentionKind, CachedPacking, Packing, attend
 from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
+from .parallel.collectives import copied, summed
+from .parallel.mesh import Team
 
 # The name that a family's classes begin with -> the module of transformers that holds them.
 _FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
@@ -30,9 +32,10 @@ class FusedTrunk:
     Its linear layers are looked up at each call: `lora` replaces them.
     """
 
-    def __init__(self, trunk: Any, family: str) -> None:
+    def __init__(self, trunk: Any, family: str, team: Team) -> None:
+        """team: of the ranks that have parts of its layers."""
         self._embedding = trunk.embed_tokens
-        self._layers = [_Layer(layer, family) for layer in trunk.layers]
+        self._layers = [_Layer(layer, family, team) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm)
         rotary = trunk.rotary_emb
         self._rotary = RotaryTable(rotary.inv_freq, rotary.attention_scaling)
@@ -52,7 +55,8 @@ class FusedTrunk:
 
 
 class _Layer:
-    def __init__(self, layer: Any, family: str) -> None:
+    def __init__(self, layer: Any, family: str, team: Team) -> None:
+        self._team = team
         attention = layer.self_attn
         self._attention, self._mlp = attention, layer.mlp
         self._head_dim = attention.head_dim
@@ -81,8 +85,9 @@ class _Layer:
     ) -> tuple[Tensor, Tensor]:
         """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
         hidden, x = _add_norm(hidden, update, self._input_norm)
-        hidden, x = add_rms_norm(hidden, self._attend(x, rotation, packing), self._mlp_norm)
-        return hidden, self._feed_forward(x)
+        update = summed(self._attend(copied(x, self._team), rotation, packing), self._team)
+        hidden, x = add_rms_norm(hidden, update, self._mlp_norm)
+        return hidden, summed(self._feed_forward(copied(x, self._team)), self._team)
 
     def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
@@ -120,12 +125,12 @@ class _Layer:
         return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
 
-def fused_trunk(trunk: nn.Module) -> FusedTrunk | None:
-    """None for a model that this file does not know through and through."""
+def fused_trunk(trunk: nn.Module, team: Team) -> FusedTrunk | None:
+    """None for a model that this file does not know through and through. team: as of FusedTrunk."""
     family = type(trunk).__name__.removesuffix("Model")
     if family not in _FAMILIES or not _recognised(trunk, family):
         return None
-    return FusedTrunk(trunk, family)
+    return FusedTrunk(trunk, family, team)
 
 
 def _recognised(trunk: Any, family: str) -> bool:

@@ -69,7 +69,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Share:
-    """What a rank has of a part's data. numbers: of its data in the whole operation. num_data: of all ranks together."""
+    """What a rank has of a part's data. numbers: in the whole operation. num_data: of all ranks together."""
 
     numbers: Sequence[int]
     num_data: int

@@ -20,7 +20,7 @@ from .lora.residency import Residency
 from .memory import tune_allocator
 from .model import BaseModel, resolve_device
 from .operation import ModelLimits
-from .optim import add_up, apply_steps
+from .optim import add_up, apply_steps, leave_to_first
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .programs import PROGRAMS
 from .programs.progress import Answer
@@ -64,12 +64,12 @@ class Worker:
     def _load(self, mesh: Mesh) -> None:
         config = self._config
         self._mesh = mesh
-        self._base = _load(config)
+        self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
         self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
-        self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config)
+        self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config, mesh)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -134,8 +134,7 @@ class Worker:
         checkpoint does not fit."""
         with self._resident(run_id) as adapter:
             load_adapter(adapter, Path(directory), optimizer=optimizer)
-            if adapter.window.num_operations and not self._mesh.is_first:
-                adapter.accumulator.zero_()
+            leave_to_first(adapter, self._mesh)
             self._program.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
@@ -204,9 +203,8 @@ class Worker:
     def _bring_gradients_to_first(self, adapter: Adapter) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""
         if adapter.window.num_operations:
-            add_up([adapter.accumulator], self._mesh)
-            if not self._mesh.is_first:
-                adapter.accumulator.zero_()
+            add_up([adapter], self._mesh)
+            leave_to_first(adapter, self._mesh)
 
     def _whole_weights(self, adapter: Adapter) -> np.ndarray:
         return adapter.layout.whole_vector(adapter.weights, self._mesh).cpu().numpy()
@@ -238,13 +236,13 @@ def _chunks(steps: Sequence[Step], most: int) -> Iterator[list[Step]]:
         yield list(chunk.values())
 
 
-def _load(config: WorkerConfig) -> BaseModel:
+def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
     """Raises ValueError on a model that is not there, not whole or not supported."""
     source = config.model.source
     if source.startswith(("/", ".")) and not Path(source).is_dir():
         raise ValueError(f"{source} is no directory: give the model's directory or its hub id")
     try:
-        return BaseModel(config)
+        return BaseModel(config, mesh)
     except (OSError, SafetensorError) as error:
         raise ValueError(f"{source} is not readable: {error}") from error
 

@@ -327,13 +327,14 @@ class Layout:
         return Layout([each.whole() for each in self.targets], self._rank) if any(self.regions) else self
 
     def whole_vector(self, vector: Tensor, mesh: Mesh) -> Tensor:
-        """Of a vector [P] of each rank, which all of them give at once: as `whole` has it. The same where it has all."""
+        """Of a vector [P] of each rank, which all of them give at once: as `whole` has it. The same one where a rank
+        has all."""
         if self.whole is self:
             return vector
         result = vector.new_zeros(self.whole.size)
         of_ranks = {axis: mesh.along(axis).joined(vector[None]).unbind() for axis in self.regions if axis}
         for target in self.targets:
-            views = self.whole.views(result, target)
+            views = self.whole.views(result, target.whole())
             for side, split in enumerate((target.in_split, target.out_split)):
                 vectors = of_ranks[split.axis] if split else [vector]
                 parts = [self.views(each, target)[side] for each in vectors]

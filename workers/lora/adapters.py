@@ -1,6 +1,6 @@
 """Adapters: all adapters of one base on this rank, by id, and which linears they target."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -9,6 +9,7 @@ from torch import nn
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..model import BaseModel
+from ..parallel.split import Split
 from .adapter import Adapter, Target
 from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
@@ -142,7 +143,15 @@ def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
         if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
         setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
-        yield Target(name, module.in_features, module.out_features)
+        yield _target(name, module, base.splits.get(f"{name}.weight", {}))
+
+
+def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:
+    """splits: of its weight, by dimension."""
+    out_split, in_split = splits.get(0), splits.get(1)
+    in_features = sum(in_split.sections) if in_split else linear.in_features
+    out_features = sum(out_split.sections) if out_split else linear.out_features
+    return Target(name, in_features, out_features, in_split, out_split)
 
 
 def _unembed_target(base: BaseModel) -> Target:
@@ -154,4 +163,4 @@ def _unembed_target(base: BaseModel) -> Target:
 
 def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:
     """Whether a row of any layer's input or output is a multiple of 16 bytes."""
-    return all(size * dtype.itemsize % 16 == 0 for t in targets for size in (t.in_features, t.out_features))
+    return all(size * dtype.itemsize % 16 == 0 for t in targets for size in (t.own_in, t.own_out))

@@ -1,6 +1,7 @@
 """Exchanges between the ranks of a team that gradients pass through, each the transpose of another.
 
-Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing activation recomputation (2022), section 4.2.
+Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing activation recomputation in large
+transformer models (2022), section 4.2.
 """
 
 from typing import Any
@@ -13,12 +14,14 @@ from .mesh import Team
 
 def copied(x: Tensor, team: Team) -> Tensor:
     """x, which all ranks have alike; its gradient is the sum of theirs."""
-    return x if team.size == 1 else _apply(_Copied, x, team)
+    return x if team.size == 1 or not torch.is_grad_enabled() else _apply(_Copied, x, team)
 
 
 def summed(x: Tensor, team: Team) -> Tensor:
-    """The sum over all ranks, whose gradient each of them has alike."""
-    return x if team.size == 1 else _apply(_Summed, x, team)
+    """The sum over all ranks, whose gradient each of them has alike. Without gradients in place."""
+    if team.size == 1:
+        return x
+    return _apply(_Summed, x, team) if torch.is_grad_enabled() else team.sum(x)
 
 
 def joined_rows(x: Tensor, team: Team) -> Tensor:

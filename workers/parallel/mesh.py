@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
+from torch.distributed.device_mesh import DeviceMesh
 
 from .spec import AXES, SINGLE, ParallelSpec
 
@@ -45,7 +46,7 @@ class Team:
             return tensor
         self._sent["all_gather"] += 1
         whole = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_into_tensor(whole, tensor.contiguous(), group=self._group)
+        dist.all_gather_single(whole, tensor.contiguous(), group=self._group)
         return whole
 
     def summed_part(self, tensor: Tensor) -> Tensor:
@@ -54,7 +55,7 @@ class Team:
             return tensor
         self._sent["reduce_scatter"] += 1
         part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        dist.reduce_scatter_tensor(part, tensor.contiguous(), group=self._group)
+        dist.reduce_scatter_single(part, tensor.contiguous(), group=self._group)
         return part
 
     def exchanged(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
@@ -77,6 +78,11 @@ class Team:
             dist.broadcast(tensor, self.ranks[0], group=self._group)
         return tensor
 
+    def device_mesh(self) -> DeviceMesh:
+        """For torch's own distributed tensors; of more than one rank."""
+        assert self._group is not None
+        return DeviceMesh.from_group(self._group, "cpu")
+
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:
             self._sent["all_reduce"] += 1
@@ -98,6 +104,11 @@ class Mesh:
     @property
     def is_single(self) -> bool:
         return self.spec.num_ranks == 1
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank tells what those that run the same sequences have found."""
+        return self.coordinates["sp"] == self.coordinates["tp"] == 0
 
     @property
     def is_first(self) -> bool:

@@ -16,7 +16,7 @@ class ParallelSpec:
     """The ranks of one base model: the product of all axes, of which the last varies fastest.
 
     replicas: copies of everything that the other axes share out; each takes other sequences.
-    fsdp: ranks that each keep a part of every layer's weights and gather it when it is used; each takes other sequences.
+    fsdp: ranks that each keep a part of every layer's weights, and gather it for use; each takes other sequences.
     ep: ranks that each keep some of the experts, and send each other their tokens; each takes other sequences.
     sp: ranks that each take some of the tokens of the same sequences.
     tp: ranks that each keep some of the heads and features of every layer, for the same tokens.

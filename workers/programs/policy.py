@@ -12,13 +12,14 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ..batch import Lane, MicroBatch, pack, smaller_budget
 from ..config import WorkerConfig
-from ..head import Head, HeadOutput
+from ..head import Head, HeadOutput, within
 from ..lanes import Lanes
 from ..lora import Adapter, Adapters, Segment
 from ..memory import bounded_memory
 from ..model import BaseModel
 from ..operation import ModelLimits, read_operation
 from ..parallel.mesh import Mesh
+from ..parallel.rows import RowShare
 from ..verbs import Failure, Part
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
@@ -69,7 +70,7 @@ class PolicyProgram:
         tasks = [each for each in begun if isinstance(each, Task)]
         if tasks:
             self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
-        told = self._mesh.exchange([_verdict(each) for each in begun])
+        told = self._mesh.exchange([_verdict(each, self._mesh.speaks) for each in begun])
         verdicts = [agreed(of_part) for of_part in zip(*told, strict=True)]
         return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
 
@@ -209,23 +210,30 @@ class PolicyProgram:
     def _run_forward(self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
         with self._adapters.applied(segments):
             hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-        _take(micro_batch, head.losses(hidden, segments, micro_batch.objectives), tasks)
+        share = RowShare(len(hidden), self._base.tensor_team)
+        of_rows = within(segments, share.rows)
+        _take(micro_batch, head.losses(hidden[share.rows], of_rows, micro_batch.objectives, share), tasks)
 
     def _run_forward_backward(
         self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:
         with self._adapters.applied(segments):
             hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-            gradient = torch.empty_like(hidden, requires_grad=False)
-            outputs = head.losses_and_gradient(hidden.detach(), segments, micro_batch.objectives, gradient)
+            share = RowShare(len(hidden), self._base.tensor_team)
+            own, of_rows = hidden.detach()[share.rows], within(segments, share.rows)
+            of_own = torch.empty_like(own)
+            outputs = head.losses_and_gradient(own, of_rows, micro_batch.objectives, of_own, share)
+            gradient = share.joined(of_own)
             _take(micro_batch, outputs, tasks)
             _zero_failed(micro_batch, tasks, gradient)
             if hidden.requires_grad:
                 hidden.backward(gradient)
 
 
-def _verdict(begun: Task | Failure) -> Verdict:
-    return begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
+def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
+    """counts: whether its totals are not those of another rank, too."""
+    verdict = begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
+    return verdict if counts else Verdict(verdict.failure, Totals())
 
 
 def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch) -> None:

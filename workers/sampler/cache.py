@@ -48,13 +48,13 @@ class Seat:
 
 
 class Cache:
-    """budget_bytes: of the slots, used or not, and the prefixes together."""
+    """budget_bytes: of the slots, used or not, and the prefixes together. num_ranks: those that share out the heads."""
 
-    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int) -> None:
+    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int, num_ranks: int = 1) -> None:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        self._numbers_per_token = 2 * kv_heads * head_dim  # of a layer
+        self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # of a layer
         self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
         self.budget_bytes = budget_bytes
         self.prefixes = Prefixes()

@@ -24,6 +24,7 @@ from ..head import Head
 from ..lora import Adapters, Plan, Segment
 from ..model import BaseModel
 from ..operation import ModelLimits
+from ..parallel.mesh import Mesh
 from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
 from .batch import AdapterRun, Batch, Decoding, PromptPart
 from .burst import Burst
@@ -37,6 +38,7 @@ from .prompt_scores import top_logprobs
 from .schedule import NoRoom, Schedule
 from .table import End, Table
 from .text import Text
+from .together import Together
 
 
 @dataclass(frozen=True)
@@ -51,13 +53,22 @@ class Drawn:
 class NativeSampler:
     """One rank's sampler. Its state is the jobs under way, and the prefixes kept; it changes in `slice` alone."""
 
-    def __init__(self, base: BaseModel, adapters: Adapters, limits: ModelLimits, config: WorkerConfig) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        adapters: Adapters,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """mesh: None = there is one rank."""
         self._base = base
+        self._together = Together((mesh or Mesh()).along("ep", "tp"))
         self._adapters = adapters
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
-        cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes)
+        cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.tensor_team.size)
         self._schedule = Schedule(cache, Namespaces(adapters), config, base.device, base.threads.most)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
@@ -81,6 +92,8 @@ class NativeSampler:
             # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
             self._forget_all()
             raise
+        if not self._together.speaks:
+            return SliceResult({}, 0)
         return SliceResult(self._finished, len(self._jobs), self._progress())
 
     def cache_bytes(self) -> int:
@@ -107,7 +120,7 @@ class NativeSampler:
             held.enter_context(self._base.threads.restored())
             while not self._schedule.is_idle:
                 self._iterate(deadline)
-                if time.monotonic() >= deadline:
+                if self._together.is_over(deadline):
                     break
         if not self._schedule.table.num_lines:
             # The table may have grown for one long sample, and the others hold adapters and jobs.
@@ -194,7 +207,7 @@ class NativeSampler:
                 hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
                 drawn = self._draw(drawing, hidden, burst.noise())
                 goes_on = drawing.is_plain and burst.num_steps < burst.most_steps and burst.take(drawn.chosen)
-                if not goes_on or time.monotonic() >= deadline:
+                if not goes_on or self._together.is_over(deadline):
                     break
         burst.close()
         if not goes_on:
@@ -250,7 +263,8 @@ class NativeSampler:
         """The next token of each row from its hidden state [rows, hidden]. noise: [rows] in [0, 1)."""
         logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
         adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._schedule.table)
-        return Drawn(drawing, logits, choose(logits, drawing.choice, noise.to(logits.dtype), adjusted))
+        chosen = choose(logits, drawing.choice, noise.to(logits.dtype), adjusted)
+        return Drawn(drawing, logits, self._together.agreed(chosen))
 
     def _append(self, drawn: Drawn) -> None:
         """Rows that end with their new token leave."""

@@ -1,0 +1,34 @@
+"""Split: how one dimension of a matrix is shared out to the ranks of a team."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Split:
+    """axis: along which the ranks differ. size, index: how many they are, and which of them this one is.
+
+    sections: sizes of the parts of the dimension that are shared out each by itself, as those of a fused projection;
+    each is a multiple of `size`.
+    """
+
+    axis: str
+    size: int
+    index: int
+    sections: tuple[int, ...]
+
+    @property
+    def own_size(self) -> int:
+        return sum(self.sections) // self.size
+
+    def part(self, whole: Tensor, dim: int) -> Tensor:
+        """This rank's."""
+        return torch.cat([one.chunk(self.size, dim)[self.index] for one in whole.split(self.sections, dim)], dim)
+
+    def whole(self, parts: Sequence[Tensor], dim: int) -> Tensor:
+        """Of the parts of all ranks, in their order."""
+        by_section = zip(*(part.split([one // self.size for one in self.sections], dim) for part in parts), strict=True)
+        return torch.cat([piece for pieces in by_section for piece in pieces], dim)

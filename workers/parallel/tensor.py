@@ -1,0 +1,107 @@
+"""Tensor parallelism: which of a model's weights the ranks of a team have parts of, and how they come to them.
+
+The parts are read from the files as such (shard on read, by transformers), and are plain tensors afterwards.
+"""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+from transformers import PreTrainedModel
+from transformers.distributed.configuration_utils import DistributedConfig
+
+from .mesh import Mesh
+from .split import Split
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A dimension of a parameter is shared out; num_sections: equal parts of it, each by itself (see Split)."""
+
+    dim: int
+    num_sections: int = 1
+
+
+# By name below the trunk. What is not named, every rank has.
+TENSOR_PLAN: Mapping[str, Placement] = {
+    "layers.*.self_attn.[qkv]_proj.weight": Placement(0),
+    "layers.*.self_attn.[qkv]_proj.bias": Placement(0),
+    "layers.*.self_attn.o_proj.weight": Placement(1),
+    "layers.*.mlp.gate_proj.weight": Placement(0),
+    "layers.*.mlp.up_proj.weight": Placement(0),
+    "layers.*.mlp.down_proj.weight": Placement(1),
+    "layers.*.mlp.experts.gate_up_proj": Placement(1, 2),
+    "layers.*.mlp.experts.down_proj": Placement(2),
+}
+
+
+class Placed:
+    """The parts that this rank has of a model's parameters. splits: by name of the parameter, dimension -> Split."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self.splits: dict[str, dict[int, Split]] = {}
+
+    @contextmanager
+    def loading(self) -> Iterator[dict[str, Any]]:
+        """Inside, `from_pretrained` with these arguments reads the parts alone."""
+        if self._mesh.along("tp").size == 1:
+            yield {}
+            return
+        hooks: Any = PreTrainedModel
+        own = {
+            "prepare_distribute_model": classmethod(lambda _, config, device_map=None: (config, device_map, None)),
+            "maybe_distribute_model": classmethod(lambda _, model, *__: self._mark(model)),
+        }
+        for name, hook in own.items():
+            setattr(hooks, name, hook)
+        try:
+            yield {"distributed_config": DistributedConfig()}
+        finally:
+            for name in own:  # those of its base class are behind them
+                delattr(hooks, name)
+
+    def settle(self, model: nn.Module) -> None:
+        """After loading: the parts become plain parameters, and linear layers know their own sizes."""
+        for module in model.modules():
+            for leaf, parameter in list(module.named_parameters(recurse=False)):
+                if isinstance(own := parameter.data, DTensor):
+                    module._parameters[leaf] = nn.Parameter(own.to_local(), requires_grad=False)
+            if isinstance(module, nn.Linear):
+                module.out_features, module.in_features = module.weight.shape
+        self._leave_bias_to_first(model)
+
+    def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
+        """Of parameters that hold nothing yet."""
+        team = self._mesh.along("tp")
+        device_mesh = team.device_mesh()
+        prefix = f"{model.base_model_prefix}."
+        for name, parameter in list(model.named_parameters()):
+            placement = _placement_of(name.removeprefix(prefix))
+            if placement is None:
+                continue
+            dim, sections = placement.dim, placement.num_sections
+            size = parameter.shape[dim]
+            self.splits[name] = {dim: Split("tp", team.size, team.index, (size // sections,) * sections)}
+            shard = Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections)
+            parent, _, leaf = name.rpartition(".")
+            marked = distribute_tensor(parameter.data, device_mesh, [shard], src_data_rank=None)
+            model.get_submodule(parent)._parameters[leaf] = nn.Parameter(marked, requires_grad=False)
+        return model
+
+    def _leave_bias_to_first(self, model: nn.Module) -> None:
+        """Outputs of layers whose inputs are shared out are added up over the ranks: their bias must be once in it."""
+        for name, by_dim in self.splits.items():
+            if 1 in by_dim and self._mesh.along("tp").index > 0:
+                module = model.get_submodule(name.rpartition(".")[0])
+                if isinstance(module, nn.Linear):
+                    module.register_parameter("bias", None)
+
+
+def _placement_of(name: str) -> Placement | None:
+    return next((place for pattern, place in TENSOR_PLAN.items() if fnmatchcase(name, pattern)), None)

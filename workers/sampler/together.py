@@ -1,0 +1,30 @@
+"""Together: ranks that decode the same samples, each with its part of the model, decide as the first of them does."""
+
+import time
+from dataclasses import replace
+
+import torch
+
+from ..parallel.mesh import Team
+from .choice import Chosen
+
+
+class Together:
+    """speaks: whether this rank's answers count."""
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self.speaks = team.index == 0
+
+    def is_over(self, deadline: float) -> bool:
+        """Whether the time has come, by the first rank's clock."""
+        is_over = time.monotonic() >= deadline
+        if self._team.size == 1:
+            return is_over
+        return bool(self._team.from_first(torch.tensor([is_over], dtype=torch.uint8)))
+
+    def agreed(self, chosen: Chosen) -> Chosen:
+        """The first rank's tokens: were a single one another elsewhere, its sequence would go apart for good."""
+        if self._team.size == 1:
+            return chosen
+        return replace(chosen, tokens=self._team.from_first(chosen.tokens))

@@ -211,7 +211,7 @@ class Futures:
         """Lets go of results that are older than the time they are kept for."""
         oldest = time.time() - self._ttl_seconds
         await self._store.delete_results(oldest)
-        self._segments.delete_older_than(self._ttl_seconds)
+        await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._forget_oldest()
 

@@ -30,12 +30,12 @@ from .ephemeral import EphemeralWeights
 from .futures import Futures
 from .journal import Journal
 from .leases import Tenure
+from .loaded import Loaded
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
 from .routes import auth, checkpoints, futures, listing, models, openai, sampling, sessions, training
-from .run import RunServices
-from .run_state import Recovery
+from .run_services import RunServices
 from .runs import Runs
 from .samplers import Samplers
 from .services import Services
@@ -121,13 +121,11 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
     quotas = Quotas(config)
     weights = EphemeralWeights(directory / "ephemeral", sync)
     samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights)
-    operations = Operations(dispatch, store, checkpoints, samplers, recordings)
+    loaded = Loaded(directory / "loaded", sync)
+    operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded)
     snapshots = Snapshots(directory / "snapshots", sync)
-    recovery = Recovery(journal, snapshots, operations, config.snapshot_steps, config.snapshot_bytes)
-    of_run = RunServices(
-        futures, journal, operations, sessions, quotas, recovery, dispatch.status, config.seq_gap_seconds
-    )
-    runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
+    of_runs = RunServices(config, futures, journal, snapshots, loaded, operations, sessions, quotas, dispatch.status)
+    runs = Runs(store, dispatch, checkpoints, of_runs)
     return Services(
         config=config,
         dispatch=dispatch,
@@ -176,7 +174,7 @@ async def _resume(services: Services) -> None:
     held = await services.runs.resume(journaled, services.sessions.open_ids)
     held |= await services.samplers.resume(journaled)
     others = [one for one in journaled if one.place not in held]
-    await services.futures.lose(one.header for one in others if one.header.refused is None)
+    await services.futures.lose(one.header for one in others)
     for one in others:
         services.journal.release(one.place)
     services.journal.forget_earlier()

@@ -36,7 +36,6 @@ from .checkpoints import Checkpoints
 from .completions import Completions
 from .ephemeral import EphemeralWeights
 from .futures import Ended, Future, Futures, Result
-from .history import MOST_STRIKES, STRIKE
 from .journal import Header, Journal, Journaled
 from .journaled import decode_entry
 from .quotas import Admission
@@ -44,6 +43,7 @@ from .recordings import Recordings
 from .segments import Place
 from .sessions import Sessions
 from .store import CheckpointRecord, RunRecord, SamplerRecord, Store
+from .strikes import STRIKE, Strikes
 
 logger = logging.getLogger(__name__)
 
@@ -435,7 +435,7 @@ class Samplers:
     def _begin(self, job: "SamplingJob", held: "_Held", admission: Admission | None) -> asyncio.Task[None]:
         """admission: None for a request that an earlier process accepted."""
         record = job.sampler.record
-        job.held, job.num_strikes = held, len(held.places) - 1
+        job.strikes = Strikes("this request", partial(self._note_strike, held), len(held.places) - 1)
         future = self._futures.create(
             job.request_id, record.tenant_id, partial(self._pending, record.base_model), partial(self._release, held)
         )
@@ -486,6 +486,7 @@ class Samplers:
         work = job.for_worker(streams=on_progress is not None)
         try:
             while True:
+                job.strikes.check()
                 loading = await self._load(sampler)
                 try:
                     return await self._dispatch.sample(sampler.record.base_model, work, telling.tell)
@@ -493,7 +494,7 @@ class Samplers:
                     self._load_again(sampler, loading)
                     if telling.has_told:
                         raise
-                    await self._count_strike(job, lost)
+                    await job.strikes.add(lost)
                 except OperationError as error:
                     if error.category == "server":
                         self._load_again(sampler, loading)
@@ -501,36 +502,22 @@ class Samplers:
         finally:
             sampler.under_way.discard(job.request_id)
 
-    async def _count_strike(self, job: "SamplingJob", lost: WorkerLost) -> None:
-        """Durable where there is room. Raises OperationError at the last."""
-        if not lost.alone:
-            return
-        job.num_strikes += 1
-        if job.held is not None:
-            try:
-                job.held.places.append(await self._journal.append(replace(job.held.header, kind=STRIKE, drawn={})))
-            except RequestError as error:
-                logger.error("%s: a strike is not journaled: %s", job.request_id, error)
-        if job.num_strikes >= MOST_STRIKES:
-            raise OperationError(
-                f"the worker died {MOST_STRIKES} times while it did nothing but this request ({lost}): it is not "
-                "tried again"
-            )
+    async def _note_strike(self, held: "_Held") -> None:
+        """Raises RequestError."""
+        held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
 
     async def _load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
         """Its adapter, once, for whoever comes first; returns that loading, None where there is nothing to load."""
         if sampler.record.kind == "base":
             return None
-        num_strikes = 0
+        strikes = Strikes(f"load the weights of sampler {sampler.record.sampler_id}")
         while True:
             loading = sampler.loading = sampler.loading or asyncio.create_task(self._load_now(sampler))
             try:
                 await asyncio.shield(loading)
             except WorkerLost as lost:
-                num_strikes += lost.alone
                 self._load_again(sampler, loading)
-                if num_strikes >= MOST_STRIKES:
-                    raise
+                await strikes.add(lost)
             except (OperationError, RequestError):
                 self._load_again(sampler, loading)
                 raise
@@ -618,10 +605,7 @@ class _Held:
 
 
 class SamplingJob:
-    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request.
-
-    num_strikes: deaths of workers that did nothing else.
-    """
+    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
 
     def __init__(
         self,
@@ -642,8 +626,7 @@ class SamplingJob:
         self._seed = drawn if request.sampling_params.seed is None else request.sampling_params.seed
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
-        self.held: _Held | None = None
-        self.num_strikes = 0
+        self.strikes = Strikes("this request")
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)

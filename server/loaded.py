@@ -7,7 +7,7 @@ Layout below state_dir/loaded: RUN/SEQ_ID of the operation, with .staging-* besi
 import asyncio
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..schemas.errors import OperationError
@@ -45,7 +45,11 @@ class Loaded:
 
     async def forget(self, run_id: str, seq_id: int) -> None:
         """Of the operations up to this one, snapshots hold what they did."""
-        await asyncio.to_thread(self._forget, self._of(run_id), seq_id)
+        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number > seq_id)
+
+    async def retain(self, run_id: str, seq_ids: Collection[int]) -> None:
+        """At start: those that may be needed. What the journal lost with the machine may come again as another one."""
+        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number in seq_ids)
 
     async def forget_all(self, run_id: str) -> None:
         await asyncio.to_thread(shutil.rmtree, self._of(run_id), ignore_errors=True)
@@ -77,7 +81,7 @@ class Loaded:
                 sync_directory(above)
         return of_run / name
 
-    def _forget(self, of_run: Path, seq_id: int) -> None:
+    def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:
         for directory in of_run.glob("[0-9]*"):
-            if int(directory.name) <= seq_id:
+            if not is_needed(int(directory.name)):
                 shutil.rmtree(directory, ignore_errors=True)

@@ -8,7 +8,7 @@ step where too much has come without one, or for too long.
 import asyncio
 import logging
 import math
-from collections.abc import Collection, Container
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -100,7 +100,7 @@ class RunState:
         """It has begun, and is to be made again."""
         return self._created is not None and not self._is_live
 
-    async def find_snapshots(self, journaled: Container[int], strikes: Collection[Journaled]) -> int:
+    async def find_snapshots(self, journaled: Collection[int], strikes: Collection[Journaled]) -> int:
         """Of an earlier process, of which the journal has the operations with these seq_ids.
 
         strikes: against making the run again. Returns the first seq_id that is needed. Raises ValueError when the run
@@ -115,7 +115,8 @@ class RunState:
             self._first_held = self._kept[-1].seq_id + 1
         elif not has_beginning:
             raise ValueError(f"{self._record.run_id} has no snapshot, and its beginning is not in the journal")
-        await self._services.loaded.forget(self._record.run_id, self._first_held - 1)
+        needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
+        await self._services.loaded.retain(self._record.run_id, needed)
         for one in strikes:
             self._hold_strike(one.header.seq_id, one.place)
             self._strikes.num += one.header.seq_id >= self._newest_seq_id

@@ -131,8 +131,17 @@ async def test_what_is_kept_outlives_the_checkpoint(checkpoint: Path, tmp_path: 
     assert await loaded.find(RUN_ID, 3) == kept
     assert (kept / "adapter_model.safetensors").read_bytes() == b"weights"
     await loaded.forget(RUN_ID, 2)
+    await loaded.retain(RUN_ID, {2, 3})
     assert kept.exists()
     await loaded.forget(RUN_ID, 3)
+    assert await loaded.find(RUN_ID, 3) is None
+
+
+async def test_what_the_journal_has_lost_was_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
+    """The next operation of that seq_id may be another one."""
+    loaded = Loaded(tmp_path / "loaded", sync=False)
+    await loaded.keep(RUN_ID, 3, checkpoint)
+    await loaded.retain(RUN_ID, {2})
     assert await loaded.find(RUN_ID, 3) is None
 
 

@@ -358,6 +358,21 @@ async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None
         await bench.run.stop()
 
 
+@pytest.mark.parametrize("num_strikes", [2, 3])
+async def test_what_was_struck_out_before_a_restart_is_not_tried_again(make_bench: MakeBench, num_strikes: int) -> None:
+    """Although nobody was answered yet."""
+    bench = await make_bench()
+    await bench.result(0)
+    await bench.run.stop()
+    step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
+    await bench.journaled("optim_step", 1, step)
+    for _ in range(num_strikes):
+        await bench.journaled("strike", 1)
+    await bench.restart()
+    assert ("died 3 times" in str(await bench.result(1))) == (num_strikes == 3)
+    assert (1 in bench.operations.performed) == (num_strikes < 3)
+
+
 async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:
     bench = await make_bench()
     Dying(bench, (1,), times=4)

@@ -20,8 +20,9 @@ from .quotas import Admission
 from .resuming import Inherited
 from .run import Run, Submitted
 from .run_services import RunServices
-from .samplers import base_model_of, draw_seed, require_served
+from .seeds import draw_seed
 from .segments import Place
+from .served import base_model_of, require_served
 from .store import RunRecord, Store, string_metadata
 
 logger = logging.getLogger(__name__)

@@ -24,11 +24,14 @@ demo: setup
 serve: setup
 	$(BIN)/trainhouse serve $(ARGS)
 
+# Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
+# measure, or bring their own load, and have the machine for themselves.
+WORKERS ?= 2
 test: setup
-	$(BIN)/python -m pytest -m 'not full' $(ARGS)
+	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-full: setup
-	$(BIN)/python -m pytest $(ARGS)
+test-full: test
+	$(BIN)/python -m pytest -m full $(ARGS)
 
 # As many inputs of each route and decoder as EXAMPLES says, new ones each time.
 EXAMPLES ?= 1000

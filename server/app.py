@@ -21,23 +21,26 @@ from ..schemas.errors import RequestError
 from ..schemas.openai import ErrorBody, OpenAiError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
+from .adapters import Adapters
 from .auth import Auth
 from .bodies import BodyLimit, describe_errors, describe_not_json
 from .checkpoints import Checkpoints
+from .completions import Completions
 from .config import ServerConfig
 from .direct import Direct, endpoints
 from .ephemeral import EphemeralWeights
 from .futures import Futures
 from .journal import Journal
 from .leases import Tenure
+from .loaded import Loaded
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
 from .routes import auth, checkpoints, futures, listing, models, openai, sampling, sessions, training
-from .run import RunServices
-from .run_state import Recovery
+from .run_services import RunServices
 from .runs import Runs
 from .samplers import Samplers
+from .sampling import Sampling
 from .services import Services
 from .sessions import Sessions
 from .snapshots import Snapshots
@@ -119,15 +122,15 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     quotas = Quotas(config)
-    weights = EphemeralWeights(directory / "ephemeral", sync)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, futures, journal, recordings, weights)
-    operations = Operations(dispatch, store, checkpoints, samplers, recordings)
+    adapters = Adapters(dispatch, checkpoints, EphemeralWeights(directory / "ephemeral", sync))
+    completions = Completions(futures)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, completions)
+    of_samplers = Sampling(dispatch, samplers, adapters, sessions, futures, journal, recordings, completions)
+    loaded = Loaded(directory / "loaded", sync)
+    operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded)
     snapshots = Snapshots(directory / "snapshots", sync)
-    recovery = Recovery(journal, snapshots, operations, config.snapshot_steps, config.snapshot_bytes)
-    of_run = RunServices(
-        futures, journal, operations, sessions, quotas, recovery, dispatch.status, config.seq_gap_seconds
-    )
-    runs = Runs(store, dispatch, checkpoints, of_run, config.max_lora_rank)
+    of_runs = RunServices(config, futures, journal, snapshots, loaded, operations, sessions, quotas, dispatch.status)
+    runs = Runs(store, dispatch, checkpoints, of_runs)
     return Services(
         config=config,
         dispatch=dispatch,
@@ -136,7 +139,9 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
         sessions=sessions,
         checkpoints=checkpoints,
         runs=runs,
+        adapters=adapters,
         samplers=samplers,
+        sampling=of_samplers,
         futures=futures,
         journal=journal,
         recordings=recordings,
@@ -158,7 +163,8 @@ async def _running(services: Services) -> AsyncIterator[None]:
         await services.checkpoints.start()
         stack.push_async_callback(services.checkpoints.close)
         await services.samplers.open()
-        stack.push_async_callback(services.samplers.close)
+        stack.push_async_callback(services.adapters.close)
+        stack.push_async_callback(services.sampling.close)
         stack.push_async_callback(services.runs.close)
         services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
         await services.sessions.start()
@@ -174,9 +180,9 @@ async def _resume(services: Services) -> None:
     """Takes up what an earlier process left; what nobody takes up is answered as lost."""
     journaled = await asyncio.to_thread(services.journal.earlier)
     held = await services.runs.resume(journaled, services.sessions.open_ids)
-    held |= await services.samplers.resume(journaled)
+    held |= await services.sampling.resume(journaled)
     others = [one for one in journaled if one.place not in held]
-    await services.futures.lose(one.header for one in others if one.header.refused is None)
+    await services.futures.lose(one.header for one in others)
     for one in others:
         services.journal.release(one.place)
     services.journal.forget_earlier()

@@ -130,8 +130,17 @@ class Checkpoints:
 
     async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
         """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
+        return await self.readable(path, {tenant.id, await self.reader(access_token)})
+
+    async def reader(self, access_token: str | None) -> str | None:
+        """The id of the tenant whose checkpoints may be read by whoever shows this."""
+        shown = await self._auth.tenant_of(access_token) if access_token else None
+        return None if shown is None else shown.id
+
+    async def readable(self, path: str, readers: Collection[str | None]) -> CheckpointRecord:
+        """As `resolve`, for whoever may read the checkpoints of these tenants, by id."""
         record = await self._find(*parse_path(path))
-        if record is None or not await self._may_read(tenant, record, access_token):
+        if record is None or not (record.public or record.tenant_id in readers):
             raise _missing(path)
         return record
 
@@ -321,12 +330,6 @@ class Checkpoints:
         if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
             return None
         return record
-
-    async def _may_read(self, tenant: Tenant, record: CheckpointRecord, access_token: str | None) -> bool:
-        if record.public or record.tenant_id == tenant.id:
-            return True
-        shown = await self._auth.tenant_of(access_token) if access_token else None
-        return shown is not None and shown.id == record.tenant_id
 
     def _expiry(self, ttl_seconds: int | None) -> float | None:
         return None if ttl_seconds is None else self._clock() + ttl_seconds

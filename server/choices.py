@@ -12,7 +12,7 @@ from ..workers.verbs import SampledPart
 from .draws import Drawn, Grown
 from .prompts import Prompt
 from .sample_text import SampleText
-from .samplers import Stops
+from .sampling_job import Stops
 from .stop_strings import StopString
 from .tokenizer import Tokenizer
 

@@ -10,7 +10,8 @@ from ..schemas.errors import OperationError, RequestError
 from ..schemas.sampling import SampleResponse
 from ..workers.verbs import SampledPart
 from .quotas import Admission
-from .samplers import Samplers, SamplingJob
+from .sampling import Sampling
+from .sampling_job import SamplingJob
 
 logger = logging.getLogger(__name__)
 
@@ -50,8 +51,8 @@ class Draws:
     comes with its end then.
     """
 
-    def __init__(self, samplers: Samplers, jobs: Sequence[SamplingJob], admission: Admission, streams: bool) -> None:
-        self._samplers = samplers
+    def __init__(self, sampling: Sampling, jobs: Sequence[SamplingJob], admission: Admission, streams: bool) -> None:
+        self._sampling = sampling
         self._jobs = jobs
         self._admission = admission
         self._streams = streams
@@ -87,7 +88,7 @@ class Draws:
     async def _draw(self, number: int, job: SamplingJob) -> None:
         on_progress = partial(self._grow, number) if self._streams else None
         try:
-            response = await self._samplers.draw(job, on_progress)
+            response = await self._sampling.draw(job, on_progress)
             self._charge(number, response.num_tokens - self._num_charged[number])
             self._events.put_nowait(Drawn(number, response))
         except (OperationError, RequestError) as error:

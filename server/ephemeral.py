@@ -32,8 +32,8 @@ class EphemeralWeights:
     async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
         """An empty directory to write into; leaving the block puts it in the place of an earlier one."""
         staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
-        staging.mkdir(parents=True)
         try:
+            await asyncio.to_thread(staging.mkdir, parents=True)
             yield staging
             await asyncio.to_thread(self._publish, staging, self.directory(adapter_id))
         finally:

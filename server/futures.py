@@ -23,6 +23,7 @@ from .journal import Header
 from .segments import Guard, Place, Segments, read_segment
 from .store import ResultRecord, Store
 from .store.outages import words_of
+from .strikes import STRIKES
 
 logger = logging.getLogger(__name__)
 
@@ -118,7 +119,8 @@ class Futures:
 
     async def lose(self, headers: Iterable[Header]) -> None:
         """Answers what an earlier process accepted and nobody takes up."""
-        by_id = {header.request_id: header for header in headers if header.request_id not in self._live}
+        waited_for = [one for one in headers if one.refused is None and one.kind not in STRIKES]
+        by_id = {header.request_id: header for header in waited_for if header.request_id not in self._live}
         answered = await self.earlier(list(by_id))
         for request_id, header in by_id.items():
             if request_id not in answered:
@@ -211,7 +213,7 @@ class Futures:
         """Lets go of results that are older than the time they are kept for."""
         oldest = time.time() - self._ttl_seconds
         await self._store.delete_results(oldest)
-        self._segments.delete_older_than(self._ttl_seconds)
+        await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._forget_oldest()
 

@@ -9,14 +9,9 @@ from enum import Enum
 
 from ..schemas.errors import OperationError
 from .segments import Place
+from .strikes import STRIKES
 
 _PAUSE_SECONDS = 0.05
-
-STRIKE = "strike"
-"""The kind of a journal's entry that says that a worker died of an operation."""
-
-MOST_STRIKES = 3
-"""At the last it is not tried again."""
 
 REFUSED = "refused"
 """The kind of whatever was not accepted."""
@@ -27,7 +22,7 @@ KEPT = {
     "forward_backward",
     "optim_step",
     "load_weights",
-    STRIKE,
+    *STRIKES,
     REFUSED,
 }
 """The kinds without which a run's state cannot be made again."""

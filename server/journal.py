@@ -24,7 +24,8 @@ class Header:
     """What is known of an operation beside its body.
 
     kind: the request's type. run_id: of a run or a sampler. drawn: seeds that the request left open.
-    refused: why the operation was not accepted; its seq_id counts as done.
+    refused: why the operation was not accepted; its seq_id counts as done. reader: another tenant, in whose name the
+    checkpoint may be read that is to be loaded.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class Header:
     content_encoding: str | None = None
     drawn: Mapping[str, int] = field(default_factory=dict)
     refused: str | None = None
+    reader: str | None = None
     version: int = FORMAT_VERSION
 
 

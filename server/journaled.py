@@ -24,9 +24,8 @@ Request = (
     | SaveWeightsRequest
     | SaveWeightsForSamplerRequest
     | SaveWeightsExternalRequest
-    | LoadWeightsRequest
 )
-"""An operation of a live run as a client asks for it."""
+"""An operation of a live run that is carried out as a client asks for it."""
 
 _JSON: dict[str, type[BaseModel]] = {
     "optim_step": OptimStepRequest,
@@ -39,7 +38,7 @@ _JSON: dict[str, type[BaseModel]] = {
     "sample": SampleRequest,
 }
 
-Decoded = Request | CreateModelRequest | SampleRequest
+Decoded = Request | LoadWeightsRequest | CreateModelRequest | SampleRequest
 
 
 _ANY_SIZE = BodyLimits(1 << 62, 1 << 62)

@@ -9,7 +9,7 @@ from .choices import Fragment, Scored
 from .openai_answer import Answer, Told, alternatives
 from .openai_kind import Kind
 from .prompts import Prompt
-from .samplers import MOST_SAMPLES
+from .sampling_job import MOST_SAMPLES
 from .tokenizer import Tokenizer
 
 

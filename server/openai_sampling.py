@@ -10,7 +10,7 @@ from ..schemas.errors import OperationError
 from ..schemas.openai import Asking, OpenAiError, ResponseFormat
 from ..schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
 from .prompts import Prompt
-from .samplers import SamplingJob, Stops
+from .sampling_job import SamplingJob, Stops
 
 MOST_ECHOED = 1 << 21
 """Tokens of prompts in one answer, each counted with its alternatives."""

@@ -2,7 +2,9 @@
 is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
 """
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -19,7 +21,8 @@ from ..schemas.checkpoints import (
 )
 from ..schemas.codec import encode_forward_backward_output
 from ..schemas.errors import OperationError
-from ..schemas.models import CreateModelResponse
+from ..schemas.models import CreateModelRequest, CreateModelResponse
+from ..schemas.sampling import SampleRequest
 from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step
@@ -27,27 +30,57 @@ from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
 from .futures import Result
-from .journaled import Request
+from .journal import Journal
+from .journaled import Request, decode_entry
+from .loaded import Loaded
 from .recordings import Recordings
 from .samplers import Samplers
+from .segments import Place
 from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
 
 
 @dataclass(frozen=True)
 class CreateRun:
-    """Always a run's first operation, seq_id 0. checkpoint: what it starts from; optimizer: its state, too."""
+    """Always a run's first operation, seq_id 0. path: of the checkpoint it starts from; optimizer: its state, too."""
 
-    checkpoint: CheckpointRecord | None = None
+    path: str | None = None
     optimizer: bool = False
 
 
-Operation = CreateRun | Request
+@dataclass(frozen=True)
+class LoadWeights:
+    """Into a live run, in place of what it has. reader: another tenant, by id, in whose name it may be read."""
+
+    path: str
+    optimizer: bool
+    reader: str | None = None
+
+
+Operation = CreateRun | LoadWeights | Request
+
+
+async def read_operation(journal: Journal, place: Place) -> Operation:
+    """As it was accepted. Raises OSError, ValueError; RequestError where this version would not accept it."""
+    entry = await journal.read(place)
+    match await decode_entry(entry):
+        case CreateModelRequest():
+            return CreateRun()
+        case LoadWeightsRequest(path=path, optimizer=optimizer) if entry.header.kind == "load_weights":
+            return LoadWeights(path, optimizer, entry.header.reader)
+        case LoadWeightsRequest(path=path, optimizer=optimizer):
+            return CreateRun(path, optimizer)
+        case SampleRequest():
+            raise ValueError(f"the journal's entry at {place} is a sampling request")
+        case request:
+            return request
 
 
 def kind_of(operation: Operation) -> str:
     match operation:
         case CreateRun():
-            return "create_model" if operation.checkpoint is None else "create_model_from_checkpoint"
+            return "create_model" if operation.path is None else "create_model_from_checkpoint"
+        case LoadWeights():
+            return "load_weights"
         case ForwardBackwardRequest():
             return "forward" if operation.forward_only else "forward_backward"
         case _:
@@ -91,12 +124,14 @@ class Operations:
         checkpoints: Checkpoints,
         samplers: Samplers,
         recordings: Recordings,
+        loaded: Loaded,
     ) -> None:
         self._dispatch = dispatch
         self._store = store
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._recordings = recordings
+        self._loaded = loaded
         self.infos: dict[str, RunInfo] = {}
 
     async def perform(self, run: RunRecord, operation: Operation, seq_id: int) -> Result:
@@ -117,18 +152,15 @@ class Operations:
                 return await self._save_for_sampler(run, operation, seq_id)
             case SaveWeightsExternalRequest():
                 return await self._save_external(run, operation, run.request_id(seq_id))
-            case LoadWeightsRequest():
-                return await self._load_weights(run, operation)
+            case LoadWeights():
+                return await self._load_weights(run, operation, seq_id)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
         """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
-        if not isinstance(operation, LoadWeightsRequest):
+        if isinstance(operation, LoadWeights):
+            await self._load(run, operation, seq_id, partial(self._known, operation.path))
+        else:
             await self.perform(run, operation, seq_id)
-            return
-        checkpoint = await self._checkpoints.known(operation.path)
-        if checkpoint is None:
-            raise OperationError(f"checkpoint {operation.path}, which was loaded then, is gone")
-        await self._load(run, checkpoint, operation.optimizer)
 
     async def clear_gradients(self, run: RunRecord) -> None:
         await self._dispatch.clear_gradients(run.run_id)
@@ -146,8 +178,8 @@ class Operations:
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
         info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), tenant.name)
-        if operation.checkpoint is not None:
-            await self._load(run, operation.checkpoint, operation.optimizer)
+        if operation.path is not None:
+            await self._load(run, operation, 0, partial(self._known, operation.path))
         self.infos[run.run_id] = info
 
     async def discard(self, run: RunRecord) -> None:
@@ -167,8 +199,9 @@ class Operations:
         await self.make(run, operation)
         if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
             await self._store.insert_run(run)
-        if operation.checkpoint is not None:
-            return _json(LoadWeightsResponse(path=operation.checkpoint.tinker_path, model_id=run.run_id))
+        if operation.path is not None:
+            path = f"tinker://{operation.path.removeprefix('tinker://')}"
+            return _json(LoadWeightsResponse(path=path, model_id=run.run_id))
         return _json(CreateModelResponse(model_id=run.run_id))
 
     async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
@@ -234,27 +267,47 @@ class Operations:
                 await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
         return f"tinker://{run.run_id}/{kind}/{name}"
 
-    async def _load_weights(self, run: RunRecord, operation: LoadWeightsRequest) -> Result:
+    async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:
         """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""
-        checkpoint = await self._checkpoints.resolve(
-            Tenant(run.tenant_id, ""), operation.path, operation.weights_access_token
-        )
-        await self._load(run, checkpoint, operation.optimizer)
+        readers = {run.tenant_id, operation.reader}
+        await self._load(run, operation, seq_id, partial(self._checkpoints.readable, operation.path, readers))
         return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
 
-    async def _load(self, run: RunRecord, checkpoint: CheckpointRecord, optimizer: bool) -> None:
+    async def _known(self, path: str) -> CheckpointRecord:
+        """For whoever was allowed to read it when he asked."""
+        checkpoint = await self._checkpoints.known(path)
+        if checkpoint is None:
+            raise OperationError(f"checkpoint {path} is gone")
+        return checkpoint
+
+    async def _load(
+        self,
+        run: RunRecord,
+        operation: CreateRun | LoadWeights,
+        seq_id: int,
+        find: Callable[[], Awaitable[CheckpointRecord]],
+    ) -> None:
+        """The first time what is found; from then on that very version, whatever becomes of it."""
+        directory = await self._loaded.find(run.run_id, seq_id)
+        if directory is None:
+            directory = await self._keep(run, operation, seq_id, await find())
+        await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
+
+    async def _keep(
+        self, run: RunRecord, operation: CreateRun | LoadWeights, seq_id: int, checkpoint: CheckpointRecord
+    ) -> Path:
         if checkpoint.base_model != run.base_model:
             raise OperationError(
                 f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, run {run.run_id} on "
                 f"{run.base_model}: load it into a run of its own base model"
             )
-        if optimizer and not checkpoint.has_optimizer:
+        if operation.optimizer and not checkpoint.has_optimizer:
             raise OperationError(
                 f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
                 "that save_state wrote"
             )
-        async with self._checkpoints.reading(checkpoint) as directory:
-            await self._dispatch.load_run(run.run_id, directory, optimizer)
+        async with self._checkpoints.reading(checkpoint) as files:
+            return await self._loaded.keep(run.run_id, seq_id, files)
 
 
 def _json(response: BaseModel) -> Result:

@@ -234,7 +234,7 @@ class _Turns:
                 await asyncio.shield(keeping)
                 self._switch.target, self._services = self._standby, None
                 app.state.services.futures.stop_waiting()
-                app.state.services.samplers.stop_drawing()
+                app.state.services.sampling.stop_drawing()
         finally:
             self._services = None
             keeping.cancel()
@@ -421,7 +421,7 @@ class _Http(uvicorn.Server):
         # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
         asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
         # Who is still being sampled for after uvicorn's patience gets no answer but a cut.
-        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.samplers.stop_drawing)
+        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_drawing)
         try:
             await super().shutdown(sockets)
         finally:

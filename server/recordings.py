@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,12 +70,16 @@ class Recordings:
         return replace(request, data=tuple(data))
 
     async def expire(self) -> None:
-        self._segments.delete_older_than(KEPT_SECONDS)
         segments = {place.segment for place in self._places.values()}
-        gone = {segment for segment in segments if not self._segments.path(segment).exists()}
+        gone = await asyncio.to_thread(self._delete_old, segments)
         for request_id in [one for one, place in self._places.items() if place.segment in gone]:
             del self._places[request_id]
             self._in_memory.pop(request_id, None)
+
+    def _delete_old(self, segments: Collection[int]) -> Collection[int]:
+        """Blocking. Those of these that are gone."""
+        self._segments.delete_older_than(KEPT_SECONDS)
+        return {segment for segment in segments if not self._segments.path(segment).exists()}
 
     async def close(self) -> None:
         await self._segments.close()

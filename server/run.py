@@ -10,42 +10,38 @@ import asyncio
 import itertools
 import logging
 import time
-from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import Category, OperationError, RequestError
 from ..schemas.futures import Pending
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
-from .futures import Future, Futures, Result
+from .futures import Future, Result
 from .gap import Gap
-from .history import KEPT, MOST_STRIKES, REFUSED, STRIKE, Outcome, Past
-from .journal import Header, Journal
-from .operations import CreateRun, Operation, Operations, is_chained, kind_of, size_of
-from .quotas import Admission, Quotas, Standing
-from .run_state import Boundary, Recovery, RunState, Window
+from .history import KEPT, Outcome, Past
+from .journal import Header
+from .operations import CreateRun, LoadWeights, Operation, kind_of, size_of
+from .quotas import Admission, Standing
+from .resuming import Inherited, Resuming, Undone
+from .run_services import RunServices
+from .run_state import Boundary, RunState, Window
 from .segments import Place
-from .sessions import Sessions
+from .slots import GAP, Entry, Refused, Slot
 from .store import RunRecord
 from .store.outages import OUTAGES, words_of
+from .strikes import STRIKE, Strikes, StruckOut
 
 logger = logging.getLogger(__name__)
-
-GAP = "an operation"
-"""The kind of an operation that has not arrived."""
 
 MOST_AHEAD = 10_000
 """How far a seq_id may be ahead of the one whose turn it is."""
 
 _MOST_REFUSALS_KEPT = 1000
 _MOST_UNDER_WAY = 64
-_READ_AT_ONCE = 64
 _OUTAGE_SECONDS = 2.0
 _MOST_BYTES_UNDER_WAY = 64 << 20
 
@@ -56,71 +52,6 @@ class Submitted:
     seq_id: int
 
 
-@dataclass(frozen=True)
-class Refused:
-    """An operation that was not accepted. taints: it may have been meant to be a part of the next optimizer step."""
-
-    kind: str
-    reason: str
-    taints: bool
-
-
-@dataclass(eq=False)
-class _Entry:
-    """place: in the journal, once it is there. past: once it was begun. Without the operation, which may be large."""
-
-    place: asyncio.Future[Place]
-    past: Past | None = None
-
-
-@dataclass(eq=False)
-class _Slot:
-    """A seq_id that has come.
-
-    future: of an operation, not of a refusal. admission: of one that this process accepted.
-    was_answered: an earlier process did so, but its effect is lost.
-    """
-
-    content: Operation | Refused
-    arrived_at: float
-    entry: _Entry
-    future: Future | None = None
-    admission: Admission | None = None
-    was_answered: bool = False
-
-    @property
-    def num_bytes(self) -> int:
-        return self.admission.num_bytes if self.admission else 0
-
-    def release(self) -> None:
-        if self.admission is not None:
-            self.admission.release()
-
-
-@dataclass(frozen=True)
-class Earlier:
-    """What an earlier process accepted, or refused. outcome: None where it has not answered."""
-
-    kind: str
-    place: Place
-    refused: Refused | None = None
-    outcome: Outcome | None = None
-
-
-@dataclass(frozen=True)
-class RunServices:
-    """What a run works with. status: of a base model, in words. seq_gap_seconds: what a missing seq_id may hold up."""
-
-    futures: Futures
-    journal: Journal
-    operations: Operations
-    sessions: Sessions
-    quotas: Quotas
-    recovery: Recovery
-    status: Callable[[str], str | None]
-    seq_gap_seconds: float
-
-
 class Run:
     """`submit` and `refuse` come from requests, in any order; the queue works by itself until `end`."""
 
@@ -129,22 +60,21 @@ class Run:
         self.last_request_at = record.last_request_at
         self._services = services
         # By seq_id, in the order of arrival: those that wait, and those that were begun and are not answered.
-        self._slots: dict[int, _Slot] = {}
-        self._under_way: dict[int, _Slot] = {}
+        self._slots: dict[int, Slot] = {}
+        self._under_way: dict[int, Slot] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._one_ended = asyncio.Event()
         self._next_seq_id = 0
         self._refusals: dict[int, str] = {}
         self._window = Window()
-        self._state = RunState(record, services.recovery)
+        self._state = RunState(record, services)
         self._rebuilding: asyncio.Task[None] | None = None
-        # Of those that wait until it is made again, and of those that workers died of.
+        # Of those that wait until it is made again.
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
-        self._strikes: Counter[int] = Counter()
         self._outage: str | None = None
         self._unusable: str | None = None
         self._working: asyncio.Task[None] | None = None
-        self._gap = Gap(services.seq_gap_seconds, self._give_up_gap)
+        self._gap = Gap(services.config.seq_gap_seconds, self._give_up_gap)
 
     async def info(self) -> RunInfo:
         """Raises RequestError 409 until the run has been created."""
@@ -182,32 +112,14 @@ class Run:
             raise _refused_before(seq_id, slot.content.reason)
         return Submitted(self.request_id(seq_id), seq_id)
 
-    async def resume(
-        self,
-        found: Mapping[int, Earlier],
-        strikes: Sequence[tuple[int, Place]],
-        read: Callable[[Earlier], Awaitable[Operation]],
-    ) -> None:
-        """Goes on where an earlier process ended. strikes: seq_ids, and where the journal has it.
-
-        Raises ValueError, OSError and what `read` raises: then it cannot.
-        """
-        self._next_seq_id = await self._state.find_snapshots(found)
-        self._window = self._state.first_window()
-        self._state.created = CreateRun() if self._state.has_snapshots else await _created(found, read)
-        for seq_id, place in strikes:
-            self._strikes[seq_id] += 1
-            self._state.history.add(Past(seq_id, STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
-        for seq_id, earlier in found.items():
-            if seq_id < self._next_seq_id:
-                self._services.journal.release(earlier.place)
-        # A refusal may be ahead of what has not arrived.
-        ended = (seq_id for seq_id, one in found.items() if one.outcome is not None and one.refused is None)
-        last_ended = max(ended, default=-1)
-        while await self._is_past(self._next_seq_id, found.get(self._next_seq_id), last_ended):
-            self._refuse_lost(self._next_seq_id, found)
-            self._next_seq_id += 1
-        await self._take_up({seq_id: found[seq_id] for seq_id in sorted(found) if seq_id >= self._next_seq_id}, read)
+    async def resume(self, inherited: Inherited) -> None:
+        """Goes on where an earlier process ended. Raises ValueError, OSError, RequestError: then it cannot."""
+        resumed = await Resuming(self.record, self._services, self._state, inherited).resumed()
+        self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
+        for seq_id, reason in resumed.refusals.items():
+            self._remember_refusal(seq_id, reason)
+        for seq_id, undone in resumed.undone.items():
+            self._slots[seq_id] = self._slot_of(seq_id, undone)
         self._go_on()
 
     def standing(self, seq_id: int) -> Standing:
@@ -295,7 +207,7 @@ class Run:
     @property
     def is_lost(self) -> bool:
         """It has begun, and is to be made again in the workers."""
-        return self._state.created is not None and not self._state.is_live and self._unusable is None
+        return self._state.is_lost and self._unusable is None
 
     @property
     def _rests(self) -> bool:
@@ -325,45 +237,33 @@ class Run:
     def _accept(
         self, seq_id: int, operation: Operation, received: Received, admission: Admission, drawn: dict[str, int]
     ) -> None:
-        header = Header(
-            kind=kind_of(operation),
-            tenant_id=self.record.tenant_id,
-            run_id=self.record.run_id,
-            seq_id=seq_id,
-            request_id=self.request_id(seq_id),
+        header = replace(
+            self._header(kind_of(operation), seq_id),
             content_type=received.content_type,
             content_encoding=received.content_encoding,
             drawn=drawn,
+            reader=operation.reader if isinstance(operation, LoadWeights) else None,
         )
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
         size = size_of(operation, received)
         admission.keep(size.num_bytes, size.num_tokens)
         slot.admission = admission
-        slot.future = self._services.futures.create(
-            self.request_id(seq_id),
-            self.record.tenant_id,
-            partial(self._pending, seq_id),
-            partial(self._answered, slot.entry),
-        )
+        slot.future = self._new_future(seq_id, slot)
 
     def _add_refusal(self, seq_id: int, refused: Refused) -> None:
-        header = Header(
-            kind=refused.kind,
-            tenant_id=self.record.tenant_id,
-            run_id=self.record.run_id,
-            seq_id=seq_id,
-            request_id=self.request_id(seq_id),
-            refused=refused.reason,
-        )
+        header = replace(self._header(refused.kind, seq_id), refused=refused.reason)
         self._add(seq_id, refused, self._services.journal.append(header))
 
-    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> _Slot:
-        slot = _Slot(content, time.monotonic(), _Entry(journaled))
+    def _header(self, kind: str, seq_id: int) -> Header:
+        return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
+
+    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> Slot:
+        slot = Slot(content, time.monotonic(), Entry(journaled))
         self._slots[seq_id] = slot
         self._go_on()
         return slot
 
-    async def _wait_until_journaled(self, seq_id: int, slot: _Slot) -> None:
+    async def _wait_until_journaled(self, seq_id: int, slot: Slot) -> None:
         """Raises RequestError; then the operation was not accepted, and the next try with its seq_id is the first."""
         try:
             await asyncio.shield(slot.entry.place)
@@ -375,72 +275,25 @@ class Run:
                     self._services.futures.forget(slot.future)
             raise
 
-    def _answered(self, entry: _Entry) -> None:
+    def _answered(self, entry: Entry) -> None:
         """Its result is durable."""
         if entry.past is not None:
             self._state.history.answered(entry.past)
         else:
             self._services.journal.release(entry.place.result())
 
-    # Resuming
-
-    async def _is_past(self, seq_id: int, earlier: Earlier | None, last_ended: int) -> bool:
-        """Whether an earlier process was done with it; then it is a part of the history."""
-        covered = self._state.covers(seq_id)
-        if earlier is None:
-            # What changed nothing leaves the journal early, and its result is not kept for ever.
-            named = self.request_id(seq_id)
-            return covered or seq_id < last_ended or await self._services.futures.has_result(named)
-        if earlier.outcome is None and not covered:
-            return False
-        outcome = Outcome.STRUCK if self._strikes[seq_id] >= MOST_STRIKES else earlier.outcome
-        past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
-        if earlier.refused is not None:
-            past.kind, past.taints = REFUSED, earlier.refused.taints
-            self._remember_refusal(seq_id, earlier.refused)
-        elif outcome is None:
-            await self._services.futures.lose([self._header(earlier.kind, seq_id)])
-        elif earlier.kind == "optim_step" or (earlier.kind == "load_weights" and outcome is Outcome.DONE):
-            self._window = Window()
-        elif earlier.kind == "forward_backward" and outcome is not Outcome.DONE:
-            self._window.taint(f"forward_backward with seq_id {seq_id} failed")
-        self._state.history.add(past)
-        return True
-
-    def _refuse_lost(self, seq_id: int, found: Mapping[int, Earlier]) -> None:
-        """What changed nothing leaves the journal early, but with its whole segment. Raises ValueError."""
-        if seq_id in found or self._state.covers(seq_id):
-            return
-        before = max((one.place.segment for number, one in found.items() if number < seq_id), default=0)
-        behind = max((one.place.segment for number, one in found.items() if number > seq_id), default=0)
-        if lost_in := [segment for segment in self._services.journal.unreadable if before <= segment <= behind]:
-            raise ValueError(f"its operation {seq_id} may be what is damaged in segment {lost_in[0]} of the journal")
-
-    def _header(self, kind: str, seq_id: int) -> Header:
-        return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
-
-    async def _take_up(self, to_do: Mapping[int, Earlier], read: Callable[[Earlier], Awaitable[Operation]]) -> None:
-        """What is still to be done, or to be done again, in the order of seq_ids."""
-        several, contents = list(to_do.values()), []
-        for first in range(0, len(several), _READ_AT_ONCE):
-            part = several[first : first + _READ_AT_ONCE]
-            contents += await asyncio.gather(*(_content(earlier, read) for earlier in part))
-        # Only now: who cannot be taken up leaves nothing behind.
-        for (seq_id, earlier), content in zip(to_do.items(), contents, strict=True):
-            self._slots[seq_id] = self._earlier_slot(seq_id, earlier, content)
-
-    def _earlier_slot(self, seq_id: int, earlier: Earlier, content: Operation | Refused) -> _Slot:
+    def _slot_of(self, seq_id: int, undone: Undone) -> Slot:
+        """What an earlier process has accepted, or refused."""
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
-        journaled.set_result(earlier.place)
-        slot = _Slot(content, time.monotonic(), _Entry(journaled), was_answered=earlier.outcome is not None)
-        if isinstance(content, Refused):
-            return slot
-        named = self.request_id(seq_id), self.record.tenant_id, partial(self._pending, seq_id)
-        if slot.was_answered:
-            slot.future = Future(*named, on_stored=lambda: None, result=Result(b""))
-        else:
-            slot.future = self._services.futures.create(*named, partial(self._answered, slot.entry))
+        journaled.set_result(undone.earlier.place)
+        slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
+        if undone.earlier.outcome is None:
+            slot.future = self._new_future(seq_id, slot)
         return slot
+
+    def _new_future(self, seq_id: int, slot: Slot) -> Future:
+        pending, answered = partial(self._pending, seq_id), partial(self._answered, slot.entry)
+        return self._services.futures.create(self.request_id(seq_id), self.record.tenant_id, pending, answered)
 
     # Executing
 
@@ -467,23 +320,24 @@ class Run:
             self._working = None
         self._go_on()
 
-    def _may_begin(self, slot: _Slot) -> bool:
+    def _may_begin(self, slot: Slot) -> bool:
         """Beside what is under way; what is not chained begins and ends alone."""
         if self._rebuilding is not None and self._unusable is None:
             return False
         under_way = self._under_way.values()
         if isinstance(slot.content, Refused) or not under_way or self._unusable is not None:
             return True
-        chained = is_chained(slot.content) and _is_chained_slot(next(iter(under_way)))
+        chained = slot.is_chained and next(iter(under_way)).is_chained
         num_bytes = slot.num_bytes + sum(other.num_bytes for other in under_way)
         return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
 
-    def _begin(self, seq_id: int, slot: _Slot) -> None:
+    def _begin(self, seq_id: int, slot: Slot) -> None:
         """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
         self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
-        past = slot.entry.past = self._state.history.add(_past(seq_id, slot))
+        past = slot.entry.past = self._state.history.add(slot.past(seq_id))
         if isinstance(slot.content, Refused):
-            self._remember_refusal(seq_id, slot.content)
+            self._window.refused(seq_id, slot.content)
+            self._remember_refusal(seq_id, slot.content.reason)
             return
         window = self._window
         if isinstance(slot.content, OptimStepRequest):
@@ -492,47 +346,49 @@ class Run:
         self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
         # A task that is cancelled before its first step ends nothing by itself.
         self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
-        if is_chained(slot.content):
+        if slot.is_chained:
             boundary = Boundary(seq_id, self._window, past, self._tasks[seq_id])
             self._state.snapshot_if_due(boundary, is_step=isinstance(slot.content, OptimStepRequest))
 
-    async def _take_turn(self, seq_id: int, slot: _Slot, window: Window) -> None:
-        operation, future, past = slot.content, slot.future, slot.entry.past
-        assert future is not None and past is not None and not isinstance(operation, Refused)
-        if slot.was_answered and past.kind not in KEPT:
+    async def _take_turn(self, seq_id: int, slot: Slot, window: Window) -> None:
+        operation, past = slot.content, slot.entry.past
+        assert past is not None and not isinstance(operation, Refused)
+        if slot.future is None and past.kind not in KEPT:
             # It left nothing in the run that could be lost, and may not be published again.
             self._state.history.answered(past)
             self._end_turn(seq_id)
             return
+        strikes = Strikes(f"this {past.kind}", partial(self._note_strike, seq_id), slot.num_strikes)
         try:
-            result = await self._perform(seq_id, operation, window)
+            result = await self._perform(seq_id, operation, window, strikes)
         except OperationError as error:
             past.outcome = _outcome(error)
-            self._fail(seq_id, operation, future, window, error.message, error.category)
+            self._fail(seq_id, slot, window, error.message, error.category)
         except RequestError as error:
             past.outcome = Outcome.FAILED
-            self._fail(seq_id, operation, future, window, error.message, "user")
+            self._fail(seq_id, slot, window, error.message, "user")
         except Exception:
-            logger.exception("%s failed", future.request_id)
+            logger.exception("%s failed", self.request_id(seq_id))
             past.outcome = Outcome.BROKE
-            message = f"internal error in {kind_of(operation)} {future.request_id}: the server's log has it"
-            self._fail(seq_id, operation, future, window, message, "server")
+            message = f"internal error in {past.kind} {self.request_id(seq_id)}: the server's log has it"
+            self._fail(seq_id, slot, window, message, "server")
         else:
             past.outcome = Outcome.DONE
             self._outage = None
             self._note_done(seq_id, operation)
-            self._services.futures.resolve(future, result)
+            if slot.future is not None:
+                self._services.futures.resolve(slot.future, result)
         finally:
-            if slot.was_answered:
+            if slot.future is None:
                 self._state.history.answered(past)
             self._end_turn(seq_id)
         self._services.sessions.heard_of(self.record.session_id)
 
     def _note_done(self, seq_id: int, operation: Operation) -> None:
         if isinstance(operation, CreateRun):
-            self._state.created, self._state.is_live = operation, True
-        if isinstance(operation, LoadWeightsRequest) or (isinstance(operation, CreateRun) and operation.checkpoint):
-            # What was loaded may be deleted before it is needed again.
+            self._state.began(operation)
+        if isinstance(operation, CreateRun | LoadWeights) and operation.path is not None:
+            # What was loaded need not be kept much longer then.
             self._state.snapshot(Boundary(seq_id, self._window))
 
     def _end_turn(self, seq_id: int) -> None:
@@ -546,19 +402,20 @@ class Run:
         slot.release()
         self._one_ended.set()
 
-    async def _perform(self, seq_id: int, operation: Operation, window: Window) -> Result:
+    async def _perform(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> Result:
         """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
         while True:
             if self._unusable is not None:
                 raise OperationError(self._unusable, "server")
+            strikes.check()
             if self.is_lost:
                 await self._made_again(seq_id)
                 continue
             try:
                 return await self._perform_once(seq_id, operation, window)
             except WorkerLost as lost:
-                self._state.is_live = False
-                await self._count_strike(seq_id, lost)
+                self._state.lost()
+                await strikes.add(lost)
             except OUTAGES as error:
                 await self._wait_out(error)
 
@@ -566,7 +423,7 @@ class Run:
         if isinstance(operation, OptimStepRequest):
             return await self._perform_step(seq_id, operation, window)
         result = await self._services.operations.perform(self.record, operation, seq_id)
-        if isinstance(operation, LoadWeightsRequest):
+        if isinstance(operation, LoadWeights):
             self._window = Window()
         return result
 
@@ -626,36 +483,22 @@ class Run:
         self._waiting = []
         self._one_ended.set()
 
-    async def _count_strike(self, seq_id: int, lost: WorkerLost) -> None:
-        """Durable where there is room. Raises OperationError at the last."""
-        if not lost.alone:
-            return
-        self._strikes[seq_id] += 1
-        try:
-            strike = await self._services.journal.append(self._header(STRIKE, seq_id))
-        except RequestError as error:
-            logger.error("%s: a strike is not journaled: %s", self.record.run_id, error)
-        else:
-            self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
-        if self._strikes[seq_id] >= MOST_STRIKES:
-            raise _StruckOut(
-                f"the worker died {MOST_STRIKES} times while it did nothing but this operation ({lost}): it is not "
-                "tried again"
-            )
+    async def _note_strike(self, seq_id: int) -> None:
+        """Raises RequestError."""
+        strike = await self._services.journal.append(self._header(STRIKE, seq_id))
+        self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
 
-    def _fail(
-        self, seq_id: int, operation: Operation, future: Future, window: Window, message: str, category: Category
-    ) -> None:
+    def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
+        operation = slot.content
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
         if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
             window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
-        self._services.futures.fail(future, message, category)
+        if slot.future is not None:
+            self._services.futures.fail(slot.future, message, category)
 
-    def _remember_refusal(self, seq_id: int, refused: Refused) -> None:
-        if refused.taints:
-            self._window.taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
-        self._refusals[seq_id] = refused.reason
+    def _remember_refusal(self, seq_id: int, reason: str) -> None:
+        self._refusals[seq_id] = reason
         if len(self._refusals) > _MOST_REFUSALS_KEPT:
             del self._refusals[next(iter(self._refusals))]
 
@@ -705,39 +548,9 @@ class Run:
 
 
 def _outcome(error: OperationError) -> Outcome:
-    if isinstance(error, _StruckOut):
+    if isinstance(error, StruckOut):
         return Outcome.STRUCK
     return Outcome.BROKE if error.category == "server" else Outcome.FAILED
-
-
-class _StruckOut(OperationError):
-    """Workers died of it."""
-
-
-async def _created(found: Mapping[int, Earlier], read: Callable[[Earlier], Awaitable[Operation]]) -> CreateRun | None:
-    """How a run began that has begun."""
-    if found[0].outcome is not Outcome.DONE:
-        return None
-    operation = await read(found[0])
-    assert isinstance(operation, CreateRun)
-    return operation
-
-
-async def _content(earlier: Earlier, read: Callable[[Earlier], Awaitable[Operation]]) -> Operation | Refused:
-    return earlier.refused or await read(earlier)
-
-
-def _past(seq_id: int, slot: _Slot) -> Past:
-    """Of one that is begun; of a refusal, which has ended."""
-    place = slot.entry.place.result()
-    if isinstance(slot.content, Refused):
-        taints = slot.content.taints
-        return Past(seq_id, REFUSED, place, outcome=Outcome.FAILED, taints=taints, is_answered=True)
-    return Past(seq_id, kind_of(slot.content), place, slot.num_bytes)
-
-
-def _is_chained_slot(slot: _Slot) -> bool:
-    return not isinstance(slot.content, Refused) and is_chained(slot.content)
 
 
 def _incomplete(reason: str) -> OperationError:

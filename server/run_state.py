@@ -8,23 +8,25 @@ step where too much has come without one, or for too long.
 import asyncio
 import logging
 import math
-from collections.abc import Container
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from ..schemas.errors import OperationError, RequestError
 from ..workers.verbs import WorkerLost
 from .history import History, Outcome, Past, Repeat
-from .journal import Journal
-from .journaled import decode_entry
-from .operations import CreateRun, Operations, is_chained
-from .snapshots import Snapshot, Snapshots
+from .journal import Header, Journaled
+from .operations import CreateRun, Operation, is_chained, read_operation
+from .run_services import RunServices
+from .segments import Place
+from .slots import Refused
+from .snapshots import Snapshot
 from .store import RunRecord
+from .strikes import REBUILD_STRIKE, Strikes
 
 logger = logging.getLogger(__name__)
 
 _MOST_AT_ONCE = 16
-_MOST_STRIKES = 5
 _NUM_KEPT = 2
 _WINDOW_SHARE = 2
 """Times the bytes after which a snapshot is due at a step, it is due without one."""
@@ -38,6 +40,10 @@ class Window:
 
     def taint(self, reason: str) -> None:
         self.tainted_by = self.tainted_by or reason
+
+    def refused(self, seq_id: int, refused: Refused) -> None:
+        if refused.taints:
+            self.taint(f"{refused.kind} with seq_id {seq_id} was refused ({refused.reason})")
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,47 +59,67 @@ class Boundary:
     ended: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True)
-class Recovery:
-    """What run states work with. steps, num_bytes: of the journal, after which a snapshot is due."""
-
-    journal: Journal
-    snapshots: Snapshots
-    operations: Operations
-    steps: int
-    num_bytes: int
-
-
 class RunState:
-    """is_live: whether the workers have it. created: how it began, None before that."""
+    """`began` and `lost` tell it whether the workers have the run."""
 
-    def __init__(self, record: RunRecord, recovery: Recovery) -> None:
-        self.history = History(recovery.journal.release)
-        self.is_live = False
-        self.created: CreateRun | None = None
+    def __init__(self, record: RunRecord, services: RunServices) -> None:
+        self.history = History(services.journal.release)
         self._record = record
-        self._recovery = recovery
+        self._services = services
+        # How it began, None before that; and whether the workers have it.
+        self._created: CreateRun | None = None
+        self._is_live = False
         # The newest first; the history has everything from this seq_id on.
         self._kept: list[Snapshot] = []
         self._first_held = 0
+        # Against making it again from the newest snapshot.
+        self._strikes = Strikes("make this run again", self._note_strike)
         self._snapshotting: set[asyncio.Task[None]] = set()
         # For too long there was none.
         self._is_overdue = False
 
-    async def find_snapshots(self, journaled: Container[int]) -> int:
+    def began(self, created: CreateRun) -> None:
+        """The workers have it as it was created."""
+        self._created, self._is_live = created, True
+
+    def began_before(self, created: CreateRun) -> None:
+        """In an earlier process, whose workers are gone."""
+        self._created = created
+
+    def lost(self) -> None:
+        """By the workers, with what they had of it."""
+        self._is_live = False
+
+    @property
+    def is_live(self) -> bool:
+        """The workers have it."""
+        return self._is_live
+
+    @property
+    def is_lost(self) -> bool:
+        """It has begun, and is to be made again."""
+        return self._created is not None and not self._is_live
+
+    async def find_snapshots(self, journaled: Collection[int], strikes: Collection[Journaled]) -> int:
         """Of an earlier process, of which the journal has the operations with these seq_ids.
 
-        Returns the first that is needed. Raises ValueError when the run cannot be made from what is there.
+        strikes: against making the run again. Returns the first seq_id that is needed. Raises ValueError when the run
+        cannot be made from what is there.
         """
-        found = await self._recovery.snapshots.find(self._record.run_id)
+        found = await self._services.snapshots.find(self._record.run_id)
         self._kept = found[:_NUM_KEPT]
         for old in found[_NUM_KEPT:]:
-            await self._recovery.snapshots.remove(old.directory)
+            await self._services.snapshots.remove(old.directory)
         has_beginning = all(seq_id in journaled for seq_id in range(self._kept[0].seq_id + 1 if self._kept else 1))
         if len(self._kept) >= _NUM_KEPT or (self._kept and not has_beginning):
             self._first_held = self._kept[-1].seq_id + 1
         elif not has_beginning:
             raise ValueError(f"{self._record.run_id} has no snapshot, and its beginning is not in the journal")
+        needed = {seq_id for seq_id in journaled if seq_id >= self._first_held}
+        await self._services.loaded.retain(self._record.run_id, needed)
+        for one in strikes:
+            self._hold_strike(one.header.seq_id, one.place)
+            self._strikes.num += one.header.seq_id >= self._newest_seq_id
         return self._first_held
 
     @property
@@ -106,13 +132,13 @@ class RunState:
 
     def covers(self, seq_id: int) -> bool:
         """Whether a snapshot holds what this operation did."""
-        return bool(self._kept) and seq_id <= self._kept[0].seq_id
+        return seq_id <= self._newest_seq_id
 
     def snapshot_if_due(self, boundary: Boundary, *, is_step: bool) -> None:
         """To be called as soon as an operation has been handed over. is_step: an optimizer step, the best place."""
         if not self.is_live or self._snapshotting:
             return
-        steps, num_bytes = self._recovery.steps, self._recovery.num_bytes
+        steps, num_bytes = self._services.config.snapshot_steps, self._services.config.snapshot_bytes
         limits = (steps, num_bytes) if is_step else (math.inf, _WINDOW_SHARE * num_bytes)
         if self.history.is_due(*limits) or self._is_overdue:
             self.snapshot(boundary)
@@ -139,17 +165,18 @@ class RunState:
 
     async def make_again(self) -> None:
         """Raises OperationError, RequestError when it cannot be."""
-        num_strikes = 0
-        while num_strikes < _MOST_STRIKES:
+        while not self._is_live:
+            self._strikes.check()
             try:
                 await self._make()
             except WorkerLost as lost:
-                num_strikes += lost.alone
-                logger.warning("%s is made again once more: %s", self._record.run_id, lost)
+                logger.warning("%s was not made again: %s", self._record.run_id, lost)
+                await self._strikes.add(lost)
             else:
-                self.is_live = True
-                return
-        raise OperationError(f"workers died {num_strikes} times of nothing but repeating its operations", "server")
+                self._is_live = True
+        if self._strikes.num:
+            # With the next snapshot they are forgotten: nobody has to make it again from this one.
+            self.hurry()
 
     async def stop(self) -> None:
         for task in self._snapshotting:
@@ -161,14 +188,15 @@ class RunState:
         """The run is over: nothing of it is kept."""
         await self.stop()
         self.history.close()
-        await self._recovery.snapshots.remove_all(self._record.run_id)
+        await self._services.snapshots.remove_all(self._record.run_id)
+        await self._services.loaded.forget_all(self._record.run_id)
 
     # Snapshots
 
     def snapshot(self, boundary: Boundary) -> None:
         """At a boundary that is now."""
         try:
-            staging = self._recovery.snapshots.stage(self._record.run_id)
+            staging = self._services.snapshots.stage(self._record.run_id)
         except OSError as error:
             logger.error("%s: no snapshot can be taken (%s)", self._record.run_id, error)
             return
@@ -180,7 +208,7 @@ class RunState:
     async def _take_snapshot(self, staging: Path, boundary: Boundary) -> None:
         try:
             # Handed over before anything else is awaited: it has its place behind the operation.
-            await self._recovery.operations.snapshot(self._record, staging)
+            await self._services.operations.snapshot(self._record, staging)
             if boundary.ended is not None:
                 await asyncio.wait({boundary.ended})
             # Else a crash would leave operations that a snapshot has and nobody knows to be done.
@@ -191,41 +219,46 @@ class RunState:
             logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, boundary.seq_id, error)
         finally:
             self._snapshotting -= {asyncio.current_task()}
-            await self._recovery.snapshots.remove(staging)
+            await self._services.snapshots.remove(staging)
 
     async def _publish(self, staging: Path, boundary: Boundary) -> None:
         """What taints the window later, too, is no harm: it will have tainted it whenever the snapshot is used."""
-        snapshots, tainted_by = self._recovery.snapshots, boundary.window.tainted_by
+        snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
         await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by))
 
     async def _keep_copy(self, snapshot: Snapshot) -> None:
         try:
-            await self._keep(await self._recovery.snapshots.copy(snapshot, self._record.run_id))
+            await self._keep(await self._services.snapshots.copy(snapshot, self._record.run_id))
         except (OSError, ValueError) as error:
             logger.error("%s: %s cannot be copied: %s", self._record.run_id, snapshot.directory, error)
             if snapshot in self._kept and isinstance(error, ValueError):
                 self._kept.remove(snapshot)
 
     async def _keep(self, snapshot: Snapshot) -> None:
+        if snapshot.seq_id > self._newest_seq_id:
+            self._strikes.forget()
         newest_first = sorted([snapshot, *self._kept], key=lambda one: -one.seq_id)
         self._kept, dropped = newest_first[:_NUM_KEPT], newest_first[_NUM_KEPT:]
         if len(self._kept) == _NUM_KEPT:
             self._first_held = self._kept[-1].seq_id + 1
             self.history.cover(self._kept[-1].seq_id)
+            await self._services.loaded.forget(self._record.run_id, self._kept[-1].seq_id)
         for old in dropped:
-            await self._recovery.snapshots.remove(old.directory)
+            await self._services.snapshots.remove(old.directory)
 
     # Making it again
 
     async def _make(self) -> None:
-        assert self.created is not None
         snapshot = await self._newest_whole()
         if snapshot is None and self._first_held > 0:
             raise OperationError("its snapshots are damaged, and the operations before them are not kept", "server")
-        operations, record = self._recovery.operations, self._record
+        operations, record = self._services.operations, self._record
         await operations.discard(record)
-        await operations.make(record, self.created if snapshot is None else CreateRun())
-        if snapshot is not None:
+        if snapshot is None:
+            assert self._created is not None
+            await operations.make(record, self._created)
+        else:
+            await operations.make(record, CreateRun())
             await operations.restore(record, snapshot.directory)
         after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
         repeats = list(self.history.repeats(after, is_tainted))
@@ -235,10 +268,10 @@ class RunState:
 
     async def _newest_whole(self) -> Snapshot | None:
         for snapshot in list(self._kept):
-            if await self._recovery.snapshots.is_whole(snapshot):
+            if await self._services.snapshots.is_whole(snapshot):
                 return snapshot
             self._kept.remove(snapshot)
-            await self._recovery.snapshots.remove(snapshot.directory)
+            await self._services.snapshots.remove(snapshot.directory)
         return None
 
     async def _repeat(self, repeats: list[tuple[Past, Repeat]]) -> None:
@@ -247,8 +280,8 @@ class RunState:
         for past, repeat in repeats:
             operation = None
             if repeat is Repeat.AGAIN:
-                operation = await decode_entry(await self._recovery.journal.read(past.place))
-            chained = operation is not None and is_chained(operation)  # pyright: ignore[reportArgumentType]
+                operation = await read_operation(self._services.journal, past.place)
+            chained = operation is not None and is_chained(operation)
             if not chained or len(under_way) >= _MOST_AT_ONCE:
                 await _all(under_way)
                 under_way = []
@@ -260,12 +293,13 @@ class RunState:
                 under_way = []
         await _all(under_way)
 
-    async def _repeat_one(self, past: Past, operation: object) -> None:
+    async def _repeat_one(self, past: Past, operation: Operation | None) -> None:
+        """operation: None = the gradients are to be dropped."""
         try:
             if operation is None:
-                await self._recovery.operations.clear_gradients(self._record)
+                await self._services.operations.clear_gradients(self._record)
             else:
-                await self._recovery.operations.repeat(self._record, operation, past.seq_id)  # pyright: ignore[reportArgumentType]
+                await self._services.operations.repeat(self._record, operation, past.seq_id)
         except WorkerLost:
             raise
         except (OperationError, RequestError) as error:
@@ -275,6 +309,21 @@ class RunState:
         else:
             if operation is not None and past.outcome is Outcome.FAILED:
                 raise OperationError(f"{past.kind} with seq_id {past.seq_id} failed before and does not now", "server")
+
+    # Strikes
+
+    @property
+    def _newest_seq_id(self) -> int:
+        """Of the snapshots; -1: there is none."""
+        return self._kept[0].seq_id if self._kept else -1
+
+    async def _note_strike(self) -> None:
+        seq_id, record = self._newest_seq_id, self._record
+        header = Header(REBUILD_STRIKE, record.tenant_id, record.run_id, seq_id, record.request_id(seq_id))
+        self._hold_strike(seq_id, await self._services.journal.append(header))
+
+    def _hold_strike(self, seq_id: int, place: Place) -> None:
+        self.history.add(Past(seq_id, REBUILD_STRIKE, place, outcome=Outcome.FAILED, is_answered=True))
 
 
 async def _all(tasks: list[asyncio.Task[None]]) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import RequestError
@@ -13,21 +13,21 @@ from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
-from .futures import Encoding
-from .history import STRIKE, Outcome
 from .journal import Journaled
 from .journaled import decode_entry
-from .operations import CreateRun, Operation
+from .operations import CreateRun
 from .quotas import Admission
-from .run import GAP, Earlier, Refused, Run, RunServices, Submitted
-from .samplers import base_model_of, draw_seed, require_served
+from .resuming import Inherited
+from .run import Run, Submitted
+from .run_services import RunServices
+from .seeds import draw_seed
 from .segments import Place
-from .store import CheckpointRecord, RunRecord, Store, string_metadata
+from .served import base_model_of, require_served
+from .store import RunRecord, Store, string_metadata
 
 logger = logging.getLogger(__name__)
 
 _HELD_SECONDS = 600.0
-_OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_error": Outcome.BROKE}
 
 
 class Runs:
@@ -39,13 +39,11 @@ class Runs:
         dispatch: WorkerDispatch,
         checkpoints: Checkpoints,
         services: RunServices,
-        max_lora_rank: int,
     ) -> None:
         self._store = store
         self._dispatch = dispatch
         self._checkpoints = checkpoints
         self._services = services
-        self._max_lora_rank = max_lora_rank
         self._runs: dict[str, Run] = {}
         self._ending: dict[asyncio.Task[None], Run] = {}
         self._not_resumed: dict[str, Sequence[Journaled]] = {}
@@ -71,7 +69,7 @@ class Runs:
                 except (RequestError, OSError, ValueError) as error:
                     logger.error("%s cannot be taken up again now: %s", run_id, error)
                     self._not_resumed[run_id] = of_runs[run_id]
-                    await self._services.futures.lose(one.header for one in of_runs[run_id] if not one.header.refused)
+                    await self._services.futures.lose(one.header for one in of_runs[run_id])
                 held |= {one.place for one in of_runs[run_id]}
         return held
 
@@ -82,9 +80,9 @@ class Runs:
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
         lora = request.lora_config or LoraConfig()
-        if lora.rank > self._max_lora_rank:
+        if lora.rank > (most := self._services.config.max_lora_rank):
             raise RequestError(
-                f"rank {lora.rank} exceeds max_lora_rank {self._max_lora_rank}: lower the rank or start the server "
+                f"rank {lora.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
                 f"with --max-lora-rank {lora.rank}"
             )
         await self._services.sessions.require_open(tenant, request.session_id)
@@ -107,7 +105,8 @@ class Runs:
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
         record = _record(tenant, request.session_id, request.model_seq_id, base_model, checkpoint.lora, request)
-        return await self._create(record, CreateRun(checkpoint, request.optimizer), received, admission, {})
+        creation = CreateRun(checkpoint.tinker_path, request.optimizer)
+        return await self._create(record, creation, received, admission, {})
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
         """A live run. Raises RequestError 404, also for another tenant's, and 410 when it is not live any more."""
@@ -135,8 +134,10 @@ class Runs:
             ending.add_done_callback(self._ending.pop)
 
     async def sweep(self) -> None:
-        """At start, what snapshots an earlier process left that nobody needs."""
-        await asyncio.to_thread(self._services.recovery.snapshots.sweep, {*self._runs, *self._not_resumed})
+        """At start, what an earlier process left of snapshots and of what was loaded that nobody needs."""
+        live = {*self._runs, *self._not_resumed}
+        await asyncio.to_thread(self._services.snapshots.sweep, live)
+        await asyncio.to_thread(self._services.loaded.sweep, live)
 
     async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
         """One after the other brings runs that the journal has held something of for longer than that into snapshots.
@@ -184,24 +185,8 @@ class Runs:
             return
         require_served(self._dispatch, record.base_model)
         run = Run(record, self._services)
-        strikes = [(one.header.seq_id, one.place) for one in entries if one.header.kind == STRIKE]
-        operations = {one.header.seq_id: one for one in entries if one.header.kind != STRIKE}
-        for one in entries:
-            # A seq_id is there twice where a write failed half way and the client sent it again.
-            if one.header.kind != STRIKE and operations[one.header.seq_id] is not one:
-                self._services.journal.release(one.place)
-        answers = await self._services.futures.earlier([one.header.request_id for one in operations.values()])
-        found = {seq_id: _earlier(one, answers.get(one.header.request_id)) for seq_id, one in operations.items()}
-        await run.resume(found, strikes, self._read)
+        await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures))
         self._runs[record.run_id] = run
-
-    async def _read(self, earlier: Earlier) -> Operation:
-        entry = await self._services.journal.read(earlier.place)
-        decoded = await decode_entry(entry)
-        if earlier.kind == "create_model_from_checkpoint":
-            assert isinstance(decoded, LoadWeightsRequest)
-            return CreateRun(await self._known(decoded.path), decoded.optimizer)
-        return CreateRun() if isinstance(decoded, CreateModelRequest) else decoded  # pyright: ignore[reportReturnType]
 
     async def _record_of(self, entries: Sequence[Journaled]) -> RunRecord | None:
         """Of a run that was accepted, but not created yet."""
@@ -219,14 +204,10 @@ class Runs:
                 lora = lora.model_copy(update={"seed": header.drawn["lora_seed"]})
             return _record(tenant, session_id, int(number), request.base_model, lora, request)
         assert isinstance(request, LoadWeightsRequest)
-        checkpoint = await self._known(request.path)
-        return _record(tenant, session_id, int(number), checkpoint.base_model, checkpoint.lora, request)
-
-    async def _known(self, path: str) -> CheckpointRecord:
-        checkpoint = await self._checkpoints.known(path)
+        checkpoint = await self._checkpoints.known(request.path)
         if checkpoint is None:
-            raise RequestError(f"checkpoint {path}, from which it was made, is gone", 404)
-        return checkpoint
+            raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
+        return _record(tenant, session_id, int(number), checkpoint.base_model, checkpoint.lora, request)
 
     async def _create(
         self,
@@ -242,14 +223,6 @@ class Runs:
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._runs.setdefault(record.run_id, Run(record, self._services))
         return await self._runs[record.run_id].submit(0, operation, received, admission, drawn)
-
-
-def _earlier(one: Journaled, answer: Encoding | None) -> Earlier:
-    header = one.header
-    if header.refused is not None:
-        refused = Refused(header.kind, header.refused, taints=header.kind in ("forward_backward", GAP))
-        return Earlier(header.kind, one.place, refused, Outcome.FAILED)
-    return Earlier(header.kind, one.place, outcome=None if answer is None else _OUTCOMES.get(answer, Outcome.DONE))
 
 
 def _not_live(run_id: str) -> RequestError:

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
@@ -102,6 +103,7 @@ class Segments:
         self._file_bytes = 0
         self._pending: list[_Append] = []
         self._flush: asyncio.Task[None] | None = None
+        self._deleting: set[asyncio.Future[None]] = set()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix=directory.name)
 
     def append(self, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":
@@ -128,20 +130,31 @@ class Segments:
         return self._directory / f"{segment:08d}{_SUFFIX}"
 
     def delete(self, segment: int) -> None:
+        """Soon, by a thread: to free 64 MiB takes tens of milliseconds."""
         assert segment != self.current, "the segment being written cannot be deleted"
-        self.path(segment).unlink(missing_ok=True)
+        unlink = partial(self.path(segment).unlink, missing_ok=True)
+        deleting = asyncio.get_running_loop().run_in_executor(None, unlink)
+        self._deleting.add(deleting)
+        deleting.add_done_callback(self._deleted)
+
+    def _deleted(self, deleting: "asyncio.Future[None]") -> None:
+        self._deleting.discard(deleting)
+        if not deleting.cancelled() and (error := deleting.exception()) is not None:
+            logger.error("a segment is not needed any more, but stays: %s", error)
 
     def delete_older_than(self, seconds: float) -> None:
-        """By the time of their last record; the one being written stays."""
+        """Blocking. By the time of their last record; the one being written stays."""
         oldest = time.time() - seconds
         for path in self._directory.glob(f"*{_SUFFIX}"):
             if int(path.stem) != self.current and path.stat().st_mtime < oldest:
                 path.unlink()
 
     async def close(self) -> None:
-        """Waits for what is being written."""
+        """Waits for what is being written and deleted."""
         while self._flush is not None:
             await self._flush
+        if self._deleting:
+            await asyncio.wait(self._deleting)
         self._thread.shutdown()
         self._close_file()
 

@@ -6,6 +6,7 @@ from typing import Annotated
 from fastapi import Depends, Request
 
 from ..workers.dispatch import WorkerDispatch
+from .adapters import Adapters
 from .auth import Auth
 from .checkpoints import Checkpoints
 from .config import ServerConfig
@@ -15,6 +16,7 @@ from .quotas import Quotas
 from .recordings import Recordings
 from .runs import Runs
 from .samplers import Samplers
+from .sampling import Sampling
 from .sessions import Sessions
 from .store.base import Store
 from .tokenizer import Tokenizers
@@ -29,7 +31,9 @@ class Services:
     sessions: Sessions
     checkpoints: Checkpoints
     runs: Runs
+    adapters: Adapters
     samplers: Samplers
+    sampling: Sampling
     futures: Futures
     journal: Journal
     recordings: Recordings

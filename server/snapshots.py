@@ -47,7 +47,10 @@ class Snapshots:
             shutil.rmtree(staging, ignore_errors=True)
 
     def stage(self, run_id: str) -> Path:
-        """An empty directory to write into; blocking. Raises OSError."""
+        """An empty directory to write into. Raises OSError.
+
+        Blocking, since a snapshot is handed over before anything is awaited: 40 us, 200 for the first of a run.
+        """
         staging = self._of(run_id) / f"{_STAGING}{secrets.token_hex(8)}"
         staging.mkdir(parents=True)
         return staging

@@ -149,6 +149,7 @@ class Verification:
             self._checkpoints(),
             self._copies(),
             self._snapshots(),
+            self._loaded(),
             self._segments(),
             self._results(),
             self._ephemeral(),
@@ -216,8 +217,8 @@ class Verification:
             is_ours = path.parent.parent.name in self._runs and str(path) not in published
             if path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or was deleted")
-        for path in sorted((*root.glob("snapshots/*"), *root.glob(f"snapshots/*/{STAGING}*"))):
-            if path.name.startswith(STAGING) or (path.parent.name == "snapshots" and path.name not in live):
+        for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
+            if path.name.startswith(STAGING) or path.name not in live:
                 yield _leftover(path, "of a run that is over, or never finished")
         for path in sorted(root.glob("ephemeral/*")):
             if path.name not in adapters:
@@ -246,7 +247,7 @@ class Verification:
         await self._places.remove(url)
         return "removed"
 
-    # Snapshots, ephemeral weights
+    # Snapshots, what was loaded, ephemeral weights
 
     async def _snapshots(self) -> AsyncIterator[Problem]:
         begun = await asyncio.to_thread(_runs_from_their_beginning, self._live_dir / "journal")
@@ -261,6 +262,14 @@ class Verification:
                 yield Problem(
                     str(directory), f"{run.run_id} cannot be made again: it has no whole snapshot, nor its beginning"
                 )
+
+    async def _loaded(self) -> AsyncIterator[Problem]:
+        for run in await self._live_runs():
+            directory = self._live_dir / "loaded" / directory_name(run.run_id)
+            _, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
+            for path, error in damaged.items():
+                meaning = f"what {run.run_id} has loaded is damaged ({error}): it needs a whole snapshot"
+                yield Problem(str(path), meaning)
 
     async def _ephemeral(self) -> AsyncIterator[Problem]:
         weights = EphemeralWeights(self._live_dir / "ephemeral")
@@ -325,6 +334,11 @@ def _leftover(path: Path, what: str) -> Problem:
 async def _remove(path: Path) -> str:
     await asyncio.to_thread(shutil.rmtree, path)
     return "removed"
+
+
+def _of_runs(root: Path) -> list[Path]:
+    """The directories of runs, and what was begun there."""
+    return [*root.glob("*"), *root.glob(f"*/{STAGING}*")]
 
 
 def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ValueError]]:

@@ -1,4 +1,4 @@
-"""What the forkserver of a LocalPool does beside forking: at its end, after the server's, it removes its socket.
+"""What the forkserver does beside forking: at its end, after the server's, it removes its socket, and Ray's files.
 
 Imported there only, before the workers' modules. A server that was killed cannot do it.
 """

@@ -62,7 +62,7 @@ async def retrieve_futures(
     submit = await receive_submit(request, services, json_decoder(RetrieveFuturesRequest))
     seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
     seconds = min(seconds, services.config.long_poll_seconds)
-    return await services.samplers.completed(tenant, submit.content, seconds)
+    return await services.sampling.completed(tenant, submit.content, seconds)
 
 
 @router.post(
@@ -74,4 +74,4 @@ async def cancel_future(request: Request, services: ServicesDependency, tenant: 
     """Ends a sampling request that is under way. Operations of a run keep their order and are not cancelled."""
     submit = await receive_submit(request, services, json_decoder(CancelFutureRequest))
     await services.futures.require(submit.content.request_id, tenant.id)
-    services.samplers.cancel(submit.content.request_id)
+    services.sampling.cancel(submit.content.request_id)

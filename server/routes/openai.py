@@ -37,7 +37,9 @@ from ..openai_kind import Kind
 from ..openai_sampling import num_bytes_of, refusal, sample_requests, stops_of
 from ..prompts import Prompt
 from ..quotas import UNORDERED, Admission
-from ..samplers import Sampler, SamplingJob, Stops, require_served
+from ..sampler import Sampler
+from ..sampling_job import SamplingJob, Stops
+from ..served import require_served
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord
 from ..tokenizer import Tokenizer
@@ -133,7 +135,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
         try:
             prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
             _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
-            draws = Draws(services.samplers, prepared.jobs, admission, asked.stream and not asked.samples_nothing)
+            draws = Draws(services.sampling, prepared.jobs, admission, asked.stream and not asked.samples_nothing)
             stack.callback(draws.close)
             answer = kind.answer(asked, prepared.tokenizer, prepared.prompts)
             choices = Choices(asked, prepared.tokenizer, prepared.stops, prepared.prompts)
@@ -170,7 +172,7 @@ async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked:
     def prepare() -> _Prepared:
         prompts = kind.prompts(asked, tokenizer, model.max_context_length)
         requests = sample_requests(asked, prompts, model.max_context_length)
-        jobs = [services.samplers.drawing(sampler, one, stops) for one in requests]
+        jobs = [services.sampling.drawing(sampler, one, stops) for one in requests]
         sizes = [num_bytes_of(job, model.max_context_length) for job in jobs]
         return _Prepared(tokenizer, stops, prompts, jobs, sizes)
 

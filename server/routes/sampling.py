@@ -75,5 +75,5 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, services, admission, json_decoder(SampleRequest))
-        submitted = await services.samplers.submit(tenant, submit.content, submit.received, admission)
+        submitted = await services.sampling.submit(tenant, submit.content, submit.received, admission)
     return await answer(request, services, tenant, submitted)

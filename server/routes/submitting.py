@@ -10,6 +10,7 @@ from typing import Any, Generic, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 
+from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import (
     JSON,
     PROTOBUF,
@@ -25,12 +26,14 @@ from ...schemas.futures import Pending, SubmitResponse
 from ..auth import Tenant
 from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
 from ..futures import Result
-from ..journaled import Request as Operation
+from ..journaled import Request as AsAsked
+from ..operations import Operation
 from ..quotas import UNORDERED, Admission, Standing
-from ..run import Refused
 from ..services import Services
+from ..slots import Refused
 
-AnyOperation = TypeVar("AnyOperation", bound=Operation)
+AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
+AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
     200: {
         "model": SubmitResponse,
@@ -101,17 +104,21 @@ async def run_operation(
     """All that the route of an operation of a live run does. Raises RequestError."""
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
-        submitted = await submit_operation(services, tenant, submit, admission)
+        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
     return await answer(request, services, tenant, submitted)
 
 
 async def submit_operation(
-    services: Services, tenant: Tenant, submit: Submit[AnyOperation], admission: Admission
+    services: Services,
+    tenant: Tenant,
+    submit: Submit[AnyRequest],
+    operation: Operation,
+    admission: Admission,
 ) -> SubmitResponse:
-    """Hands an operation to its run. Raises RequestError."""
-    operation = submit.content
-    run = await services.runs.get(tenant, operation.model_id or "")
-    submitted = await run.submit(operation.seq_id or 0, operation, submit.received, admission)
+    """Hands what is asked for to its run. Raises RequestError."""
+    asked = submit.content
+    run = await services.runs.get(tenant, asked.model_id or "")
+    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 

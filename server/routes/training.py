@@ -17,6 +17,7 @@ from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
+from ..operations import LoadWeights
 from ..services import ServicesDependency
 from .examples import BASE_MODEL, CHECKPOINT, MODEL_ID, NAME, SESSION_ID
 from .submitting import (
@@ -175,11 +176,13 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
     decode = json_decoder(LoadWeightsRequest)
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, "load_weights", decode)
-        submit = _without_secret(submit)
-        if submit.content.model_id is not None:
-            response = await submit_operation(services, tenant, submit, admission)
+        load, submit = submit.content, _without_secret(submit)
+        if load.model_id is not None:
+            reader = await services.checkpoints.reader(load.weights_access_token)
+            operation = LoadWeights(load.path, load.optimizer, reader)
+            response = await submit_operation(services, tenant, submit, operation, admission)
         else:
-            created = await services.runs.create_from_checkpoint(tenant, submit.content, submit.received, admission)
+            created = await services.runs.create_from_checkpoint(tenant, load, submit.received, admission)
             response = SubmitResponse(request_id=created.request_id)
     return await answer(request, services, tenant, response)
 
@@ -189,7 +192,7 @@ def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsReq
     if submit.content.weights_access_token is None:
         return submit
     shown = submit.content.model_copy(update={"weights_access_token": None})
-    return Submit(Received(shown.model_dump_json(exclude_none=True).encode()), submit.content)
+    return Submit(Received(shown.model_dump_json(exclude_none=True).encode()), shown)
 
 
 def _decoder(request: Request) -> Callable[[bytes], ForwardBackwardRequest]:

@@ -14,11 +14,13 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStep
 from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Header, Journal
+from trainhouse.server.journal import Header, Journal, Journaled, read_journal
+from trainhouse.server.loaded import Loaded
 from trainhouse.server.operations import CreateRun, Operation
 from trainhouse.server.quotas import Quotas
-from trainhouse.server.run import Run, RunServices, Submitted
-from trainhouse.server.run_state import Recovery
+from trainhouse.server.resuming import Inherited
+from trainhouse.server.run import Run, Submitted
+from trainhouse.server.run_services import RunServices
 from trainhouse.server.segments import Place
 from trainhouse.server.sessions import Sessions
 from trainhouse.server.snapshots import Snapshots
@@ -28,6 +30,7 @@ from trainhouse.workers.config import ServedModel
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
 BODY = Received(b"as received")
+CREATION = Received(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}')
 
 
 @dataclass
@@ -96,10 +99,27 @@ class Bench:
         request = OptimStepRequest(model_id=RUN_ID, seq_id=seq_id)
         return (await self.submit(seq_id, request, Received(request.model_dump_json().encode()))).request_id
 
-    async def journaled(self, kind: str, seq_id: int) -> Place:
+    async def journaled(self, kind: str, seq_id: int, body: bytes = CREATION.body) -> Place:
         """As by an earlier process."""
         header = Header(kind, "alice", RUN_ID, seq_id, self.run.request_id(seq_id))
-        return await self.services.journal.append(header)
+        return await self.services.journal.append(header, body)
+
+    async def restart(self) -> None:
+        """The run is taken up by another process, as far as it has to do with it."""
+        await self.run.stop()
+        await self._all_stored()
+        entries = [
+            Journaled(Place(int(path.stem), entry.offset), entry.header)
+            for path in sorted(self.journal_directory.glob("*.segment"))
+            for entry in read_journal(path)
+        ]
+        self.run = Run(self.run.record, self.services)
+        await self.run.resume(await Inherited.of(entries, self.services.journal, self.futures))
+
+    async def _all_stored(self) -> None:
+        async with asyncio.timeout(10):
+            while self.futures._unstored or self.futures._appending:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
 
     async def result(self, seq_id: int, seconds: float = 10) -> dict:
         result = await self.futures.wait(self.run.request_id(seq_id), "alice", seconds)
@@ -143,16 +163,29 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
             operations = Noting()
             if not hold:
                 operations.may_go_on.set()
-            sessions = Sessions(store, 300.0)
-            quotas = quotas or Quotas(ServerConfig(base_models=(ServedModel("tiny", "tiny"),)))
-            status = "busy: {}".format
-            recovery = Recovery(journal, snapshots, operations, snapshot_steps, snapshot_bytes)  # pyright: ignore[reportArgumentType]
-            services = RunServices(futures, journal, operations, sessions, quotas, recovery, status, gap_seconds)  # pyright: ignore[reportArgumentType]
+            config = ServerConfig(
+                base_models=(ServedModel("tiny", "tiny"),),
+                seq_gap_seconds=gap_seconds,
+                snapshot_steps=snapshot_steps,
+                snapshot_bytes=snapshot_bytes,
+            )
+            quotas = quotas or Quotas(config)
+            services = RunServices(
+                config=config,
+                futures=futures,
+                journal=journal,
+                snapshots=snapshots,
+                loaded=Loaded(tmp_path / "loaded", sync=False),
+                operations=operations,  # pyright: ignore[reportArgumentType]
+                sessions=Sessions(store, 300.0),
+                quotas=quotas,
+                status="busy: {}".format,
+            )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)
             own_snapshots = tmp_path / "snapshots" / f"session_train_{number}"
             bench = Bench(run, services, operations, futures, tmp_path / "journal", own_snapshots, quotas)
-            await bench.submit(0, CreateRun())
+            await bench.submit(0, CreateRun(), CREATION)
             return bench
 
         yield make

@@ -97,7 +97,7 @@ async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it
 ) -> None:
     copy, live = tmp_path / "copy", left / "live-3"
     live.mkdir()
-    for name in ("journal", "results", "recordings", "snapshots", "ephemeral"):
+    for name in ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral"):
         (left / name).rename(live / name)
     counts = (await asyncio.to_thread(verify, left)).lines
     assert await backup(copy, left) == 0

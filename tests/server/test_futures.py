@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header
 from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
+from trainhouse.server.strikes import REBUILD_STRIKE, STRIKE
 
 pytestmark = pytest.mark.anyio
 
@@ -82,6 +84,17 @@ async def test_unknown_and_foreign_requests_are_not_found(open_futures) -> None:
         with pytest.raises(RequestError, match="unknown") as refusal:
             await futures.wait(request_id, tenant, 1)
         assert refusal.value.status == 404
+    await futures.close()
+
+
+async def test_what_is_lost_is_told_by_its_kind_and_strikes_and_refusals_are_asked_for_by_nobody(open_futures) -> None:
+    lost, refused = header("r:1"), replace(header("r:2"), refused="bad")
+    strikes = [replace(lost, kind=STRIKE), replace(header("r:3"), kind=REBUILD_STRIKE)]
+    futures = await open_futures(unfinished=[lost, refused, *strikes])
+    assert "before optim_step r:1 was done" in (await futures.wait("r:1", TENANT, 1)).body.decode()
+    for request_id in ("r:2", "r:3"):
+        with pytest.raises(RequestError, match="unknown"):
+            await futures.wait(request_id, TENANT, 1)
     await futures.close()
 
 

@@ -2,8 +2,9 @@
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.history import REFUSED, STRIKE, History, Outcome, Past, Repeat
+from trainhouse.server.history import REFUSED, History, Outcome, Past, Repeat
 from trainhouse.server.segments import Place
+from trainhouse.server.strikes import STRIKE
 
 DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.BROKE, Outcome.STRUCK
 AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR

@@ -283,7 +283,7 @@ async def test_a_server_that_stops_says_so_to_whom_it_was_sampling_for(
         whole, stream = Connection(LONG | {"prompt": ["the", "and"]}), Connection(LONG | {"stream": True})
         asked = [ask(server, whole), ask(server, stream)]
         await until(lambda: stream.num_events > 5)
-        server.services.samplers.stop_drawing()
+        server.services.sampling.stop_drawing()
         assert await until(lambda: all(one.done() for one in asked)) < LEAVE_SECONDS
         assert whole.sent[0]["status"] == 503
         for body in (whole.sent[1]["body"], stream.sent[-2]["body"].removeprefix(b"data: ")):

@@ -16,7 +16,7 @@ from trainhouse.server.openai_completions import CompletionAnswer
 from trainhouse.server.openai_sampling import sample_requests
 from trainhouse.server.prompts import Prompt
 from trainhouse.server.routes.openai import _pieces
-from trainhouse.server.samplers import Stops
+from trainhouse.server.sampling_job import Stops
 from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
 from trainhouse.workers.verbs import SampledPart
 

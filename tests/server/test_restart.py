@@ -75,12 +75,14 @@ def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], 
 def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repeat(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server, ThreadPoolExecutor(1) as threads:
+    # Slow passes: at the signal there is much left to do, however slow the client has been.
+    slow = {"micro_batch_tokens": 1, "drain_seconds": 100}
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **slow) as server, ThreadPoolExecutor(1) as threads:
         client = Client(server)
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         model_id = client.post("create_model", create)["model_id"]
-        losses = {"model_id": model_id, "data": 600 * DATA, "loss_fn": "cross_entropy"}
+        losses = {"model_id": model_id, "data": 12 * DATA, "loss_fn": "cross_entropy"}
         accepted = []
         for seq_id in range(1, 19, 2):
             for path, body in (("forward_backward", losses), ("optim_step", {"model_id": model_id})):
@@ -94,7 +96,7 @@ def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repe
             with contextlib.suppress(httpx.TransportError):
                 answer = client.post("optim_step", {"model_id": model_id, "seq_id": 99}, Prefer="respond-async")
                 refused += [answer] if answer["status"] == 503 else []
-        assert server.process.wait(30) == 0
+        assert server.process.wait(100) == 0
         assert poll.result()["status"] == 200 and poll.result()["metrics"]
         assert refused and "stopping" in refused[0]["detail"]
         assert "WARNING" not in server.log.read_text()

@@ -1,20 +1,23 @@
 """A run whose worker dies: it is made again, and what was under way goes on in its order, once."""
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 from sqlalchemy.exc import OperationalError
-from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
+from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
-from trainhouse.server.operations import CreateRun, Operation
-from trainhouse.server.run import Earlier, Refused, Run
+from trainhouse.server.operations import CreateRun, LoadWeights
+from trainhouse.server.resuming import Earlier, Inherited
+from trainhouse.server.run import Run
+from trainhouse.server.slots import Refused
+from trainhouse.server.store import RunRecord
 from trainhouse.workers.verbs import WorkerLost
 
 from .bench import RUN_ID, Bench, MakeBench
@@ -65,7 +68,7 @@ async def test_what_a_snapshot_holds_is_not_repeated(make_bench: MakeBench) -> N
         await bench.forward_backward(seq_id)
         await bench.optim_step(seq_id + 1)
         await bench.result(seq_id + 1)
-        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id + 1))
+        await snapshotted(bench, seq_id + 1)
     Dying(bench, (5,))
     await bench.forward_backward(5)
     await bench.result(5)
@@ -77,7 +80,7 @@ async def test_a_damaged_snapshot_falls_back_to_the_one_before(make_bench: MakeB
     for seq_id in (1, 2, 3):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
+        await snapshotted(bench, seq_id)
     (bench.snapshots / "3" / "state").write_bytes(b"STATE")
     Dying(bench, (4,))
     await bench.optim_step(4)
@@ -103,7 +106,7 @@ async def test_without_a_whole_snapshot_it_does_not_begin_anew_in_silence(make_b
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
+        await snapshotted(bench, seq_id)
     await until(bench, lambda: not any(past.seq_id <= 1 for past in bench.run._state.history._pasts))
     for seq_id in (1, 2):
         (bench.snapshots / str(seq_id) / "state").write_bytes(b"STATE")
@@ -142,7 +145,7 @@ async def test_after_a_restart_nothing_is_done_again_that_a_snapshot_holds(make_
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
+        await snapshotted(bench, seq_id)
     place = await bench.services.journal.append(Header("optim_step", "alice", RUN_ID, 2, f"{RUN_ID}:2"))
     num_performed = len(bench.operations.performed)
     async with resumed(bench, {2: Earlier("optim_step", place)}):
@@ -162,9 +165,9 @@ async def test_a_save_that_was_answered_is_not_published_again(make_bench: MakeB
     }
     found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
     for seq_id, content in contents.items():
-        place = await bench.journaled(content.type, seq_id)
+        place = await bench.journaled(content.type, seq_id, content.model_dump_json().encode())
         found[seq_id] = Earlier(content.type, place, outcome=Outcome.DONE if seq_id == 2 else None)
-    async with resumed(bench, found, contents):
+    async with resumed(bench, found):
         assert await bench.result(3) == {"seq_id": 3}
     assert bench.operations.performed == [0, "discard", "make", 1, 3]
 
@@ -235,11 +238,12 @@ async def test_a_gap_behind_which_something_was_refused_is_still_waited_for(make
 async def test_a_run_that_cannot_be_taken_up_leaves_no_future_behind(make_bench: MakeBench) -> None:
     bench = await make_bench()
     found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
+    step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
     for seq_id in range(1, 100):
-        found[seq_id] = Earlier("optim_step", await bench.journaled("optim_step", seq_id))
-    steps = {seq_id: OptimStepRequest(model_id=RUN_ID, seq_id=seq_id) for seq_id in range(98)}
-    with pytest.raises(KeyError):
-        async with resumed(bench, found, steps):
+        body = step if seq_id < 99 else b"not JSON"
+        found[seq_id] = Earlier("optim_step", await bench.journaled("optim_step", seq_id, body))
+    with pytest.raises(RequestError):
+        async with resumed(bench, found):
             pass
     with pytest.raises(RequestError, match="is unknown"):
         await bench.futures.wait(bench.run.request_id(1), "alice", 0)
@@ -250,7 +254,7 @@ async def test_a_beginning_with_a_hole_behind_it_is_no_beginning(make_bench: Mak
     for seq_id in (1, 2):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
-        await until(bench, lambda seq_id=seq_id: bench.run._state.covers(seq_id))
+        await snapshotted(bench, seq_id)
     (bench.snapshots / "1" / "manifest.json").unlink()
     (bench.snapshots / "2" / "state").write_bytes(b"STATE")
     found = {0: Earlier("create_model", await bench.journaled("create_model", 0), outcome=Outcome.DONE)}
@@ -290,7 +294,7 @@ async def test_what_was_loaded_is_in_a_snapshot_of_that_moment_although_another_
 
     bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
     await bench.optim_step(1)
-    await bench.submit(2, LoadWeightsRequest(model_id=RUN_ID, path="tinker://a/weights/b", seq_id=2))
+    await bench.submit(2, LoadWeights("tinker://a/weights/b", optimizer=False))
     for seq_id in (3, 4):
         await bench.optim_step(seq_id)
         await bench.result(seq_id)
@@ -344,21 +348,29 @@ async def test_a_run_that_rests_since_a_restart_is_made_again_to_be_settled(make
 
 
 @asynccontextmanager
-async def resumed(
-    bench: Bench, found: dict[int, Earlier], contents: Mapping[int, Operation] | None = None
-) -> AsyncIterator[None]:
-    """The bench's run as another process takes it up. contents: of those found from seq_id 0 on without a gap."""
-    contents, places = contents or {}, [earlier.place for earlier in found.values()]
-
-    async def read(earlier: Earlier) -> Operation:
-        return CreateRun() if earlier.kind == "create_model" else contents[places.index(earlier.place)]
-
+async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None]:
+    """The bench's run as another process takes it up."""
     bench.run = Run(bench.run.record, bench.services)
-    await bench.run.resume(found, [], read)
+    await bench.run.resume(Inherited(found))
     try:
         yield
     finally:
         await bench.run.stop()
+
+
+@pytest.mark.parametrize("num_strikes", [2, 3])
+async def test_what_was_struck_out_before_a_restart_is_not_tried_again(make_bench: MakeBench, num_strikes: int) -> None:
+    """Although nobody was answered yet."""
+    bench = await make_bench()
+    await bench.result(0)
+    await bench.run.stop()
+    step = OptimStepRequest(model_id=RUN_ID).model_dump_json().encode()
+    await bench.journaled("optim_step", 1, step)
+    for _ in range(num_strikes):
+        await bench.journaled("strike", 1)
+    await bench.restart()
+    assert ("died 3 times" in str(await bench.result(1))) == (num_strikes == 3)
+    assert (1 in bench.operations.performed) == (num_strikes < 3)
 
 
 async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:
@@ -380,7 +392,73 @@ async def test_a_run_that_cannot_be_made_again_says_so(make_bench: MakeBench) ->
     assert "cannot be made again: no memory" in (await bench.result(1))["error"]
 
 
+# --- Making it again kills the worker ---
+
+
+class Killing:
+    """Tries to make the run again kill the worker, `left` times; the next one waits until it may go on."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.num_tries = self.left = 0
+        self.may_go_on = asyncio.Event()
+        make = bench.operations.make
+
+        async def killing(run: RunRecord, operation: CreateRun) -> None:
+            self.num_tries += 1
+            if self.left > 0:
+                self.left -= 1
+                raise WorkerLost("the worker died", alone=True)
+            await self.may_go_on.wait()
+            await make(run, operation)
+
+        bench.operations.make = killing  # pyright: ignore[reportAttributeAccessIssue]
+
+
+async def test_a_run_whose_rebuild_kills_workers_is_given_up_at_the_third_time_in_all_processes_together(
+    make_bench: MakeBench,
+) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    killing = Killing(bench)
+    killing.left = 2
+    await bench.restart()
+    asking = asyncio.create_task(bench.run.info())
+    await until(bench, lambda: killing.num_tries == 3)
+    killing.left = 100
+    await bench.restart()
+    await asyncio.gather(asking, return_exceptions=True)
+    for seq_id in (1, 2):
+        await bench.forward_backward(seq_id)
+        assert "cannot be made again: the worker died 3 times" in (await bench.result(seq_id))["error"]
+        await bench.restart()
+    assert killing.num_tries == 4, "the third process has not even tried"
+
+
+async def test_strikes_against_making_a_run_again_are_forgotten_with_the_next_snapshot(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    await bench.result(0)
+    killing = Killing(bench)
+    killing.may_go_on.set()
+    for seq_id in (1, 3):
+        killing.left = 2
+        await bench.restart()
+        await bench.forward_backward(seq_id)
+        assert await bench.result(seq_id) == {"seq_id": seq_id}
+        await bench.forward_backward(seq_id + 1)
+        await snapshotted(bench, seq_id + 1)
+    assert killing.num_tries == 6
+    killing.left = 1
+    await bench.restart()
+    await bench.forward_backward(5)
+    assert await bench.result(5) == {"seq_id": 5}
+
+
 async def until(bench: Bench, condition) -> None:
     async with asyncio.timeout(10):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
+
+
+async def snapshotted(bench: Bench, seq_id: int) -> None:
+    state = bench.run._state
+    await until(bench, lambda: state.covers(seq_id) and not state._snapshotting)

@@ -10,14 +10,16 @@ import weakref
 
 import numpy as np
 import pytest
-from trainhouse.schemas.checkpoints import LoadWeightsRequest, SaveWeightsRequest
+from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.journal import read_journal
-from trainhouse.server.run import MOST_AHEAD, Refused
+from trainhouse.server.operations import LoadWeights
+from trainhouse.server.run import MOST_AHEAD
+from trainhouse.server.slots import Refused
 
-from .bench import RUN_ID, MakeBench
+from .bench import CREATION, RUN_ID, MakeBench
 
 pytestmark = pytest.mark.anyio
 
@@ -61,7 +63,7 @@ async def test_the_operation_is_journaled_as_received_before_the_answer(make_ben
     (segment,) = bench.journal_directory.glob("*.segment")
     entries = list(read_journal(segment))
     assert [(entry.header.kind, entry.header.seq_id, entry.header.refused, entry.body) for entry in entries] == [
-        ("create_model", 0, None, b"as received"),
+        ("create_model", 0, None, CREATION.body),
         ("optim_step", 2, None, b"as received"),
         ("forward_backward", 1, "not protobuf", b""),
     ]
@@ -149,7 +151,7 @@ async def test_forward_only_and_saving_do_not_taint_and_loading_heals(make_bench
     await bench.optim_step(3)
     assert await bench.result(3) == {"seq_id": 3}
     await bench.forward_backward(4)
-    await bench.submit(5, LoadWeightsRequest(model_id=RUN_ID, seq_id=5, path="tinker://a/weights/b"))
+    await bench.submit(5, LoadWeights("tinker://a/weights/b", optimizer=False))
     await bench.optim_step(6)
     assert await bench.result(6) == {"seq_id": 6}
 

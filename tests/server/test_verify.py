@@ -26,7 +26,8 @@ async def work(server: Server) -> tuple[Run, str]:
     """Of every kind that leaves something behind; the run, and an ephemeral sampler of its weights."""
     run = await server.create_run()
     await run.train(batch(), 5)
-    await run.do("save_weights", path="a")
+    path = (await run.do("save_weights", path="a"))["path"]
+    await run.do("load_weights", path=path, optimizer=True)
     saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
     sampler_id = saved["sampling_session_id"]
     await sample(server, sample_body(sampler_id, record_stability_info=True))
@@ -90,6 +91,12 @@ def change_snapshot(state: Path) -> Path:
     return snapshot
 
 
+def change_loaded(state: Path) -> Path:
+    loaded = only(state, "loaded/*/*")
+    (loaded / "adapter_config.json").write_bytes(b"{}")
+    return loaded
+
+
 def tear_journal(state: Path) -> Path:
     segment = max(state.glob("journal/*.segment"))
     with segment.open("ab") as file:
@@ -126,6 +133,10 @@ def leave_snapshot(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "snapshots/*"), state / "snapshots" / "over_train_0"))
 
 
+def leave_loaded(state: Path) -> Path:
+    return Path(shutil.copytree(only(state, "loaded/*"), state / "loaded" / "over_train_0"))
+
+
 def leave_ephemeral(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "ephemeral/*"), state / "ephemeral" / "over"))
 
@@ -141,12 +152,14 @@ def lose_ephemeral(state: Path) -> Path:
     [
         (cut_checkpoint, "tinker://.*/weights/a is damaged", None),
         (change_snapshot, "a snapshot of .* is damaged", "removed"),
+        (change_loaded, "what .* has loaded is damaged", None),
         (tear_journal, "is torn: its last 13 bytes", "the last 13 bytes cut off"),
         (hurt_results, "is damaged at byte", None),
         (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
         (leave_staging, "left over: a checkpoint that was never published", "removed"),
         (leave_unlisted, "left over: a checkpoint that was never published", "removed"),
         (leave_snapshot, "left over: of a run that is over", "removed"),
+        (leave_loaded, "left over: of a run that is over", "removed"),
         (leave_ephemeral, "left over: the weights of a sampler", "removed"),
         (lose_ephemeral, "the weights of a sampler are lost: it answers 410", None),
     ],

@@ -1,0 +1,87 @@
+"""Loaded: the checkpoints that live runs have loaded, each kept as it was then until snapshots hold what it did.
+
+Their owners may delete and overwrite them meanwhile. Files are shared with the checkpoint where the file system can.
+Layout below state_dir/loaded: RUN/SEQ_ID of the operation, with .staging-* beside them while they are made.
+"""
+
+import asyncio
+import secrets
+import shutil
+from collections.abc import Callable, Collection
+from pathlib import Path
+
+from ..schemas.errors import OperationError
+from .cache import STAGING
+from .checkpoint_files import link_files, link_or_copy
+from .checkpoints import directory_name
+from .manifest import MANIFEST, check, sync_directory, sync_files
+
+
+class Loaded:
+    """sync: whether they are to survive the death of the machine."""
+
+    def __init__(self, root: Path, sync: bool) -> None:
+        self._root = root.absolute()
+        self._sync = sync
+
+    async def find(self, run_id: str, seq_id: int) -> Path | None:
+        """What the operation has loaded, if it has. Raises OperationError (server) where that is damaged."""
+        directory = self._of(run_id) / str(seq_id)
+        if not await asyncio.to_thread(directory.exists):
+            return None
+        try:
+            await asyncio.to_thread(check, directory)
+        except ValueError as error:
+            raise OperationError(f"what was loaded is damaged on the server's disk: {error}", "server") from None
+        return directory
+
+    async def keep(self, run_id: str, seq_id: int, checkpoint: Path) -> Path:
+        """checkpoint: a whole one, with its manifest. Raises OperationError (server) where it cannot be kept."""
+        try:
+            return await asyncio.to_thread(self._keep, self._of(run_id), str(seq_id), checkpoint)
+        except OSError as error:
+            reason = f"the checkpoint was not loaded, for it cannot be kept for a crash ({error}): free space there"
+            raise OperationError(reason, "server") from error
+
+    async def forget(self, run_id: str, seq_id: int) -> None:
+        """Of the operations up to this one, snapshots hold what they did."""
+        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number > seq_id)
+
+    async def retain(self, run_id: str, seq_ids: Collection[int]) -> None:
+        """At start: those that may be needed. What the journal lost with the machine may come again as another one."""
+        await asyncio.to_thread(self._retain, self._of(run_id), lambda number: number in seq_ids)
+
+    async def forget_all(self, run_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._of(run_id), ignore_errors=True)
+
+    def sweep(self, live: Collection[str]) -> None:
+        """At start, blocking: what was never finished, and what runs have loaded that are not live."""
+        names = {directory_name(run_id) for run_id in live}
+        for directory in (*self._root.glob("*"), *self._root.glob(f"*/{STAGING}*")):
+            if directory.name.startswith(STAGING) or directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+
+    def _of(self, run_id: str) -> Path:
+        return self._root / directory_name(run_id)
+
+    def _keep(self, of_run: Path, name: str, checkpoint: Path) -> Path:
+        staging = of_run / f"{STAGING}{secrets.token_hex(8)}"
+        try:
+            staging.mkdir(parents=True)
+            link_files(checkpoint, staging)
+            link_or_copy(checkpoint / MANIFEST, staging / MANIFEST)
+            if self._sync:
+                sync_files(staging)
+            staging.rename(of_run / name)
+        except OSError:
+            shutil.rmtree(staging, ignore_errors=True)
+            raise
+        if self._sync:
+            for above in (of_run, self._root, self._root.parent):
+                sync_directory(above)
+        return of_run / name
+
+    def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:
+        for directory in of_run.glob("[0-9]*"):
+            if not is_needed(int(directory.name)):
+                shutil.rmtree(directory, ignore_errors=True)

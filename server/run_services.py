@@ -1,0 +1,28 @@
+"""RunServices: what runs work with."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .config import ServerConfig
+from .futures import Futures
+from .journal import Journal
+from .loaded import Loaded
+from .operations import Operations
+from .quotas import Quotas
+from .sessions import Sessions
+from .snapshots import Snapshots
+
+
+@dataclass(frozen=True)
+class RunServices:
+    """status: of a base model, in words."""
+
+    config: ServerConfig
+    futures: Futures
+    journal: Journal
+    snapshots: Snapshots
+    loaded: Loaded
+    operations: Operations
+    sessions: Sessions
+    quotas: Quotas
+    status: Callable[[str], str | None]

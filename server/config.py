@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 
 from ..workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.dispatch import DispatchConfig
+from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .checkpoint_files import PlaceConfig
 from .places import check_url
 from .store import StoreConfig
@@ -148,6 +149,9 @@ class ServerConfig:
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
+    parallel: ParallelSpec = knob(
+        SINGLE, "ranks of each base model, such as tp=2 or replicas=2,tp=4 (docs/parallel.md)", common=True
+    )
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
@@ -403,6 +407,8 @@ def _from_toml(knob_field: Field, value: object, place: str) -> object:
 def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> object:
     if knob_field.name == "base_models":
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
+    if knob_field.name == "parallel":
+        return _parse_parallel(text, place)
     if knob_field.name == "mirrors":
         return (text,) if isinstance(text, str) else tuple(text)
     if knob_field.name == "tenant_weights":
@@ -424,6 +430,13 @@ def parse_served_model(text: str) -> ServedModel:
     if not name or ("=" in text and not source):
         raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
     return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec:
+    try:
+        return ParallelSpec.parse(text if isinstance(text, str) else ",".join(text))
+    except ValueError as error:
+        raise ConfigError(f"{place}: {error}") from None
 
 
 def parse_weights(text: str) -> tuple[TenantWeight, ...]:
@@ -491,6 +504,8 @@ def _type_words(knob_field: Field) -> str:
         return "a list of NAME[=PATH_OR_HUB_ID]"
     if knob_field.name.endswith("_bytes"):
         return "a number of bytes, such as 268435456 or 256MiB"
+    if knob_field.name == "parallel":
+        return "axes and their ranks, such as tp=2"
     return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
 
 

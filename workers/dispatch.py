@@ -268,7 +268,20 @@ def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfi
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
-    return tuple(replace(model, rank=rank, is_local=is_local) for rank in range(model.parallel.num_ranks))
+    """Ray lets each rank see its own GPUs alone; on this machine each takes another one."""
+    shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
+    return tuple(
+        replace(
+            model, rank=rank, is_local=is_local, device=_device_of(model.device, rank) if shares_gpus else model.device
+        )
+        for rank in range(model.parallel.num_ranks)
+    )
+
+
+def _device_of(device: str, rank: int) -> str:
+    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
+    _, _, first = device.partition(":")
+    return f"cuda:{int(first or 0) + rank}"
 
 
 def _copies(config: DispatchConfig) -> list[WorkerConfig]:

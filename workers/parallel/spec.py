@@ -45,9 +45,9 @@ class ParallelSpec:
             axis, _, size = (word.strip() for word in part.partition("="))
             _check_axis(axis, part)
             if axis in sizes:
-                raise ValueError(f"--parallel {text}: {axis} is given twice")
+                raise ValueError(f"{text}: {axis} is given twice")
             if not (size.isascii() and size.isdigit()):
-                raise ValueError(f"--parallel {text}: {axis}={size} is no number of ranks; give one such as {axis}=2")
+                raise ValueError(f"{text}: {axis}={size} is no number of ranks; give one such as {axis}=2")
             sizes[axis] = int(size)
         return ParallelSpec(**sizes)
 

@@ -11,7 +11,7 @@ from trainhouse.workers.verbs import Failure, Step
 
 from .training import ADAM, Layout, Numbers, greedy, layout, next_losses, supervised, train
 
-LAYOUTS = ["replicas=2", "tp=2"]
+LAYOUTS = ["replicas=2", "tp=2", "replicas=2,tp=2"]
 
 
 @pytest.fixture(scope="module")

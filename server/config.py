@@ -152,6 +152,9 @@ class ServerConfig:
     parallel: ParallelSpec = knob(
         SINGLE, "ranks of each base model, such as tp=2 or replicas=2,tp=4 (docs/parallel.md)", common=True
     )
+    tp_activations: Literal["sharded", "whole"] = knob(
+        "sharded", "between linear layers a rank along tp has a part of a pass's tokens, or all"
+    )
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)

@@ -28,6 +28,8 @@ class WorkerConfig:
     page_directory: for the adapters on disk; None = that of the system for temporary files.
     parallel, rank: the ranks that hold the model together, and which of them this one is.
     is_local: whether all of them are on this machine.
+    tp_activations: what lies between the linear layers: "sharded" = each rank along tp has some tokens of it, in
+        training; "whole" = all of them.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
         and is killed and started anew.
     """
@@ -48,6 +50,7 @@ class WorkerConfig:
     parallel: ParallelSpec = SINGLE
     rank: int = 0
     is_local: bool = True
+    tp_activations: Literal["sharded", "whole"] = "sharded"
     hang_seconds: float = 60.0
 
 

@@ -16,7 +16,7 @@ from .lora import LoraPair, Segment
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
-from .parallel.rows import RowShare
+from .parallel.rows import TokenShare
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,10 +62,10 @@ class Head:
 
     @torch.no_grad()
     def losses(
-        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], share: RowShare
+        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], share: TokenShare
     ) -> list[HeadOutput]:
         """Of hidden [n, hidden], by objective, without gradients."""
-        targets = _side_by_side([each.targets for each in objectives])[share.rows]
+        targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
         logprobs = share.joined(self._logprobs(hidden, segments, targets, self._room(hidden)))
         return [_evaluated(objective, logprobs) for objective in objectives]
 
@@ -76,10 +76,10 @@ class Head:
         segments: Sequence[Segment],
         objectives: Sequence[Objective],
         gradient: Tensor,
-        share: RowShare,
+        share: TokenShare,
     ) -> list[HeadOutput]:
         """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
-        targets, first = _side_by_side([each.targets for each in objectives])[share.rows], share.rows.start
+        targets, first = share.of_rows(_side_by_side([each.targets for each in objectives])), share.rows.start
         room = self._room(hidden)
         scorings = [_Scoring(objective) for objective in objectives]
         if any(self._wants_all_first(objective, share) for objective in objectives):
@@ -99,7 +99,7 @@ class Head:
         logprobs = share.joined(_concatenated(parts, targets))
         return [_evaluated(objective, logprobs) for objective in objectives]
 
-    def _wants_all_first(self, objective: Objective, share: RowShare) -> bool:
+    def _wants_all_first(self, objective: Objective, share: TokenShare) -> bool:
         """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
         before any gradient."""
         first, last = objective.start // self._chunk_rows, (objective.stop - 1) // self._chunk_rows

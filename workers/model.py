@@ -15,9 +15,12 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from .attention import ATTENTION, CachedPacking, Packing
+from .batch import MicroBatch
 from .config import WorkerConfig
 from .kernels import kernels_for
 from .parallel.mesh import Mesh
+from .parallel.rows import TokenShare
+from .parallel.sequence import SharedPacking
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .threads import Threads
@@ -56,7 +59,7 @@ class BaseModel:
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
         """mesh: the ranks that have it together, None = one."""
-        mesh = mesh or Mesh()
+        mesh = self._mesh = mesh or Mesh()
         placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
@@ -67,7 +70,7 @@ class BaseModel:
         self.tensor_team = mesh.along("tp")
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
-        self._fused = fused_trunk(self.trunk, self.tensor_team)
+        self._fused = fused_trunk(self.trunk, mesh)
         if self._fused is None and self.tensor_team.size > 1:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with tp={self.tensor_team.size}: "
@@ -106,15 +109,30 @@ class BaseModel:
         return tuple(ids) if isinstance(ids, list) else (ids,)
 
     @property
+    def is_fused(self) -> bool:
+        """Whether its layers run by our own forward."""
+        return self._fused is not None
+
+    @property
     def is_concurrent(self) -> bool:
         """Whether several threads may run rows at once. Modules of transformers may change as they run, and ranks
         that exchange tensors do it in one order."""
-        return self._fused is not None and self.tensor_team.size == 1
+        return self._fused is not None and self._mesh.along("sp", "tp").size == 1
 
     def merge_linears(self, merge: Merge) -> None:
         """Offers a way to run several linear layers of one input as one, and the layers as they are now."""
         if self._fused is not None:
             self._fused.merge(merge)
+
+    def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
+        """Of `share.hidden`: [tokens, hidden]."""
+        team, packing = self._mesh.along("sp"), micro_batch.packing
+        # Once it is filled up, on tensor-parallel ranks too.
+        shared = packing if share.is_all else SharedPacking.of(packing, share, team)
+        tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
+        if self._fused is None:
+            return self.hidden_states(tokens, positions, shared)
+        return self._fused.hidden_states(tokens, positions, shared, share.own_of_tokens)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .attention import AttentionKind, CachedPacking, Packing, attend
 from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
-from .parallel.collectives import copied, summed
-from .parallel.mesh import Team
+from .parallel.collectives import Stream
+from .parallel.mesh import Mesh
 
 # The name that a family's classes begin with -> the module of transformers that holds them.
 _FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
@@ -32,10 +32,10 @@ class FusedTrunk:
     Its linear layers are looked up at each call: `lora` replaces them.
     """
 
-    def __init__(self, trunk: Any, family: str, team: Team) -> None:
-        """team: of the ranks that have parts of its layers."""
+    def __init__(self, trunk: Any, family: str, mesh: Mesh) -> None:
+        self._team, self._shares_sequences = mesh.along("tp"), mesh.along("sp").size > 1
         self._embedding = trunk.embed_tokens
-        self._layers = [_Layer(layer, family, team) for layer in trunk.layers]
+        self._layers = [_Layer(layer, family) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm)
         rotary = trunk.rotary_emb
         self._rotary = RotaryTable(rotary.inv_freq, rotary.attention_scaling)
@@ -45,18 +45,27 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
-        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
-        hidden, update = self._embedding(tokens), None
+    def hidden_states(
+        self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking, own: slice | None = None
+    ) -> Tensor:
+        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
+
+        own: this rank's tokens, where the tensor-parallel ones share out what lies between the layers' linear parts;
+        returns the hidden states of these alone.
+        """
+        stream = Stream(self._team, sharded=own is not None)
+        hidden, update = self._embedding(tokens if own is None else tokens[own]), None
+        if self._shares_sequences and torch.is_grad_enabled():
+            # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
+            hidden.requires_grad_()
         rotation = self._rotary.at(positions, packing.longest)
         for layer in self._layers:
-            hidden, update = layer.forward(hidden, update, rotation, packing)
+            hidden, update = layer.forward(hidden, update, rotation, packing, stream)
         return _add_norm(hidden, update, self._norm)[1]
 
 
 class _Layer:
-    def __init__(self, layer: Any, family: str, team: Team) -> None:
-        self._team = team
+    def __init__(self, layer: Any, family: str) -> None:
         attention = layer.self_attn
         self._attention, self._mlp = attention, layer.mlp
         self._head_dim = attention.head_dim
@@ -81,13 +90,18 @@ class _Layer:
             self._merged_gate_up = merge([mlp.gate_proj, mlp.up_proj])
 
     def forward(
-        self, hidden: Tensor, update: Tensor | None, rotation: Rotation, packing: Packing | CachedPacking
+        self,
+        hidden: Tensor,
+        update: Tensor | None,
+        rotation: Rotation,
+        packing: Packing | CachedPacking,
+        stream: Stream,
     ) -> tuple[Tensor, Tensor]:
         """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
         hidden, x = _add_norm(hidden, update, self._input_norm)
-        update = summed(self._attend(copied(x, self._team), rotation, packing), self._team)
+        update = stream.leave(self._attend(stream.enter(x), rotation, packing))
         hidden, x = add_rms_norm(hidden, update, self._mlp_norm)
-        return hidden, summed(self._feed_forward(copied(x, self._team)), self._team)
+        return hidden, stream.leave(self._feed_forward(stream.enter(x)))
 
     def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
@@ -125,12 +139,12 @@ class _Layer:
         return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
 
-def fused_trunk(trunk: nn.Module, team: Team) -> FusedTrunk | None:
-    """None for a model that this file does not know through and through. team: as of FusedTrunk."""
+def fused_trunk(trunk: nn.Module, mesh: Mesh) -> FusedTrunk | None:
+    """None for a model that this file does not know through and through. mesh: of the ranks that have it together."""
     family = type(trunk).__name__.removesuffix("Model")
     if family not in _FAMILIES or not _recognised(trunk, family):
         return None
-    return FusedTrunk(trunk, family, team)
+    return FusedTrunk(trunk, family, mesh)
 
 
 def _recognised(trunk: Any, family: str) -> bool:

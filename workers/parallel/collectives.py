@@ -4,6 +4,7 @@ Shoeybi et al., Megatron-LM (2019), section 3; Korthikanti et al., Reducing acti
 transformer models (2022), section 4.2.
 """
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -37,6 +38,25 @@ def summed_rows(x: Tensor, team: Team) -> Tensor:
 def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
     """As Team.exchanged; the gradients go back the same way."""
     return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
+
+
+@dataclass(frozen=True)
+class Stream:
+    """How the residual stream, between the layers' linear parts, lies on the ranks of a tensor-parallel team.
+
+    sharded: each rank has its tokens of it, which it gathers for the linear layers; else each has all.
+    """
+
+    team: Team
+    sharded: bool = False
+
+    def enter(self, x: Tensor) -> Tensor:
+        """From the stream to column layers, which want all tokens."""
+        return joined_rows(x, self.team) if self.sharded else copied(x, self.team)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """From row layers, whose outputs are to be added up, back to the stream."""
+        return summed_rows(x, self.team) if self.sharded else summed(x, self.team)
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:

@@ -19,7 +19,7 @@ from ..memory import bounded_memory
 from ..model import BaseModel
 from ..operation import ModelLimits, read_operation
 from ..parallel.mesh import Mesh
-from ..parallel.rows import RowShare
+from ..parallel.rows import TokenShare
 from ..verbs import Failure, Part
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
@@ -44,6 +44,7 @@ class PolicyProgram:
         """mesh: None = there is one rank."""
         self._base = base
         self._mesh = mesh or Mesh()
+        self._shards_activations = config.tp_activations == "sharded" and base.is_fused
         self._adapters = adapters
         self._limits = limits
         self._lanes = Lanes(base.device)
@@ -206,26 +207,31 @@ class PolicyProgram:
             for adapter in adapters:
                 adapter.join_lanes()
 
+    def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
+        return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations)
+
     @torch.no_grad()
     def _run_forward(self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
-        with self._adapters.applied(segments):
-            hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-        share = RowShare(len(hidden), self._base.tensor_team)
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        with self._adapters.applied(within(segments, share.tokens)):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
         of_rows = within(segments, share.rows)
-        _take(micro_batch, head.losses(hidden[share.rows], of_rows, micro_batch.objectives, share), tasks)
+        _take(micro_batch, head.losses(share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
 
     def _run_forward_backward(
         self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:
-        with self._adapters.applied(segments):
-            hidden = self._base.hidden_states(micro_batch.tokens, micro_batch.positions, micro_batch.packing)
-            share = RowShare(len(hidden), self._base.tensor_team)
-            own, of_rows = hidden.detach()[share.rows], within(segments, share.rows)
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        with self._adapters.applied(within(segments, share.tokens)):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+            own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
             outputs = head.losses_and_gradient(own, of_rows, micro_batch.objectives, of_own, share)
-            gradient = share.joined(of_own)
+            gradient = share.joined_to_hidden(of_own)
             _take(micro_batch, outputs, tasks)
-            _zero_failed(micro_batch, tasks, gradient)
+            _zero_failed(micro_batch, tasks, gradient, share)
             if hidden.requires_grad:
                 hidden.backward(gradient)
 
@@ -261,8 +267,14 @@ def _take(micro_batch: MicroBatch, outputs: list[HeadOutput], tasks: list[Task])
             tasks[segment.operation].take(segment, scores.of_rows(rows))
 
 
-def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor) -> None:
-    """Others share the micro-batch: what failed must not reach the backward pass."""
+def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor, share: TokenShare) -> None:
+    """Others share the micro-batch: what failed must not reach the backward pass. gradient: of share.hidden."""
+    first = share.hidden.start
     for segment in micro_batch.segments:
         if tasks[segment.operation].failure:
-            gradient[segment.start : segment.stop] = 0
+            gradient[max(0, segment.start - first) : max(0, segment.stop - first)] = 0
+
+
+def _filled(segments: list[Segment], share: TokenShare) -> list[Segment]:
+    """With what fills the micro-batch up, which no adapter adapts."""
+    return [*segments, Segment(share.num_tokens, share.num_filled, None)] if share.num_missing else segments

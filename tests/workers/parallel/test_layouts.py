@@ -11,7 +11,16 @@ from trainhouse.workers.verbs import Failure, Step
 
 from .training import ADAM, Layout, Numbers, greedy, layout, next_losses, supervised, train
 
-LAYOUTS = ["replicas=2", "tp=2", "replicas=2,tp=2"]
+# Spec and other knobs. The first ones are the core; all of them are for test-full.
+LAYOUTS = [
+    ("replicas=2", {}),
+    ("tp=2", {}),
+    ("sp=2", {}),
+    *(
+        pytest.param((spec, knobs), marks=pytest.mark.full)
+        for spec, knobs in (("tp=2", {"tp_activations": "whole"}), ("sp=2,tp=2", {}), ("replicas=2,tp=2", {}))
+    ),
+]
 
 
 @pytest.fixture(scope="module")
@@ -21,12 +30,12 @@ def alone(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
         yield where, train(where)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda params: "-".join([params[0], *params[1].values()]))
 def many(
     request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Layout, Numbers]]:
-    spec = ParallelSpec.parse(request.param)
-    with layout(tiny_models["qwen3"], spec, tmp_path_factory.mktemp("many")) as where:
+    spec, knobs = request.param
+    with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path_factory.mktemp("many"), **knobs) as where:
         yield where, train(where)
 
 

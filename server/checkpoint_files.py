@@ -18,7 +18,7 @@ from typing import Any
 
 from ..schemas.errors import OperationError
 from .cache import STAGING, Cache
-from .manifest import MANIFEST, check, listed_files, read_manifest, seal, sync_directory
+from .manifest import MANIFEST, check, listed_files, make_directory, read_manifest, seal, sync_directory
 from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
 
 logger = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class CheckpointFiles:
         staging = beside / f"{STAGING}{secrets.token_hex(8)}"
         self._being_written.add(directory)
         try:
-            await asyncio.to_thread(staging.mkdir, parents=True)
+            await asyncio.to_thread(make_directory, staging, sync=True)
             yield staging
         finally:
             self._being_written.discard(directory)

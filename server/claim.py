@@ -1,4 +1,4 @@
-"""The claim on a state directory: made if need be, and held by one process alone. Imports nothing of the server."""
+"""The claim on a state directory: made if need be, and held by one process alone. Imports hardly anything."""
 
 import contextlib
 import fcntl
@@ -6,22 +6,24 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .manifest import make_directory
+
 
 class StartError(Exception):
     """The server cannot start; the message says why and what to do."""
 
 
 @contextlib.contextmanager
-def made(state_dir: Path) -> Iterator[None]:
-    """Makes the state directory if need be. Raises StartError."""
-    _make(state_dir)
+def made(state_dir: Path, sync: bool = False) -> Iterator[None]:
+    """Makes the state directory if need be. sync: it is to survive the death of the machine. Raises StartError."""
+    _make(state_dir, sync)
     yield
 
 
 @contextlib.contextmanager
-def locked(state_dir: Path) -> Iterator[None]:
-    """Holds the state directory, made if need be, for this process alone. Raises StartError."""
-    _make(state_dir)
+def locked(state_dir: Path, sync: bool = False) -> Iterator[None]:
+    """Holds the state directory, made if need be, for this process alone. sync: as above. Raises StartError."""
+    _make(state_dir, sync)
     try:
         lock = (state_dir / "server.lock").open("a+")
     except OSError as error:
@@ -41,8 +43,8 @@ def locked(state_dir: Path) -> Iterator[None]:
         yield
 
 
-def _make(state_dir: Path) -> None:
+def _make(state_dir: Path, sync: bool) -> None:
     try:
-        state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(state_dir, sync, mode=0o700)
     except OSError as error:
         raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from .checkpoints import directory_name
-from .manifest import sync_directory, sync_files
+from .manifest import make_directory, sync_directory, sync_files
 
 _STAGING = ".staging-"
 
@@ -33,7 +33,7 @@ class EphemeralWeights:
         """An empty directory to write into; leaving the block puts it in the place of an earlier one."""
         staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
         try:
-            await asyncio.to_thread(staging.mkdir, parents=True)
+            await asyncio.to_thread(make_directory, staging, self._sync)
             yield staging
             await asyncio.to_thread(self._publish, staging, self.directory(adapter_id))
         finally:

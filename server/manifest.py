@@ -53,6 +53,15 @@ def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) ->
         raise ValueError(f"{path} is not as its manifest says")
 
 
+def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
+    """And those above it that are missing. sync: whether they survive the death of the machine. Raises OSError."""
+    missing = [one for one in (directory, *directory.parents) if not one.exists()]
+    directory.mkdir(mode, parents=True, exist_ok=True)
+    if sync:
+        for one in missing:
+            sync_directory(one.parent)
+
+
 def sync_files(directory: Path) -> None:
     """What is directly in it, and that it is."""
     for path in directory.iterdir():

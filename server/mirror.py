@@ -42,7 +42,10 @@ class Mirror:
         self._clock = clock
         self._changes: list[asyncio.Event] = []
         self._tasks: list[asyncio.Task[None]] = []
+        # None is in two of them: a copy that is made while its row goes would stay where nobody knows of it.
         self._being_copied: Counter[str] = Counter()
+        self._being_removed: set[str] = set()
+        self._forgotten: set[str] = set()
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
         """directories: of all checkpoints; those that have no copy yet get one."""
@@ -67,12 +70,19 @@ class Mirror:
     @asynccontextmanager
     async def forgetting(self, directory: str) -> AsyncIterator[None]:
         """To delete the checkpoint's row in. Its copies go after that, and stay if the row does."""
-        # Before: a crash behind the row must find them. After: one of them may have been completed in between.
-        await self._let_wait(directory)
+        # From here on they wait, whatever is under way: a crash behind the row must find them so.
+        self._forgotten.add(directory)
+        has_copies = False
         try:
+            has_copies = await self._let_wait(directory)
             yield
+        except BaseException:
+            has_copies = False
+            raise
         finally:
-            await self._let_wait(directory)
+            if not has_copies:  # else with the last of them
+                self._forgotten.discard(directory)
+            self._notice()
 
     async def follow(self, moves: Mapping[str, str]) -> None:
         """Old -> new directory of checkpoints whose rows are about to say so."""
@@ -94,10 +104,12 @@ class Mirror:
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
                     await self._store.put_copy(waiting)
 
-    async def _let_wait(self, directory: str) -> None:
-        for copy in await self._store.list_copies([directory]):
+    async def _let_wait(self, directory: str) -> bool:
+        """Whether there are any."""
+        copies = await self._store.list_copies([directory])
+        for copy in copies:
             await self._store.put_copy(replace(copy, state="waiting", error=None, num_tries=0))
-        self._notice()
+        return bool(copies)
 
     def _notice(self) -> None:
         for change in self._changes:
@@ -131,24 +143,34 @@ class Mirror:
         for copy in there:
             if copy.mirror == mirror:
                 after.append(copy if self._seconds_until(copy) > 0 else await self._copy(files, copy))
-        return min((self._seconds_until(copy) for copy in after if copy.state != "copied"), default=None)
+        unfinished = [copy for copy in after if copy is not None and copy.state != "copied"]
+        return min((self._seconds_until(copy) for copy in unfinished), default=None)
 
-    async def _copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
+    async def _copy(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord | None:
+        """How it stands then; None where it is not to be made any more."""
+        if copy.directory in self._being_removed | self._forgotten:
+            return None
         self._being_copied[copy.directory] += 1
+        try:
+            if copy.mirror not in {known.mirror for known in await self._store.list_copies([copy.directory])}:
+                return None
+            after = await self._copied(files, copy)
+            is_there = copy.directory in await self._store.list_checkpoint_directories()
+            if not is_there or copy.directory in self._forgotten:
+                return None
+            await self._store.put_copy(after)
+            return after
+        finally:
+            self._being_copied -= Counter((copy.directory,))
+
+    async def _copied(self, files: CheckpointFiles, copy: CheckpointCopyRecord) -> CheckpointCopyRecord:
         try:
             async with files.reading(copy.directory) as here:
                 if not await self._is_there(copy.url, here):
                     await self._places.upload(here, copy.url)
         except (PlaceError, OperationError, OSError, ValueError) as error:
-            after = self._failed(copy, error)
-        else:
-            after = replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
-        finally:
-            self._being_copied -= Counter((copy.directory,))
-        await self._store.put_copy(after)
-        if copy.directory not in await self._store.list_checkpoint_directories():
-            await self._let_wait(copy.directory)
-        return after
+            return self._failed(copy, error)
+        return replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
 
     async def _is_there(self, url: str, here: Path) -> bool:
         try:
@@ -159,14 +181,24 @@ class Mirror:
     async def _remove_due(self) -> float | None:
         _, gone = await self._unfinished()
         pauses = []
-        for directory in {copy.directory for copy in gone if not self._being_copied[copy.directory]}:
-            copies = await self._store.list_copies([directory])
-            seconds = max(self._seconds_until(copy) for copy in copies)
-            pauses.append(seconds if seconds > 0 else await self._remove(copies))
+        for directory in {copy.directory for copy in gone}:
+            if self._being_copied[directory]:
+                pauses.append(self._first_pause_seconds)
+            else:
+                pauses.append(await self._remove(directory))
         return min((seconds for seconds in pauses if seconds > 0), default=None)
 
-    async def _remove(self, copies: Sequence[CheckpointCopyRecord]) -> float:
-        """All of one checkpoint's; in how many seconds to try again, 0 when they are gone."""
+    async def _remove(self, directory: str) -> float:
+        """All of one checkpoint's, when they are due; in how many seconds to try again, 0 when they are gone."""
+        self._being_removed.add(directory)
+        try:
+            copies = await self._store.list_copies([directory])
+            seconds = max(map(self._seconds_until, copies), default=0.0)
+            return seconds if seconds > 0 else await self._remove_now(directory, copies)
+        finally:
+            self._being_removed.discard(directory)
+
+    async def _remove_now(self, directory: str, copies: Sequence[CheckpointCopyRecord]) -> float:
         failed = []
         for copy in copies:
             try:
@@ -175,8 +207,9 @@ class Mirror:
                 failed.append(self._failed(copy, error))
                 await self._store.put_copy(failed[-1])
         if not failed:
-            await self._store.delete_copies([copies[0].directory])
-        return max((self._seconds_until(copy) for copy in failed), default=0.0)
+            await self._store.delete_copies([directory])
+            self._forgotten.discard(directory)
+        return max(map(self._seconds_until, failed), default=0.0)
 
     def _failed(self, copy: CheckpointCopyRecord, error: Exception) -> CheckpointCopyRecord:
         failed = replace(copy, state="failed", error=str(error), num_tries=copy.num_tries + 1, updated_at=self._clock())

@@ -61,7 +61,7 @@ def serve(config: ServerConfig) -> None:
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     claimed = locked if config.database_url is None else made
-    with claimed(config.state_dir), bound(config.host, config.port) as listener:
+    with claimed(config.state_dir, config.durability == "power"), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(until_signal(_serve(config, listener)))

@@ -22,7 +22,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
-from .manifest import sync_directory
+from .manifest import make_directory, sync_directory
 
 logger = logging.getLogger(__name__)
 
@@ -95,7 +95,7 @@ class Segments:
         self._sync = sync
         self._guard = guard
         self._segment_bytes = segment_bytes
-        directory.mkdir(parents=True, exist_ok=True)
+        make_directory(directory, sync)
         self.earlier = sorted(int(path.stem) for path in directory.glob(f"*{_SUFFIX}"))
         self.current = self.earlier[-1] + 1 if self.earlier else 0
         self._file: BufferedWriter | None = None

@@ -118,4 +118,5 @@ class Snapshots:
         seal(staging, {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by}, sync=self._sync)
         staging.rename(snapshot.directory)
         if self._sync:
-            sync_directory(snapshot.directory.parent)
+            for above in (snapshot.directory.parent, self._root, self._root.parent):  # the first one makes all of them
+                sync_directory(above)

@@ -429,16 +429,8 @@ class Store:
         named = (results.c.request_id >= prefix) & (results.c.request_id < following)
         return await self._all(ResultRecord, select(results).where(named).order_by(results.c.created_at))
 
-    async def delete_results(self, created_before: float) -> tuple[ResultRecord, ...]:
-        """The deleted ones, so that their payloads can go, too."""
-        old = results.c.created_at < created_before
-
-        def statements(connection: Connection) -> tuple[ResultRecord, ...]:
-            rows = connection.execute(select(results).where(old)).all()
-            connection.execute(delete(results).where(old))
-            return tuple(_record(ResultRecord, row) for row in rows)
-
-        return await self._write(statements)
+    async def delete_results(self, created_before: float) -> None:
+        await self._delete(results, results.c.created_at < created_before)
 
     def _clock(self, connection: Connection, now: float) -> float:
         """Seconds since the epoch, for what several servers compare. `now`: the caller's clock."""

@@ -29,6 +29,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
             PRIMARY KEY (base_model)
         )""",
     ),
+    3: ("ALTER TABLE samplers DROP COLUMN directory",),  # nothing ever used it
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 

@@ -152,7 +152,6 @@ class SamplerRecord:
     """A sampling session. model_path: the checkpoint it was made from. run_id: the run whose weights it has.
 
     kind: "base" (no adapter), "checkpoint" (model_path), "snapshot" and "inflight" (ephemeral, of run_id).
-    directory: where an ephemeral adapter is durable.
     """
 
     sampler_id: str
@@ -163,7 +162,6 @@ class SamplerRecord:
     kind: Literal["base", "checkpoint", "snapshot", "inflight"] = "base"
     model_path: str | None = None
     run_id: str | None = None
-    directory: str | None = None
 
     @property
     def is_ephemeral(self) -> bool:

@@ -130,7 +130,6 @@ samplers = Table(
     Column("kind", Text, nullable=False),
     Column("model_path", Text),
     Column("run_id", Text),
-    Column("directory", Text),
 )
 
 results = Table(

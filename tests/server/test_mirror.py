@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -196,6 +197,48 @@ async def test_a_crash_behind_a_deletion_leaves_no_copy(tmp_path: Path, mirror: 
     async with running_api(tmp_path, places=mirrored(mirror)) as api:
         await until_copies(api, record, lambda copies: copies == ())
     await until_names_at(mirror, [])
+
+
+async def test_no_copy_is_made_of_what_is_removed_meanwhile(mirroring: Api, mirror: str, s3: S3) -> None:
+    """One that was found to be due before: nobody would know of it, were the server killed behind the upload."""
+    record = await mirroring.save(await mirroring.run())
+    (copy,) = await until_copies(mirroring, record, all_copied)
+    checkpoints = mirroring.services.checkpoints
+    await checkpoints._mirror.close()
+    await checkpoints._mirror._let_wait(record.directory)
+    await mirroring.services.store.delete_checkpoint(record)  # its files are still there
+    s3.requests.clear()
+    is_removing, may_remove = threading.Event(), threading.Event()
+
+    def wait(request: str) -> bool:
+        if not request.startswith("GET"):
+            is_removing.set()
+            may_remove.wait(SOON_SECONDS)
+        return False
+
+    s3.fails = wait
+    removing = asyncio.create_task(checkpoints._mirror._remove_due())
+    await asyncio.to_thread(is_removing.wait, SOON_SECONDS)
+    assert await asyncio.wait_for(checkpoints._mirror._copy(checkpoints._files, copy), SOON_SECONDS) is None
+    may_remove.set()
+    assert await removing is None
+    assert await checkpoints._mirror._copy(checkpoints._files, copy) is None
+    assert not any(request.startswith("PUT") for request in s3.requests)
+    assert names_at(mirror) == [] and await mirroring.services.store.list_copies([record.directory]) == ()
+
+
+async def test_a_copy_that_is_done_while_its_checkpoint_goes_is_still_to_be_removed(mirroring: Api) -> None:
+    """Else nobody would remove it, were the server killed then."""
+    record = await mirroring.save(await mirroring.run())
+    (copy,) = await until_copies(mirroring, record, all_copied)
+    checkpoints, store = mirroring.services.checkpoints, mirroring.services.store
+    await checkpoints._mirror.close()
+    async with checkpoints._mirror.forgetting(record.directory):
+        await checkpoints._mirror._copy(checkpoints._files, copy)
+        assert [one.state for one in await store.list_copies([record.directory])] == ["waiting"]
+        await store.delete_checkpoint(record)
+    await checkpoints._mirror._copy(checkpoints._files, copy)
+    assert [one.state for one in await store.list_copies([record.directory])] == ["waiting"]
 
 
 async def test_copies_follow_a_moved_state_directory(tmp_path: Path, mirror: str) -> None:

@@ -64,6 +64,19 @@ async def test_servers_may_be_started_at_once_on_an_empty_database(postgres_url:
         store.close()
 
 
+async def test_format_2_is_migrated(postgres_url: str) -> None:
+    """The oldest that there is on PostgreSQL."""
+    store = PostgresStore(postgres_url)
+    for back in ("ALTER TABLE samplers ADD COLUMN directory VARCHAR", "UPDATE format SET version = 2"):
+        await asyncio.wrap_future(store.write(lambda connection, back=back: connection.execute(text(back)) and None))
+    store.close()
+    store = PostgresStore(postgres_url)
+    columns = text("SELECT column_name FROM information_schema.columns WHERE table_name = 'samplers'")
+    found = await asyncio.wrap_future(store.read(lambda connection: connection.execute(columns).scalars().all()))
+    assert "kind" in found and "directory" not in found
+    store.close()
+
+
 async def test_servers_that_insert_the_same_at_once_agree(stores: tuple[PostgresStore, PostgresStore]) -> None:
     for number in range(20):
         tenant = TenantRecord(f"t{number}", f"t{number}", 1.0)

@@ -55,6 +55,7 @@ class Lane:
     """Micro-batches that run one after the other, beside those of other lanes. operations: those with rows in them."""
 
     operations: frozenset[int]
+    num_micro_batches: int
     micro_batches: Iterator[MicroBatch]
 
 
@@ -68,10 +69,17 @@ def pack(operations: Sequence[Operation], token_budget: int, device: torch.devic
     return [
         Lane(
             frozenset(places[k][0] for members in bins for k in members),
+            len(bins),
             (_micro_batch(operations, [places[k] for k in members], device) for members in bins),
         )
         for bins in deal(lengths, token_budget, most_lanes)
     ]
+
+
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """A token that counts nowhere: for ranks that take part in others' micro-batches."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(token, token, Packing(pack_lengths([1])), (), ())
 
 
 def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:

@@ -1,5 +1,7 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
 from .config import WorkerConfig
 from .kernels import kernels_for
+from .parallel.fsdp import ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
@@ -67,14 +70,14 @@ class BaseModel:
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         self.model = _load(config.model.source, self.dtype, self.device, placed)
         self.splits = placed.splits
+        self._sharded = placed.sharded
         self.tensor_team = mesh.along("tp")
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
-        if self._fused is None and self.tensor_team.size > 1:
+        if self._fused is None and mesh.is_coupled:
             raise ValueError(
-                f"{config.model.source}: {self.config.model_type} models do not run with tp={self.tensor_team.size}: "
-                "use replicas or fsdp"
+                f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
             )
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
@@ -117,12 +120,35 @@ class BaseModel:
     def is_concurrent(self) -> bool:
         """Whether several threads may run rows at once. Modules of transformers may change as they run, and ranks
         that exchange tensors do it in one order."""
-        return self._fused is not None and self._mesh.along("sp", "tp").size == 1
+        return self._fused is not None and not self._mesh.is_coupled
 
-    def merge_linears(self, merge: Merge) -> None:
-        """Offers a way to run several linear layers of one input as one, and the layers as they are now."""
-        if self._fused is not None:
+    @property
+    def is_sharded(self) -> bool:
+        """Whether layers are gathered for use."""
+        return bool(self._sharded)
+
+    def settle_linears(self, merge: Merge) -> None:
+        """With the layers as they are from now on. merge: a way to run several linear layers of one input as one."""
+        if self._fused is None:
+            return
+        if self.is_sharded:
+            self._fused.shard(self._sharded_layers())
+        else:
             self._fused.merge(merge)
+
+    @contextmanager
+    def gathered(self) -> Iterator[None]:
+        """Inside, no layer has to be gathered. Of all ranks at once."""
+        with self._fused.gathered() if self._fused is not None else nullcontext():
+            yield
+
+    def _sharded_layers(self) -> ShardedLayers:
+        team, layers = self._mesh.along("fsdp"), []
+        for number, layer in enumerate(self.trunk.layers):  # pyright: ignore[reportArgumentType]
+            prefix = f"{self.model.base_model_prefix}.layers.{number}."
+            names = [name.removeprefix(prefix) for name in self._sharded if name.startswith(prefix)]
+            layers.append(ShardedLayer(layer, names, team))
+        return ShardedLayers(layers)
 
     def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
         """Of `share.hidden`: [tokens, hidden]."""

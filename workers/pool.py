@@ -170,6 +170,7 @@ class Pool(abc.ABC):
         for rank, message in enumerate(messages):
             self._send(rank, message, expected[rank])
         with self._killed_after(hang_seconds, method):
+            await self._all_or_none(expected, method)
             answers = [await answer for answer in expected]
         if self.death.done():
             raise self.death.result()
@@ -177,6 +178,19 @@ class Pool(abc.ABC):
             if answer.error is not None:
                 self._log(answer.error, rank, method)
         return [answer.value if answer.error is None else answer.error for answer in answers]
+
+    async def _all_or_none(self, expected: "list[asyncio.Future[_Answer]]", method: str) -> None:
+        """When one rank fails, others may wait for it without end: they have little time to answer, or are killed."""
+        pending = set(expected) if len(expected) > 1 else set()
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            errors = [answer.result().error for answer in done]
+            error = next((error for error in errors if isinstance(error, WorkerError)), None)
+            if error is not None and pending:
+                _, late = await asyncio.wait(pending, timeout=_GRACE_SECONDS)
+                if late:
+                    self.kill(f"{method} failed on one of its ranks, the others waited for it: {error}")
+                return
 
     @contextlib.contextmanager
     def _killed_after(self, seconds: float, method: str) -> Iterator[None]:

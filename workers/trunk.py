@@ -3,6 +3,7 @@ over memory and less Python. What is not recognised to the last module runs as t
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from .attention import AttentionKind, CachedPacking, Packing, attend
 from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
 from .parallel.collectives import Stream
+from .parallel.fsdp import ShardedLayers
 from .parallel.mesh import Mesh
 
 # The name that a family's classes begin with -> the module of transformers that holds them.
@@ -33,7 +35,8 @@ class FusedTrunk:
     """
 
     def __init__(self, trunk: Any, family: str, mesh: Mesh) -> None:
-        self._team, self._shares_sequences = mesh.along("tp"), mesh.along("sp").size > 1
+        self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
+        self._sharded = ShardedLayers([])
         self._embedding = trunk.embed_tokens
         self._layers = [_Layer(layer, family) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm)
@@ -45,6 +48,14 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
+    def shard(self, layers: ShardedLayers) -> None:
+        """From now on layers are gathered for use."""
+        self._sharded = layers
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Inside, all layers are whole. Of all ranks at once."""
+        return self._sharded.held()
+
     def hidden_states(
         self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking, own: slice | None = None
     ) -> Tensor:
@@ -55,12 +66,13 @@ class FusedTrunk:
         """
         stream = Stream(self._team, sharded=own is not None)
         hidden, update = self._embedding(tokens if own is None else tokens[own]), None
-        if self._shares_sequences and torch.is_grad_enabled():
+        if self._is_coupled and torch.is_grad_enabled():
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
             hidden.requires_grad_()
         rotation = self._rotary.at(positions, packing.longest)
-        for layer in self._layers:
-            hidden, update = layer.forward(hidden, update, rotation, packing, stream)
+        for number, layer in enumerate(self._layers):
+            hidden, update = self._sharded.enter(number, hidden, update)
+            hidden, update = self._sharded.leave(number, *layer.forward(hidden, update, rotation, packing, stream))
         return _add_norm(hidden, update, self._norm)[1]
 
 

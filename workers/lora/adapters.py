@@ -31,7 +31,7 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
-        base.merge_linears(MergedLoraLinear)
+        base.settle_linears(MergedLoraLinear)
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 

@@ -20,7 +20,8 @@ class LoraLinear(nn.Module):
     def __init__(self, base: nn.Linear, name: str, active: "Active") -> None:
         super().__init__()
         self.weight = base.weight
-        self.weight.data = laid_out(base.weight.data)
+        if not active.is_sharded:
+            self.weight.data = laid_out(base.weight.data)
         self.bias = base.bias
         self.active = active
         self.site = Site((name,), (base.out_features,))
@@ -58,14 +59,15 @@ class MergedLoraLinear(nn.Module):
 class Active:
     """What every LoraLinear of a base shares: the plan in force, and how products with frozen weights are made.
 
-    plan: of this thread, since lanes have each their own. anchor: a leaf that makes the outputs of adapted layers
-    require a gradient, their own leaves not being autograd's.
+    plan: of this thread, since lanes have each their own. is_sharded: whether weights are gathered for use. anchor: a
+    leaf that makes the outputs of adapted layers require a gradient, their own leaves not being autograd's.
     """
 
     def __init__(self, base: BaseModel) -> None:
         self._own = threading.local()
         self.anchor = torch.zeros((), device=base.device, requires_grad=True)
         self.product = base.product
+        self.is_sharded = base.is_sharded
 
     @property
     def plan(self) -> Plan | None:

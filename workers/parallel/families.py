@@ -1,4 +1,4 @@
-"""The families of models that run by our own layers (`workers/trunk.py`), and so under every layout. Imports no torch."""
+"""The families of models that run by our own layers (workers/trunk.py), under every layout. Imports no torch."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

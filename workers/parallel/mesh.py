@@ -78,11 +78,6 @@ class Team:
             dist.broadcast(tensor, self.ranks[0], group=self._group)
         return tensor
 
-    def device_mesh(self) -> DeviceMesh:
-        """For torch's own distributed tensors; of more than one rank."""
-        assert self._group is not None
-        return DeviceMesh.from_group(self._group, "cpu")
-
     def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
         if self.size > 1:
             self._sent["all_reduce"] += 1
@@ -99,11 +94,17 @@ class Mesh:
         self.coordinates = spec.coordinates(rank)
         self.sent: Counter[str] = Counter()
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
+        self._torch_mesh: DeviceMesh | None = None
         self._words = None if self.is_single else dist.new_group(backend="gloo")
 
     @property
     def is_single(self) -> bool:
         return self.spec.num_ranks == 1
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether ranks exchange tensors within a forward pass, so that none goes on alone."""
+        return self.along("fsdp", "ep", "sp", "tp").size > 1
 
     @property
     def speaks(self) -> bool:
@@ -134,6 +135,13 @@ class Mesh:
     def beside(self, *axes: str) -> Team:
         """Those that do not differ along these axes."""
         return self.along(*(axis for axis in AXES if axis not in axes))
+
+    def torch_mesh(self, *axes: str) -> DeviceMesh:
+        """These ranks as torch's distributed tensors want them; each axis has more than one."""
+        if self._torch_mesh is None:
+            ranks = torch.arange(self.spec.num_ranks).view(self.spec.sizes)
+            self._torch_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=AXES)
+        return self._torch_mesh[axes]
 
     def _needed(self, axes: tuple[str, ...]) -> tuple[str, ...]:
         return tuple(axis for axis in AXES if axis in axes and getattr(self.spec, axis) > 1)

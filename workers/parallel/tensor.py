@@ -41,16 +41,21 @@ TENSOR_PLAN: Mapping[str, Placement] = {
 
 
 class Placed:
-    """The parts that this rank has of a model's parameters. splits: by name of the parameter, dimension -> Split."""
+    """The parts that this rank has of a model's parameters.
+
+    splits: by name of the parameter, dimension -> Split along tp. sharded: names of those of which a rank keeps some
+    rows only, along fsdp, and gathers the others for use.
+    """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.splits: dict[str, dict[int, Split]] = {}
+        self.sharded: list[str] = []
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
         """Inside, `from_pretrained` with these arguments reads the parts alone."""
-        if self._mesh.along("tp").size == 1:
+        if self._mesh.along("fsdp", "tp").size == 1:
             yield {}
             return
         hooks: Any = PreTrainedModel
@@ -68,31 +73,46 @@ class Placed:
 
     def settle(self, model: nn.Module) -> None:
         """After loading: the parts become plain parameters, and linear layers know their own sizes."""
-        for module in model.modules():
+        for name, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if isinstance(own := parameter.data, DTensor):
                     module._parameters[leaf] = nn.Parameter(own.to_local(), requires_grad=False)
             if isinstance(module, nn.Linear):
-                module.out_features, module.in_features = module.weight.shape
+                rows, module.in_features = module.weight.shape
+                is_sharded = f"{name}.weight" in self.sharded
+                module.out_features = rows * self._mesh.along("fsdp").size if is_sharded else rows
         self._leave_bias_to_first(model)
 
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
         """Of parameters that hold nothing yet."""
-        team = self._mesh.along("tp")
-        device_mesh = team.device_mesh()
         prefix = f"{model.base_model_prefix}."
         for name, parameter in list(model.named_parameters()):
             placement = _placement_of(name.removeprefix(prefix))
-            if placement is None:
-                continue
+            if placement is not None:
+                parent, _, leaf = name.rpartition(".")
+                model.get_submodule(parent)._parameters[leaf] = self._marked(name, parameter, placement)
+        return model
+
+    def _marked(self, name: str, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+        tensor, sharded = self._mesh.along("tp"), self._mesh.along("fsdp")
+        axes, shards = [], []
+        rows = parameter.shape[0] // (tensor.size if placement.dim == 0 else 1)
+        if sharded.size > 1 and rows % sharded.size == 0:
+            self.sharded.append(name)
+            axes.append("fsdp")
+            # Of the rows that this rank has along tp.
+            first = placement.dim == 0 and tensor.size > 1
+            shards.append(_StridedShard(0, split_factor=tensor.size) if first else Shard(0))
+        if tensor.size > 1:
             dim, sections = placement.dim, placement.num_sections
             size = parameter.shape[dim]
-            self.splits[name] = {dim: Split("tp", team.size, team.index, (size // sections,) * sections)}
-            shard = Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections)
-            parent, _, leaf = name.rpartition(".")
-            marked = distribute_tensor(parameter.data, device_mesh, [shard], src_data_rank=None)
-            model.get_submodule(parent)._parameters[leaf] = nn.Parameter(marked, requires_grad=False)
-        return model
+            self.splits[name] = {dim: Split("tp", tensor.size, tensor.index, (size // sections,) * sections)}
+            axes.append("tp")
+            shards.append(Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections))
+        if not axes:
+            return parameter
+        marked = distribute_tensor(parameter.data, self._mesh.torch_mesh(*axes), shards, src_data_rank=None)
+        return nn.Parameter(marked, requires_grad=False)
 
     def _leave_bias_to_first(self, model: nn.Module) -> None:
         """Outputs of layers whose inputs are shared out are added up over the ranks: their bias must be once in it."""

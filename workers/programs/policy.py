@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..batch import Lane, MicroBatch, pack, smaller_budget
+from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..head import Head, HeadOutput, within
 from ..lanes import Lanes
@@ -69,7 +69,9 @@ class PolicyProgram:
     def _run_round(self, parts: list[Part]) -> list[Answer]:
         begun = [self._begin(part) for part in parts]
         tasks = [each for each in begun if isinstance(each, Task)]
-        if tasks:
+        if self._mesh.is_coupled:
+            self._run_together(begun)
+        elif tasks:
             self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
         told = self._mesh.exchange([_verdict(each, self._mesh.speaks) for each in begun])
         verdicts = [agreed(of_part) for of_part in zip(*told, strict=True)]
@@ -107,6 +109,27 @@ class PolicyProgram:
             )
         return progress
 
+    def _run_together(self, begun: list[Task | Failure]) -> None:
+        """On ranks that cannot go on alone: what goes wrong in between, nobody survives. All of them run as many
+        micro-batches, those of failed tasks left out."""
+        tasks = sorted((each for each in begun if isinstance(each, Task)), key=self._neighbourhood)
+        run_ids = list(dict.fromkeys(task.run_id for task in tasks))
+        with self._adapters.resident(run_ids) as adapters:
+            by_run = dict(zip(run_ids, adapters, strict=True))
+            self._refuse_diverged(tasks, by_run)
+            usable = [task for task in tasks if not task.computed]
+            told = self._mesh.exchange(([_failure_of(each) for each in begun], self._num_micro_batches(usable)))
+            _take_failures([failures for failures, _ in told], begun)
+            usable = [task for task in usable if not task.computed]
+            if usable:
+                most = max(number for _, number in told)
+                self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most)
+            self._end_computed(usable, by_run)
+
+    def _num_micro_batches(self, tasks: list[Task]) -> int:
+        lanes = pack([task.operation for task in tasks], self._token_budget, self._base.device)
+        return sum(lane.num_micro_batches for lane in lanes)
+
     def _run_or_split(self, tasks: list[Task], token_budget: int) -> None:
         """After trouble that may be any task's each runs alone, and for want of memory in smaller micro-batches."""
         trouble = self._attempt(tasks, token_budget)
@@ -129,13 +152,16 @@ class PolicyProgram:
                 self._refuse_diverged(tasks, by_run)
                 usable = [task for task in tasks if not task.computed]
                 self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
-                for task in usable:
-                    if not (task.failure or task.forward_only):
-                        task.add_earlier_gradient(by_run[task.run_id])
-                    task.computed = True
+                self._end_computed(usable, by_run)
         except Exception as error:
             return trouble_of(error)
         return None
+
+    def _end_computed(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+        for task in tasks:
+            if not (task.failure or task.forward_only):
+                task.add_earlier_gradient(adapters[task.run_id])
+            task.computed = True
 
     def _refuse_diverged(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
         """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
@@ -190,8 +216,8 @@ class PolicyProgram:
             adapter.window.refused = adapter.window.refused or failure.message
         return failure
 
-    def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int) -> None:
-        """Tasks whose tokens may share micro-batches: see `rounds`."""
+    def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int, num_runs: int = 0) -> None:
+        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least."""
         gradients = any(not task.forward_only for task in tasks)
         lanes = pack([task.operation for task in tasks], token_budget, self._base.device, self._most_lanes)
         for i, (task, adapter) in enumerate(zip(tasks, adapters, strict=True)):
@@ -200,9 +226,11 @@ class PolicyProgram:
             if gradients:
                 adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
         run = self._run_forward_backward if gradients else self._run_forward
-        head = self._head.one_of(len(lanes))
+        head, is_alone = self._head.one_of(len(lanes)), not self._mesh.is_coupled
         try:
-            self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head)) for lane in lanes])
+            self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head), is_alone) for lane in lanes])
+            for _ in range(num_runs - sum(lane.num_micro_batches for lane in lanes)):
+                run(head, empty_micro_batch(self._base.device), tasks, [])
         finally:
             for adapter in adapters:
                 adapter.join_lanes()
@@ -216,6 +244,8 @@ class PolicyProgram:
         segments = _filled(segments, share)
         with self._adapters.applied(within(segments, share.tokens)):
             hidden = self._base.shared_hidden_states(micro_batch, share)
+        if not micro_batch.objectives:
+            return
         of_rows = within(segments, share.rows)
         _take(micro_batch, head.losses(share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
 
@@ -228,12 +258,27 @@ class PolicyProgram:
             hidden = self._base.shared_hidden_states(micro_batch, share)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
-            outputs = head.losses_and_gradient(own, of_rows, micro_batch.objectives, of_own, share)
+            if micro_batch.objectives:
+                outputs = head.losses_and_gradient(own, of_rows, micro_batch.objectives, of_own, share)
+                _take(micro_batch, outputs, tasks)
+            else:
+                of_own.zero_()
             gradient = share.joined_to_hidden(of_own)
-            _take(micro_batch, outputs, tasks)
             _zero_failed(micro_batch, tasks, gradient, share)
             if hidden.requires_grad:
                 hidden.backward(gradient)
+
+
+def _failure_of(begun: Task | Failure) -> Failure | None:
+    return begun.failure if isinstance(begun, Task) else begun
+
+
+def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Failure]) -> None:
+    """What another rank cannot compute, this one does not."""
+    for each, failures in zip(begun, zip(*of_ranks, strict=True), strict=True):
+        failure = next((one for one in failures if one is not None), None)
+        if failure is not None and isinstance(each, Task):
+            each.give_up(failure)
 
 
 def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
@@ -242,9 +287,10 @@ def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
     return verdict if counts else Verdict(verdict.failure, Totals())
 
 
-def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch) -> None:
+def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch, is_alone: bool) -> None:
+    """is_alone: whether no other rank waits for this one in each micro-batch."""
     for micro_batch in lane.micro_batches:
-        if all(task.failure for task in tasks):
+        if is_alone and all(task.failure for task in tasks):
             return
         run(micro_batch, tasks, _segments(micro_batch, adapters))
 

@@ -118,6 +118,7 @@ class NativeSampler:
         with ExitStack() as held:
             self._schedule.serve(self._bring(self._choose_adapters(), held))
             held.enter_context(self._base.threads.restored())
+            held.enter_context(self._base.gathered())
             while not self._schedule.is_idle:
                 self._iterate(deadline)
                 if self._together.is_over(deadline):

@@ -16,9 +16,17 @@ LAYOUTS = [
     ("replicas=2", {}),
     ("tp=2", {}),
     ("sp=2", {}),
+    ("fsdp=2", {}),
     *(
         pytest.param((spec, knobs), marks=pytest.mark.full)
-        for spec, knobs in (("tp=2", {"tp_activations": "whole"}), ("sp=2,tp=2", {}), ("replicas=2,tp=2", {}))
+        for spec, knobs in (
+            ("tp=2", {"tp_activations": "whole"}),
+            ("sp=2,tp=2", {}),
+            ("replicas=2,tp=2", {}),
+            ("fsdp=2,tp=2", {}),
+            ("replicas=2,fsdp=2", {}),
+            ("fsdp=2,sp=2", {}),
+        )
     ),
 ]
 

@@ -1,0 +1,134 @@
+"""check_layout: a layout that cannot work is refused with the offending value, the reason and the valid choices.
+
+Before anything is loaded: imports no torch.
+"""
+
+import os
+from collections.abc import Iterator
+from math import gcd
+from pathlib import Path
+
+from .families import FAMILIES, FIXED_ROTATIONS
+from .shape import Model, ModelShape
+from .spec import AXES, ParallelSpec
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+# What needs nothing of a model's layers.
+_OF_ANY_MODEL = ("replicas",)
+
+
+def check_layout(
+    spec: ParallelSpec,
+    model: Model,
+    num_devices: int | None = None,
+    max_context_length: int | None = None,
+    dtype: str = "auto",
+) -> None:
+    """num_devices: those that there are, one for each rank; None = not known. Raises ValueError."""
+    if model.refusal is not None:
+        raise ValueError(f"{model.name}: {model.refusal}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}: base models are held in one of {', '.join(DTYPES)}")
+    _check_context(model, max_context_length)
+    _check_family(spec, model)
+    if isinstance(model, ModelShape):
+        _check_tensor(spec, model)
+        _check_experts(spec, model)
+    _check_devices(spec, num_devices)
+
+
+def valid_tp(shape: ModelShape) -> list[int]:
+    """In ascending order."""
+    return divisors(gcd(*(size for size, _ in _shared_by_tp(shape))))
+
+
+def valid_ep(shape: ModelShape) -> list[int]:
+    return divisors(shape.experts.num) if shape.experts else [1]
+
+
+def is_ulysses(spec: ParallelSpec, shape: ModelShape) -> bool:
+    """Whether ranks along sp can attend with some of the heads each; else keys and values go round in a ring."""
+    heads, kv_heads = shape.heads // spec.tp, max(1, shape.kv_heads // spec.tp)
+    return heads % spec.sp == 0 and (kv_heads % spec.sp == 0 or spec.sp % kv_heads == 0)
+
+
+def cuda_devices() -> int | None:
+    """Those of this machine that a process may use; None where there are none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")]) or None
+    return len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]) or None
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _check_context(model: Model, max_context_length: int | None) -> None:
+    longest = model.max_positions
+    if longest is not None and max_context_length is not None and max_context_length > longest:
+        raise ValueError(
+            f"max_context_length {max_context_length} exceeds the {longest} positions of {model.name} ({model.rope}): "
+            f"at most {longest}, unless its config.json names a RoPE scaling that reaches further"
+        )
+
+
+def _check_family(spec: ParallelSpec, model: Model) -> None:
+    """Other axes than those of any model need layers that run by our own forward."""
+    wanted = [f"{axis}={getattr(spec, axis)}" for axis in AXES if axis not in _OF_ANY_MODEL and getattr(spec, axis) > 1]
+    if not wanted:
+        return
+    any_model = " and ".join(_OF_ANY_MODEL)
+    if not isinstance(model, ModelShape):
+        raise ValueError(
+            f"{wanted[0]}: {model.model_type} models such as {model.name} run with {any_model} alone; all axes are for "
+            f"models of type {', '.join(FAMILIES)}"
+        )
+    if model.rope.kind not in FIXED_ROTATIONS:
+        raise ValueError(
+            f"{wanted[0]}: {model.name} has {model.rope}, under which a token's rotation depends on the batch; with "
+            f"{any_model} alone it runs, and with all axes under {', '.join(sorted(FIXED_ROTATIONS))}"
+        )
+    if not model.is_regular:
+        raise ValueError(
+            f"{wanted[0]}: {model.name} has another activation than silu, or rotates a part of each head only; such "
+            f"models run with {any_model} alone"
+        )
+
+
+def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
+    for size, things in _shared_by_tp(shape):
+        if size % spec.tp:
+            choices = ", ".join(map(str, valid_tp(shape)))
+            raise ValueError(f"tp={spec.tp} does not divide {size} {things} of {shape.name}; valid tp: {choices}")
+
+
+def _shared_by_tp(shape: ModelShape) -> Iterator[tuple[int, str]]:
+    """Numbers of which ranks along tp have equal parts."""
+    yield shape.heads, "query heads"
+    yield shape.kv_heads, "key/value heads"
+    if shape.num_dense_layers:
+        yield shape.intermediate, "feed-forward features"
+    if shape.experts:
+        yield shape.experts.intermediate, "feed-forward features of each expert"
+
+
+def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:
+    if spec.ep > 1 and shape.experts is None:
+        raise ValueError(f"ep={spec.ep}: {shape.name} has no experts to share out; valid ep: 1")
+    if shape.experts and shape.experts.num % spec.ep:
+        choices = ", ".join(map(str, valid_ep(shape)))
+        raise ValueError(
+            f"ep={spec.ep} does not divide {shape.experts.num} experts of {shape.name}; valid ep: {choices}"
+        )
+
+
+def _check_devices(spec: ParallelSpec, num_devices: int | None) -> None:
+    if num_devices is not None and spec.num_ranks > num_devices:
+        sizes = " x ".join(f"{axis}={getattr(spec, axis)}" for axis in AXES if getattr(spec, axis) > 1)
+        raise ValueError(
+            f"{sizes} is {spec.num_ranks} ranks, and there {'is' if num_devices == 1 else 'are'} {num_devices} "
+            f"device{'' if num_devices == 1 else 's'}, one for each rank: use at most {num_devices} ranks"
+        )

@@ -1,0 +1,116 @@
+"""Fully sharded layers: of every layer's frozen weights a rank keeps a part, and gathers the others for as long as the
+layer runs. Nothing is reduced: frozen weights have no gradients.
+
+Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .mesh import Team
+
+
+class ShardedLayer:
+    """The weights of one layer. Between `gather` and `free` its parameters are whole, else this rank's rows."""
+
+    def __init__(self, layer: nn.Module, names: Sequence[str], team: Team) -> None:
+        """names: of the parameters that ranks have parts of, below the layer: the same number of rows each."""
+        self._team = team
+        self._parameters = [layer.get_parameter(name) for name in names]
+        self._shapes = [parameter.shape for parameter in self._parameters]
+        self._sizes = [parameter.numel() for parameter in self._parameters]
+        self._shard = torch.cat([parameter.data.flatten() for parameter in self._parameters])
+        self._is_whole = True
+        self.free()
+
+    @property
+    def num_whole_bytes(self) -> int:
+        return self._shard.nbytes * self._team.size
+
+    def gather(self) -> None:
+        """All ranks of the team at once."""
+        if self._is_whole:
+            return
+        whole = self._team.joined(self._shard[None])
+        for parameter, shape, part in zip(self._parameters, self._shapes, whole.split(self._sizes, 1), strict=True):
+            parameter.data = part.reshape(shape[0] * self._team.size, *shape[1:])
+        self._is_whole = True
+
+    def free(self) -> None:
+        if not self._is_whole:
+            return
+        for parameter, shape, part in zip(self._parameters, self._shapes, self._shard.split(self._sizes), strict=True):
+            parameter.data = part.view(shape)
+        self._is_whole = False
+
+
+class ShardedLayers:
+    """In the order in which they run."""
+
+    def __init__(self, layers: Sequence[ShardedLayer]) -> None:
+        self._layers = layers
+        self._are_held = False
+
+    @property
+    def num_whole_bytes(self) -> int:
+        """Of all layers at once."""
+        return sum(layer.num_whole_bytes for layer in self._layers)
+
+    def enter(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Before a layer runs: gathers it, and frees it behind its backward pass. hidden, update: what it takes."""
+        if self._are_held or not self._layers:
+            return hidden, update
+        self._layers[number].gather()
+        return _passed(_Entered, self._layers[number], hidden, update)
+
+    def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives."""
+        if self._are_held or not self._layers:
+            return hidden, update
+        self._layers[number].free()
+        return _passed(_Left, self._layers[number], hidden, update)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, all layers are whole, on all ranks of the team."""
+        for layer in self._layers:
+            layer.gather()
+        self._are_held = True
+        try:
+            yield
+        finally:
+            self._are_held = False
+            for layer in self._layers:
+                layer.free()
+
+
+def _passed(function: Any, layer: ShardedLayer, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    return function.apply(layer, hidden, update) if torch.is_grad_enabled() else (hidden, update)
+
+
+class _Entered(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: ShardedLayer, *states: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer = layer
+        return tuple(None if state is None else state.view_as(state) for state in states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer.free()
+        return (None, *grads)
+
+
+class _Left(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, layer: ShardedLayer, *states: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer = layer
+        return tuple(None if state is None else state.view_as(state) for state in states)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.layer.gather()
+        return (None, *grads)

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 Copies = Callable[[str], Awaitable[Collection[str]]]
 _NEW_RUN = ".new"
-_CLOSING_SECONDS = 3.0
+CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
@@ -121,7 +121,7 @@ class CheckpointFiles:
     async def close(self) -> None:
         """Gives what is being removed a moment."""
         if self._removing:
-            await asyncio.wait(self._removing, timeout=_CLOSING_SECONDS)
+            await asyncio.wait(self._removing, timeout=CLOSING_SECONDS)
         for removing in self._removing:
             removing.cancel()
 
@@ -176,7 +176,9 @@ class CheckpointFiles:
         if not is_url(self._root):
             return
         found = await self._places.list(self._root)
-        kept = {*await published(), *self._being_written}
+        # Before the rows are read: what was being written has its row by then, or is among these.
+        kept = set(self._being_written)
+        kept |= set(await published())
         for key, names in found.items():
             directory = f"{self._root}/{key}"
             if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:

@@ -3,6 +3,9 @@
 import asyncio
 import hashlib
 import json
+import os
+import stat
+import threading
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,6 +15,7 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
+from trainhouse.server.manifest import check
 from trainhouse.server.store import CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, LORA, MODEL, Api, running_api
@@ -92,6 +96,33 @@ async def test_a_caller_cancelled_at_any_moment_leaves_row_and_files_together(ap
     saving.cancel()
     await asyncio.gather(saving, return_exceptions=True)
     assert bool(files_below(api)) == bool(await listed(api, run))
+
+
+async def test_a_caller_cancelled_twice_waits_for_what_its_files_are_needed_for(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fsync = await api.run(), os.fsync
+    is_sealing, may_seal = threading.Event(), threading.Event()
+
+    def slow(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            is_sealing.set()
+            may_seal.wait(10)
+        fsync(handle)
+
+    saving = asyncio.create_task(api.save(run))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(os, "fsync", slow)
+    await asyncio.to_thread(is_sealing.wait, 10)
+    for _ in range(2):
+        saving.cancel()
+        await asyncio.sleep(0.05)
+    assert not saving.done()
+    may_seal.set()
+    await asyncio.gather(saving, return_exceptions=True)
+    record = await api.services.store.get_checkpoint(run.run_id, "weights", "a")
+    assert saving.cancelled() and record is not None
+    check(Path(record.directory))
 
 
 async def test_names_that_could_leave_their_place_are_refused(api: Api) -> None:

@@ -4,8 +4,10 @@ import asyncio
 import hashlib
 import json
 import os
+import shutil
 import stat
 import threading
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -16,7 +18,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.server.manifest import check
-from trainhouse.server.store import CheckpointRecord, RunRecord
+from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, LORA, MODEL, Api, running_api
 
@@ -164,6 +166,40 @@ async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: 
         assert list(await listed(api, run)) == ["weights/a"]
         assert [path.name for path in kind.iterdir()] == [Path(record.directory).name]
         assert elsewhere.exists()
+
+
+async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, older = tmp_path / "state", tmp_path / "older"
+    async with running_api(state) as api:
+        run = await api.run()
+    shutil.copytree(state, older)
+    async with running_api(state) as api:
+        record = await api.save(run)
+        torn = shutil.copytree(record.directory, f"{record.directory[:-8]}00000000")
+        os.truncate(f"{torn}/adapter_model.safetensors", 1)
+    newer = shutil.copytree(state, tmp_path / "newer")
+    (state / DATABASE_NAME).unlink()
+    shutil.copy2(older / DATABASE_NAME, state)
+    for _ in range(2):
+        async with running_api(state) as api:
+            assert await listed(api, run) == {}
+            assert exists(record) and not os.path.exists(torn)
+        assert f"{record.directory} is whole, but has no row" in caplog.text and "in 30 days" in caplog.text
+    shutil.copy2(newer / DATABASE_NAME, state)  # the right one is found
+    async with running_api(state) as api:
+        assert list(await listed(api, run)) == ["weights/a"]
+        async with api.services.checkpoints.reading(record):
+            pass
+    assert not (Path(record.directory) / ".unlisted").exists()
+    shutil.copy2(older / DATABASE_NAME, state)
+    for days, stays in ((0, True), (29, True), (31, False)):
+        if days:
+            since = time.time() - days * 86400
+            os.utime(Path(record.directory) / ".unlisted", (since, since))
+        async with running_api(state):
+            assert exists(record) == stays
 
 
 async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:

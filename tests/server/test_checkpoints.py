@@ -8,6 +8,7 @@ import shutil
 import stat
 import threading
 import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -177,15 +178,16 @@ async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month
     shutil.copytree(state, older)
     async with running_api(state) as api:
         record = await api.save(run)
-        torn = shutil.copytree(record.directory, f"{record.directory[:-8]}00000000")
-        os.truncate(f"{torn}/adapter_model.safetensors", 1)
+        torn = replace(record, directory=f"{record.directory[:-8]}00000000")
+        shutil.copytree(record.directory, torn.directory)
+        os.truncate(f"{torn.directory}/adapter_model.safetensors", 1)
     newer = shutil.copytree(state, tmp_path / "newer")
     (state / DATABASE_NAME).unlink()
     shutil.copy2(older / DATABASE_NAME, state)
     for _ in range(2):
         async with running_api(state) as api:
             assert await listed(api, run) == {}
-            assert exists(record) and not os.path.exists(torn)
+            assert exists(record) and not exists(torn)
         assert f"{record.directory} is whole, but has no row" in caplog.text and "in 30 days" in caplog.text
     shutil.copy2(newer / DATABASE_NAME, state)  # the right one is found
     async with running_api(state) as api:

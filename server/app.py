@@ -166,6 +166,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.adapters.close)
         stack.push_async_callback(services.sampling.close)
         stack.push_async_callback(services.runs.close)
+        stack.callback(services.checkpoints.let_go)
         services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
         await services.sessions.start()
         stack.push_async_callback(services.sessions.close)

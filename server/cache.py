@@ -1,8 +1,11 @@
 """Cache: checkpoints that lie elsewhere, as directories here. The longest unused go when there are too many bytes."""
 
+import contextlib
 import hashlib
 import os
+import secrets
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +26,8 @@ class Cache:
         self._root = root
         self._most_bytes = most_bytes
         self._num_holders: Counter[Path] = Counter()
+        # Between looking whether somebody holds one and taking it away nobody may begin to.
+        self._lock = threading.Lock()
 
     def path(self, url: str) -> Path:
         """Where the directory at this URL is or would be. A URL never means another checkpoint than it once did."""
@@ -31,11 +36,13 @@ class Cache:
     @contextmanager
     def held(self, path: Path) -> Iterator[None]:
         """It stays meanwhile."""
-        self._num_holders[path] += 1
+        with self._lock:
+            self._num_holders[path] += 1
         try:
             yield
         finally:
-            self._num_holders -= Counter((path,))
+            with self._lock:
+                self._num_holders -= Counter((path,))
 
     def sweep(self) -> None:
         """At start."""
@@ -48,9 +55,20 @@ class Cache:
         entries = sorted(filter(None, map(_entry, self._root.glob("[0-9a-f]*"))), key=lambda entry: entry.used_at)
         excess = sum(entry.num_bytes for entry in entries) - self._most_bytes
         for entry in entries:
-            if excess > 0 and not self._num_holders[entry.path] and entry.used_at < time.time() - _SPARED_SECONDS:
-                shutil.rmtree(entry.path, ignore_errors=True)
+            is_spared = entry.used_at >= time.time() - _SPARED_SECONDS
+            if excess > 0 and not is_spared and self._take_away(entry.path):
                 excess -= entry.num_bytes
+
+    def _take_away(self, path: Path) -> bool:
+        """Unless somebody holds it."""
+        aside = path.with_name(f"{STAGING}{secrets.token_hex(8)}")
+        with self._lock:
+            if self._num_holders[path]:
+                return False
+            with contextlib.suppress(FileNotFoundError):  # somebody else makes room, too
+                path.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+        return True
 
 
 @dataclass(frozen=True)

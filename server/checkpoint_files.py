@@ -7,9 +7,11 @@ directory that matches its manifest: the checkpoint's own, or a cached one; what
 
 import asyncio
 import logging
+import math
 import os
 import secrets
 import shutil
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -24,8 +26,11 @@ from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
 logger = logging.getLogger(__name__)
 
 Copies = Callable[[str], Awaitable[Collection[str]]]
+UNLISTED_DAYS = 30
+_UNLISTED = ".unlisted"
+"""In a checkpoint, whole but without a row, since when that is known."""
 _NEW_RUN = ".new"
-_CLOSING_SECONDS = 3.0
+CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
 
 
@@ -121,7 +126,7 @@ class CheckpointFiles:
     async def close(self) -> None:
         """Gives what is being removed a moment."""
         if self._removing:
-            await asyncio.wait(self._removing, timeout=_CLOSING_SECONDS)
+            await asyncio.wait(self._removing, timeout=CLOSING_SECONDS)
         for removing in self._removing:
             removing.cancel()
 
@@ -162,7 +167,8 @@ class CheckpointFiles:
     async def sweep(self, found: Collection[Path], runs: Collection[str], published: Collection[str]) -> None:
         """At start: what of the found was never published, or was deleted.
 
-        Runs that this database does not know are left alone: somebody may have put in another database.
+        Somebody may have put in an older database: runs that it does not know are left alone, and what is whole stays
+        for UNLISTED_DAYS from when it was first found to have no row.
         """
         await asyncio.to_thread(_remove, self._staging)
         await asyncio.to_thread(self._cache.sweep)
@@ -171,12 +177,14 @@ class CheckpointFiles:
     async def sweep_url(self, runs: Collection[str], published: Callable[[], Awaitable[Collection[str]]]) -> None:
         """The same at a URL, beside everything else. Raises PlaceError.
 
-        What is whole stays though no row knows it, in case this is an older database: `trainhouse verify` tells of it.
+        What is whole stays, however long: there it is others' business, too. `trainhouse verify` tells of it.
         """
         if not is_url(self._root):
             return
         found = await self._places.list(self._root)
-        kept = {*await published(), *self._being_written}
+        # Before the rows are read: what was being written has its row by then, or is among these.
+        kept = set(self._being_written)
+        kept |= set(await published())
         for key, names in found.items():
             directory = f"{self._root}/{key}"
             if key.partition("/")[0] in runs and MANIFEST not in names and directory not in kept:
@@ -289,8 +297,40 @@ def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published
     for mark in root.glob(f"*/{_NEW_RUN}"):
         _remove(mark if mark.parent.name in runs else mark.parent)
     for directory in found:
-        if directory.name.startswith(STAGING) or (
-            directory.parent.parent.name in runs and str(directory) not in published
-        ):
+        if str(directory) in published:
+            (directory / _UNLISTED).unlink(missing_ok=True)
+        elif directory.name.startswith(STAGING) or (directory.parent.parent.name in runs and not _stays(directory)):
             logger.info("removing %s: it was never published, or was deleted", directory)
             _remove(directory)
+
+
+def _stays(unlisted: Path) -> bool:
+    """A checkpoint without a row."""
+    if not is_whole(unlisted):
+        return False
+    mark = unlisted / _UNLISTED
+    try:
+        if not mark.exists():
+            mark.touch()
+        days = (time.time() - mark.stat().st_mtime) / 86400
+    except OSError as error:
+        logger.error("%s cannot be written: %s", mark, error)
+        return True
+    if days > UNLISTED_DAYS:
+        return False
+    logger.warning(
+        "%s is whole, but has no row in the database: if that is not an older one, a crash has left it. A start in %d "
+        "days removes it",
+        unlisted,
+        math.ceil(UNLISTED_DAYS - days),
+    )
+    return True
+
+
+def is_whole(directory: Path) -> bool:
+    """By the sizes of its files."""
+    try:
+        check(directory, hashes=False)
+    except ValueError:
+        return False
+    return True

@@ -22,7 +22,7 @@ from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
 from .auth import Auth, Tenant
-from .checkpoint_files import CheckpointFiles, PlaceConfig, link_files
+from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
 from .mirror import Mirror
 from .places import PlaceError, Places
 from .store import (
@@ -75,6 +75,13 @@ class Checkpoints:
         await self._files.sweep(found, runs, published)
         await self._mirror.start(self._files, published)
         self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
+
+    def let_go(self) -> None:
+        """Of what is on its way to and from URLs: after a moment whoever waits for it is cancelled.
+
+        At the end of a process; the next one takes up what was not done.
+        """
+        asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._places.close)
 
     async def close(self) -> None:
         for task in self._tasks:
@@ -391,13 +398,18 @@ def _refusing() -> Iterator[None]:
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:
-    """A caller that is cancelled learns of it after `work` is done: a row and its directory come and go together."""
-    task = asyncio.create_task(work)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    """A caller that is cancelled, however often, learns of it after `work` is done: it needs what the caller has made,
+    and a row and its directory come and go together."""
+    task, is_cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled and not task.cancelled():
+        logger.info("what a save was cancelled in the midst of is done: %s", task.exception() or "published")
+        raise asyncio.CancelledError
+    task.result()
 
 
 def directory_name(run_id: str) -> str:

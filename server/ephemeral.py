@@ -1,6 +1,7 @@
 """EphemeralWeights: the adapters of ephemeral samplers on disk, from which workers load them again after a crash.
 
-Layout below state_dir/ephemeral: one directory for each adapter, with .staging-* beside them while they are written.
+Layout below state_dir/ephemeral: ADAPTER/NUMBER, of which the highest counts, with .staging-* beside the adapters while
+they are written. The one before stays until the next, for whoever reads it.
 """
 
 import asyncio
@@ -23,43 +24,55 @@ class EphemeralWeights:
         self._sync = sync
 
     def directory(self, adapter_id: str) -> Path:
-        return self._root / directory_name(adapter_id)
+        """Of its newest weights; where there are none they are not there either."""
+        of_adapter = self._of(adapter_id)
+        numbers = _numbers(of_adapter)
+        return of_adapter / str(numbers[-1]) if numbers else of_adapter
 
     def has(self, adapter_id: str | None) -> bool:
-        return adapter_id is not None and self.directory(adapter_id).is_dir()
+        return adapter_id is not None and bool(_numbers(self._of(adapter_id)))
 
     @asynccontextmanager
     async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
-        """An empty directory to write into; leaving the block puts it in the place of an earlier one."""
+        """An empty directory to write into; on leaving the block it has the newest weights."""
         staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
         try:
             await asyncio.to_thread(make_directory, staging, self._sync)
             yield staging
-            await asyncio.to_thread(self._publish, staging, self.directory(adapter_id))
+            await asyncio.to_thread(self._publish, staging, self._of(adapter_id))
         finally:
             await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
 
     async def remove(self, adapter_id: str) -> None:
-        await asyncio.to_thread(shutil.rmtree, self.directory(adapter_id), ignore_errors=True)
+        await asyncio.to_thread(shutil.rmtree, self._of(adapter_id), ignore_errors=True)
 
     async def sweep(self, wanted: Collection[str | None]) -> None:
         """At start: what belongs to nobody any more."""
         names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
         await asyncio.to_thread(self._sweep, names)
 
-    def _publish(self, staging: Path, directory: Path) -> None:
-        """Between the two renames there is neither: a crash there is one before the new one was answered."""
-        before = staging.with_name(f"{staging.name}-before")
+    def _of(self, adapter_id: str) -> Path:
+        return self._root / directory_name(adapter_id)
+
+    def _publish(self, staging: Path, of_adapter: Path) -> None:
+        """By one rename: there is no moment without weights."""
         if self._sync:
             sync_files(staging)
-        if directory.exists():
-            directory.rename(before)
-        staging.rename(directory)
+        of_adapter.mkdir(exist_ok=True)
+        earlier = _numbers(of_adapter)
+        staging.rename(of_adapter / str(earlier[-1] + 1 if earlier else 0))
         if self._sync:
-            sync_directory(self._root)
-        shutil.rmtree(before, ignore_errors=True)
+            for above in (of_adapter, self._root):
+                sync_directory(above)
+        for number in earlier[:-1]:
+            shutil.rmtree(of_adapter / str(number), ignore_errors=True)
 
     def _sweep(self, names: Collection[str]) -> None:
         for directory in self._root.glob("*"):
             if directory.name not in names:
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _numbers(of_adapter: Path) -> list[int]:
+    """Ascending."""
+    return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

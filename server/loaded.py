@@ -14,7 +14,7 @@ from ..schemas.errors import OperationError
 from .cache import STAGING
 from .checkpoint_files import link_files, link_or_copy
 from .checkpoints import directory_name
-from .manifest import MANIFEST, check, sync_directory, sync_files
+from .manifest import MANIFEST, check, make_directory, sync_directory, sync_files
 
 
 class Loaded:
@@ -67,7 +67,7 @@ class Loaded:
     def _keep(self, of_run: Path, name: str, checkpoint: Path) -> Path:
         staging = of_run / f"{STAGING}{secrets.token_hex(8)}"
         try:
-            staging.mkdir(parents=True)
+            make_directory(staging, self._sync)
             link_files(checkpoint, staging)
             link_or_copy(checkpoint / MANIFEST, staging / MANIFEST)
             if self._sync:
@@ -77,8 +77,7 @@ class Loaded:
             shutil.rmtree(staging, ignore_errors=True)
             raise
         if self._sync:
-            for above in (of_run, self._root, self._root.parent):
-                sync_directory(above)
+            sync_directory(of_run)
         return of_run / name
 
     def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:

@@ -70,6 +70,7 @@ class Places:
     def __init__(self, pauses_seconds: tuple[float, ...]) -> None:
         self._pauses_seconds = pauses_seconds
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
+        self._waiting: set[asyncio.Task[Any] | None] = set()
 
     async def upload(self, source: Path, url: str) -> None:
         """A directory with a manifest. Raises PlaceError."""
@@ -108,9 +109,21 @@ class Places:
         return await self._try(root, _At.list)
 
     def close(self) -> None:
+        """Whoever waits for a URL is cancelled. What a thread is in the midst of goes on until the process ends."""
         self._threads.shutdown(wait=False, cancel_futures=True)
+        for task in self._waiting:
+            if task is not None:
+                task.cancel()
 
     async def _try(self, url: str, work: "Callable[[_At], T]") -> T:
+        task = asyncio.current_task()
+        self._waiting.add(task)
+        try:
+            return await self._try_again(url, work)
+        finally:
+            self._waiting.discard(task)
+
+    async def _try_again(self, url: str, work: "Callable[[_At], T]") -> T:
         for pause_seconds in (*self._pauses_seconds, None):
             try:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(_at(url)))

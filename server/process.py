@@ -15,6 +15,7 @@ import signal
 import socket
 import ssl
 import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -51,6 +52,8 @@ _REST_SECONDS = 5.0
 _OPEN_FILES = 1 << 16
 _GARBAGE_THRESHOLD = 20_000
 """Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
+_LEAVING_SECONDS = 3.0
+"""How long threads that nobody waits for any more may keep the process at its end: one whose upload hangs, say."""
 _SWITCH_SECONDS = 0.0005
 """How long a thread that decodes a large body may keep the others waiting; Python's 5 ms are an operation's time."""
 
@@ -65,6 +68,20 @@ def serve(config: ServerConfig) -> None:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner:
             runner.run(until_signal(_serve(config, listener)))
+            leave_soon()
+
+
+def leave_soon() -> None:
+    """All is closed: what is left are threads, for whose end Python would wait."""
+
+    def leave() -> None:
+        left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
+        logger.warning("the process ends without waiting for %s", ", ".join(left))
+        os._exit(0)
+
+    timer = threading.Timer(_LEAVING_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
 
 
 def check_certificate(config: ServerConfig) -> None:

@@ -17,7 +17,7 @@ from sqlalchemy import Connection, Row, Table, delete, select
 
 from ..schemas.errors import OperationError
 from .cache import STAGING
-from .checkpoint_files import CheckpointFiles, PlaceConfig
+from .checkpoint_files import UNLISTED_DAYS, CheckpointFiles, PlaceConfig, is_whole
 from .checkpoints import directory_name
 from .claim import StartError, locked
 from .ephemeral import EphemeralWeights
@@ -34,6 +34,7 @@ SEGMENTED = ("journal", "results", "recordings")
 """The directories of segments."""
 
 _MOVING_SECONDS = 1.0
+_UNKNOWN = "no row of this database knows it: of another one, or a leftover to delete by hand"
 
 T = TypeVar("T")
 
@@ -215,7 +216,9 @@ class Verification:
         root = self._live_dir
         for path in sorted((*self._files.local_root.glob("*/*/*"), *self._state_dir.glob("staging/*"))):
             is_ours = path.parent.parent.name in self._runs and str(path) not in published
-            if path.name.startswith(STAGING) or is_ours:
+            if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(is_whole, path):
+                yield Problem(str(path), f"{_UNKNOWN}; servers remove it {UNLISTED_DAYS} days after one has told of it")
+            elif path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or was deleted")
         for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
             if path.name.startswith(STAGING) or path.name not in live:
@@ -239,7 +242,7 @@ class Verification:
             if url in published:
                 continue
             if MANIFEST in names or key.partition("/")[0] not in self._runs:
-                yield Problem(url, "no row of this database knows it: of another one, or a leftover to delete by hand")
+                yield Problem(url, _UNKNOWN)
             else:
                 yield Problem(url, "never published, or deleted", lambda url=url: self._remove_at(url))
 

@@ -3,6 +3,12 @@
 import asyncio
 import hashlib
 import json
+import os
+import shutil
+import stat
+import threading
+import time
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -12,7 +18,8 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.server.store import CheckpointRecord, RunRecord
+from trainhouse.server.manifest import check
+from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, LORA, MODEL, Api, running_api
 
@@ -94,6 +101,33 @@ async def test_a_caller_cancelled_at_any_moment_leaves_row_and_files_together(ap
     assert bool(files_below(api)) == bool(await listed(api, run))
 
 
+async def test_a_caller_cancelled_twice_waits_for_what_its_files_are_needed_for(
+    api: Api, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, fsync = await api.run(), os.fsync
+    is_sealing, may_seal = threading.Event(), threading.Event()
+
+    def slow(handle: int) -> None:
+        if stat.S_ISREG(os.fstat(handle).st_mode):
+            is_sealing.set()
+            may_seal.wait(10)
+        fsync(handle)
+
+    saving = asyncio.create_task(api.save(run))
+    await asyncio.sleep(0)
+    monkeypatch.setattr(os, "fsync", slow)
+    await asyncio.to_thread(is_sealing.wait, 10)
+    for _ in range(2):
+        saving.cancel()
+        await asyncio.sleep(0.05)
+    assert not saving.done()
+    may_seal.set()
+    await asyncio.gather(saving, return_exceptions=True)
+    record = await api.services.store.get_checkpoint(run.run_id, "weights", "a")
+    assert saving.cancelled() and record is not None
+    check(Path(record.directory))
+
+
 async def test_names_that_could_leave_their_place_are_refused(api: Api) -> None:
     run = await api.run()
     for name in ("", ".", "..", ".hidden", "a/b", "../a", "a b", "a\n", "x" * 129, "ä"):
@@ -133,6 +167,41 @@ async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: 
         assert list(await listed(api, run)) == ["weights/a"]
         assert [path.name for path in kind.iterdir()] == [Path(record.directory).name]
         assert elsewhere.exists()
+
+
+async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    state, older = tmp_path / "state", tmp_path / "older"
+    async with running_api(state) as api:
+        run = await api.run()
+    shutil.copytree(state, older)
+    async with running_api(state) as api:
+        record = await api.save(run)
+        torn = replace(record, directory=f"{record.directory[:-8]}00000000")
+        shutil.copytree(record.directory, torn.directory)
+        os.truncate(f"{torn.directory}/adapter_model.safetensors", 1)
+    newer = shutil.copytree(state, tmp_path / "newer")
+    (state / DATABASE_NAME).unlink()
+    shutil.copy2(older / DATABASE_NAME, state)
+    for _ in range(2):
+        async with running_api(state) as api:
+            assert await listed(api, run) == {}
+            assert exists(record) and not exists(torn)
+        assert f"{record.directory} is whole, but has no row" in caplog.text and "in 30 days" in caplog.text
+    shutil.copy2(newer / DATABASE_NAME, state)  # the right one is found
+    async with running_api(state) as api:
+        assert list(await listed(api, run)) == ["weights/a"]
+        async with api.services.checkpoints.reading(record):
+            pass
+    assert not (Path(record.directory) / ".unlisted").exists()
+    shutil.copy2(older / DATABASE_NAME, state)
+    for days, stays in ((0, True), (29, True), (31, False)):
+        if days:
+            since = time.time() - days * 86400
+            os.utime(Path(record.directory) / ".unlisted", (since, since))
+        async with running_api(state):
+            assert exists(record) == stays
 
 
 async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shutil
+import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
@@ -140,6 +142,45 @@ async def test_what_was_not_published_is_swept_and_what_is_not_ours_is_left(tmp_
         assert list(await listed(api, run)) == ["weights/a"]
 
 
+async def test_what_is_published_while_the_sweep_looks_stays(remote: Api, place: str, s3: S3) -> None:
+    """Listed without its manifest, and then not among the rows, which were read a moment too early."""
+    checkpoints, store, run = remote.services.checkpoints, remote.services.store, await remote.run()
+    may_go_on = threading.Event()
+    s3.fails = lambda request: request.endswith("manifest.json") and not may_go_on.wait(SOON_SECONDS)
+    saving = asyncio.create_task(remote.save(run))
+    async with asyncio.timeout(SOON_SECONDS):
+        while len(names_at(place)) < 2:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+    async def rows_of_before() -> frozenset[str]:
+        rows = await store.list_checkpoint_directories()
+        may_go_on.set()
+        await saving
+        return rows
+
+    await checkpoints._files.sweep_url({run.run_id.replace(":", "_")}, rows_of_before)
+    assert await weights_of(remote, await saving) == b"weights"
+
+
+async def test_a_save_whose_upload_hangs_is_let_go_of_at_the_end(tmp_path: Path, place: str, s3: S3) -> None:
+    may_go_on = threading.Event()
+    s3.fails = lambda request: request.startswith("PUT") and not may_go_on.wait(SOON_SECONDS)
+    async with running_api(tmp_path, places=config(place)) as api:
+        run = await api.run()
+        saving = asyncio.create_task(api.save(run))
+        async with asyncio.timeout(SOON_SECONDS):
+            while not any(request.startswith("PUT") for request in s3.requests):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        saving.cancel()
+        await asyncio.sleep(0.2)
+        assert not saving.done(), "what is under way may be done"
+        api.services.checkpoints.let_go()
+        done, _ = await asyncio.wait({saving}, timeout=SOON_SECONDS / 2)
+        assert done and saving.cancelled()
+        assert await listed(api, run) == {}
+    may_go_on.set()
+
+
 async def test_deleting_overwriting_and_expiring_remove_the_files(remote: Api, place: str) -> None:
     run = await remote.run()
     await remote.save(run, content=b"first")
@@ -219,6 +260,37 @@ def test_the_cache_lets_go_of_what_was_used_first(tmp_path: Path) -> None:
     (paths[3] / "file").write_bytes(bytes(100))
     cache.used(paths[3])
     assert [path.exists() for path in paths] == [False, False, True, True], "what was used this minute stays"
+
+
+def test_nothing_goes_from_the_cache_that_somebody_begins_to_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cache, rmtree = Cache(tmp_path, 0), shutil.rmtree
+    old, new = cache.path("s3://b/old"), cache.path("s3://b/new")
+    for path in (old, new):
+        path.mkdir()
+        (path / "file").touch()
+    (old / "file").write_bytes(b"x")
+    os.utime(old, (1000, 1000))
+    is_removing, may_remove = threading.Event(), threading.Event()
+
+    def slow(path: Path, **options: bool) -> None:
+        is_removing.set()
+        may_remove.wait(SOON_SECONDS)
+        rmtree(path, **options)
+
+    monkeypatch.setattr(shutil, "rmtree", slow)
+    making_room = threading.Thread(target=cache.used, args=(new,))
+    making_room.start()
+    assert is_removing.wait(SOON_SECONDS)
+    with cache.held(old):
+        was_there = old.exists()
+        may_remove.set()
+        making_room.join()
+        assert old.exists() == was_there
+        cache.used(new)
+        assert old.exists() == was_there
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("scheme", ["file", "memory"])

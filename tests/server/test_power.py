@@ -14,7 +14,7 @@ from .test_standby import until
 
 pytestmark = pytest.mark.anyio
 
-KEPT = ("journal", "results", "recordings", "snapshots", "ephemeral", "checkpoints")
+KEPT = ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral", "checkpoints")
 
 
 class Disk:
@@ -55,10 +55,12 @@ async def test_all_that_a_run_leaves_is_on_the_disk(
         async with running_server(config, dispatch) as server:
             run = await server.create_run()
             await run.train(batch(), 3)
-            await run.do("save_weights", path="a")
+            path = (await run.do("save_weights", path="a"))["path"]
+            assert "error" not in await run.do("load_weights", path=path)
             saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
             await sample(server, sample_body(saved["sampling_session_id"], record_stability_info=True))
             await until(lambda: list(top.glob("snapshots/*/[0-9]*")))
+            assert list(top.glob("loaded/*/[0-9]*"))
     left = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
     lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has(path)}
     if durability == "power":

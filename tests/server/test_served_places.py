@@ -1,15 +1,22 @@
 """A whole server whose checkpoints lie at a URL: saved, loaded, sampled and trained on from there."""
 
+import threading
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import httpx
 import numpy as np
 import pytest
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .real import MODEL, batch, running_server, sample, sample_body, server_config
+from ..live import live_server
+from .real import ALICE, MODEL, batch, running_server, sample, sample_body, server_config
 from .s3 import BUCKET, S3, names_at
 
 pytestmark = pytest.mark.anyio
+
+SOON_SECONDS = 30
 
 
 async def test_runs_and_samplers_begin_from_a_checkpoint_at_a_url(
@@ -44,3 +51,48 @@ async def test_a_save_that_fails_says_so_in_its_future_and_the_run_goes_on(
         assert place in failed["error"] and failed["category"] == "server"
         s3.fails = lambda request: False
         assert "error" not in await run.do("save_weights", path="b")
+
+
+@pytest.mark.full
+def test_a_server_that_stops_waits_for_no_upload_and_the_next_one_takes_it_up(
+    tiny_models: dict[str, Path], tmp_path: Path, s3: S3
+) -> None:
+    flags = {"checkpoints": f"s3://{BUCKET}/stopped", "mirror": f"s3://{BUCKET}/stopped-mirror", "drain_seconds": 1}
+    hanging, held, may_go_on = ["/stopped-mirror/"], list[str](), threading.Event()
+
+    def hangs(request: str) -> bool:
+        if request.startswith("PUT") and any(place in request for place in hanging):
+            held.append(request)
+            may_go_on.wait(10 * SOON_SECONDS)
+        return False
+
+    s3.fails = hangs
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **flags) as server:
+        headers = {"X-API-Key": ALICE}
+        with httpx.Client(base_url=f"{server.url}/api/v1/", headers=headers | {"Prefer": "wait=30"}) as client:
+            session_id = client.post("create_session", json={"sdk_version": "0"}).json()["session_id"]
+            create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
+            run = {"model_id": client.post("create_model", json=create).json()["model_id"]}
+            assert "path" in client.post("save_weights", json={**run, "seq_id": 1, "path": "a"}).json()
+            hanging.append("/stopped/")
+            body = {**run, "seq_id": 2, "path": "b"}
+            client.post("save_weights", json=body, headers={"Prefer": "wait=0"}).raise_for_status()
+            until(lambda: len(held) == 2)
+        server.process.terminate()
+        assert server.process.wait(SOON_SECONDS) == 0
+    may_go_on.set()
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **flags) as server:
+        url = f"{server.url}/api/v1/training_runs/{run['model_id']}/checkpoints"
+
+        def states() -> dict[str, list[str]]:
+            listed = httpx.get(url, headers=headers).json()["checkpoints"]
+            return {one["checkpoint_id"]: [copy["state"] for copy in one["copies"]] for one in listed}
+
+        until(lambda: states() == {"weights/a": ["copied"], "weights/b": ["copied"]})
+
+
+def until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + SOON_SECONDS
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)

@@ -129,6 +129,12 @@ def leave_unlisted(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "checkpoints/*/*/*"), only(state, "checkpoints/*/*") / "b.00000000"))
 
 
+def leave_torn(state: Path) -> Path:
+    torn = leave_unlisted(state)
+    (torn / "adapter_model.safetensors").unlink()
+    return torn
+
+
 def leave_snapshot(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "snapshots/*"), state / "snapshots" / "over_train_0"))
 
@@ -157,7 +163,8 @@ def lose_ephemeral(state: Path) -> Path:
         (hurt_results, "is damaged at byte", None),
         (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
         (leave_staging, "left over: a checkpoint that was never published", "removed"),
-        (leave_unlisted, "left over: a checkpoint that was never published", "removed"),
+        (leave_unlisted, "no row of this database knows it: .*; servers remove it 30 days", None),
+        (leave_torn, "left over: a checkpoint that was never published", "removed"),
         (leave_snapshot, "left over: of a run that is over", "removed"),
         (leave_loaded, "left over: of a run that is over", "removed"),
         (leave_ephemeral, "left over: the weights of a sampler", "removed"),

@@ -21,12 +21,9 @@ from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .checkpoint_files import PlaceConfig
 from .places import check_url
 from .store import StoreConfig
+from .values import BYTE_UNITS, ConfigError, parse_bytes, parse_served_model
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
-
-
-class ConfigError(ValueError):
-    """A knob has a value that it cannot have; the message names the knob, the value and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -149,9 +146,7 @@ class ServerConfig:
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
-    parallel: ParallelSpec = knob(
-        SINGLE, "ranks of each base model, such as tp=2 or replicas=2,tp=4 (docs/parallel.md)", common=True
-    )
+    parallel: ParallelSpec = knob(SINGLE, "ranks of each base model, such as replicas=2,tp=4 (docs/parallel.md)")  # noqa: RUF009
     tp_activations: Literal["sharded", "whole"] = knob(
         "sharded", "between linear layers a rank along tp has a part of a pass's tokens, or all"
     )
@@ -427,14 +422,6 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
         raise ConfigError(f"{place} is {text!r}: expected {_type_words(knob_field)}") from None
 
 
-def parse_served_model(text: str) -> ServedModel:
-    """NAME or NAME=PATH_OR_HUB_ID. Raises ConfigError."""
-    name, _, source = (part.strip() for part in text.partition("="))
-    if not name or ("=" in text and not source):
-        raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
-    return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
-
-
 def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec:
     try:
         return ParallelSpec.parse(text if isinstance(text, str) else ",".join(text))
@@ -465,27 +452,14 @@ def _parse_weight(text: str) -> TenantWeight:
     return TenantWeight(name, weight)
 
 
-_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
-
-
-def parse_bytes(text: str) -> int:
-    """1048576, 1MiB or 1.5GiB. Raises ValueError."""
-    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
-    if not found or found[2] not in _UNITS:
-        raise ValueError(text)
-    if not found[2]:
-        return int(found[1])
-    return int(float(found[1]) * _UNITS[found[2]])
-
-
 def shown_default(knob_field: Field) -> str:
     """As a user would write it; empty where there is none."""
     value: typing.Any = knob_field.default
     if value is None or value == ():
         return ""
     for unit in ("GiB", "MiB", "KiB"):
-        if knob_field.name.endswith("_bytes") and value % _UNITS[unit] == 0:
-            return f"{value // _UNITS[unit]}{unit}"
+        if knob_field.name.endswith("_bytes") and value % BYTE_UNITS[unit] == 0:
+            return f"{value // BYTE_UNITS[unit]}{unit}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

@@ -1,0 +1,30 @@
+"""Values as users write them: base models, sizes in bytes; and the error that says what is wrong with one."""
+
+import re
+from pathlib import Path
+
+from ..workers.config import ServedModel
+
+BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
+
+
+class ConfigError(ValueError):
+    """A knob has a value that it cannot have; the message names the knob, the value and the remedy."""
+
+
+def parse_served_model(text: str) -> ServedModel:
+    """NAME or NAME=PATH_OR_HUB_ID. Raises ConfigError."""
+    name, _, source = (part.strip() for part in text.partition("="))
+    if not name or ("=" in text and not source):
+        raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
+    return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+def parse_bytes(text: str) -> int:
+    """1048576, 1MiB or 1.5GiB. Raises ValueError."""
+    found = re.fullmatch(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", text)
+    if not found or found[2] not in BYTE_UNITS:
+        raise ValueError(text)
+    if not found[2]:
+        return int(found[1])
+    return int(float(found[1]) * BYTE_UNITS[found[2]])

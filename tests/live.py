@@ -13,6 +13,13 @@ from pathlib import Path
 
 READY_SECONDS = 120
 STOP_SECONDS = 20
+# Where the ranks of a base model run, and how many: options of a server.
+MANNERS = {
+    "local": {},
+    "ray": {"pool": "ray"},
+    "fsdp=2": {"parallel": "fsdp=2"},
+    "tp=2": {"parallel": "tp=2"},
+}
 RUNNING: list["LiveServer"] = []  # conftest shows their logs beside a failed test
 
 

@@ -75,6 +75,8 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
+        if mesh.spec.ep > 1:
+            raise ValueError(f"{mesh.spec}: expert parallelism is not offered yet; fsdp and tp share out experts too")
         if self._fused is None and mesh.is_coupled:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"

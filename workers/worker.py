@@ -185,6 +185,10 @@ class Worker:
         }
         return own | self._adapters.memory()
 
+    def num_exchanges(self) -> dict[str, int]:
+        """Of tensors with other ranks since the start, by kind."""
+        return dict(self._mesh.sent)
+
     def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
         known = [step for step in steps if step.run_id in self._adapters]
         answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))

@@ -18,7 +18,7 @@ from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from ..live import LiveServer, live_server
+from ..live import MANNERS, LiveServer, live_server
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -27,10 +27,16 @@ MODEL = "tiny/qwen3"
 VOCAB = 512
 
 
-@pytest.fixture(scope="module", params=["local", pytest.param("ray", marks=pytest.mark.full)])
+@pytest.fixture(
+    scope="module",
+    params=["local", *(pytest.param(manner, marks=pytest.mark.full) for manner in MANNERS if manner != "local")],
+)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     with live_server(
-        {MODEL: tiny_models["qwen3"]}, tmp_path_factory.mktemp("state"), pool=request.param, sdk_max_chunk_datums=3
+        {MODEL: tiny_models["qwen3"]},
+        tmp_path_factory.mktemp("state"),
+        sdk_max_chunk_datums=3,
+        **MANNERS[request.param],
     ) as running:
         yield running
 

@@ -58,6 +58,16 @@ class EchoWorker:
     def fail(self, message: str) -> None:
         raise KeyError(message)
 
+    def fail_alone(self, rank: int) -> None:
+        """As where the others wait for it."""
+        if self._rank == rank:
+            raise KeyError("broken")
+        time.sleep(300)
+
+    def refuse_alone(self, rank: int) -> None:
+        if self._rank == rank:
+            raise OperationError("refused", "user")
+
     def answer_what_cannot_travel(self) -> object:
         return lambda: None
 

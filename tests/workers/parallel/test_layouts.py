@@ -125,6 +125,40 @@ def test_at_learning_rate_0_a_loss_repeats_bit_for_bit(many: tuple[Layout, Numbe
     assert len(losses) == 1
 
 
+def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_once_a_step(
+    many: tuple[Layout, Numbers],
+) -> None:
+    """Of one micro-batch: were a layer run past its exchanges, or gradients added up at each pass, this would show."""
+    where, _ = many
+    layers, spec = 2, where.spec
+    before = where.call("num_exchanges")
+    for seed in (1, 2):
+        where.run_pass(supervised("a", seed, 8, 8, 8, 8))
+    passed = where.call("num_exchanges")
+    where.call("apply_steps", (Step("a", ADAM),))
+    stepped = where.call("num_exchanges")
+    of_pass = {kind: (passed[kind] - before.get(kind, 0)) / 2 for kind in passed if passed[kind] > before.get(kind, 0)}
+    of_step = {kind: stepped[kind] - passed.get(kind, 0) for kind in stepped if stepped[kind] > passed.get(kind, 0)}
+    wanted = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), 0)
+    if spec.fsdp > 1:
+        wanted["all_gather"] += 2 * layers  # before each layer, forward and backward
+    if spec.sp > 1:
+        wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and what comes of them
+    if spec.tp > 1 and where.shards_activations:
+        wanted["all_gather"] += 2 * 2 * layers
+        wanted["reduce_scatter"] += 2 * 2 * layers
+    elif spec.tp > 1:
+        wanted["all_reduce"] += 2 * 2 * layers
+        wanted["all_gather"] += 1  # the gradient of the head's rows
+    if spec.sp * spec.tp > 1:
+        wanted["all_gather"] += 1  # the log-probabilities
+    assert of_pass == {kind: number for kind, number in wanted.items() if number}
+    num_regions = 2 if spec.tp > 1 else 1
+    of_regions = num_regions if spec.num_ranks > spec.tp else 1  # what tp ranks have parts of nobody else may have
+    of_norms = 1 if spec.tp > 1 else 0
+    assert of_step == {"all_reduce": of_regions + of_norms}
+
+
 def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[Layout, Numbers]) -> None:
     where, _ = many
     bad = supervised("a", 1, 9, 8)

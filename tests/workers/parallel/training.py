@@ -39,8 +39,9 @@ class Numbers:
 class Layout:
     """The ranks of one layout, called from tests that are not asynchronous."""
 
-    def __init__(self, runner: asyncio.Runner, ranks: Ranks, spec: ParallelSpec, scratch: Path) -> None:
-        self.ranks, self.spec = ranks, spec
+    def __init__(self, runner: asyncio.Runner, ranks: Ranks, config: WorkerConfig, scratch: Path) -> None:
+        self.ranks, self.spec = ranks, config.parallel
+        self.shards_activations = config.tp_activations == "sharded"
         self._runner = runner
         self._scratch = scratch
         self._num_operations = 0
@@ -97,7 +98,7 @@ def layout(model: Path, spec: ParallelSpec, scratch: Path, **knobs: Any) -> Iter
         ranks = Ranks(LocalPool(PoolSpec("trainhouse.workers.worker:Worker", configs)), spec)
         runner.run(ranks.start())
         try:
-            yield Layout(runner, ranks, spec, scratch)
+            yield Layout(runner, ranks, config, scratch)
         finally:
             runner.run(ranks.close())
 

@@ -22,7 +22,8 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
     """
     needs: Counter[str] = Counter()
     for model in copies:
-        needs[model.model.name] += (loaded_bytes(model) or 0) if runs_on_cpu(model) else 0
+        parts = model.parallel.fsdp * model.parallel.tp  # of most of a model
+        needs[model.model.name] += (loaded_bytes(model) or 0) // parts if runs_on_cpu(model) else 0
     needed, available = needs.total(), available_bytes()
     if available is None or needed <= available:
         return

@@ -1,7 +1,7 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from ..schemas.errors import OperationError
 from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
 from .config import WorkerConfig
+from .footprint import gigabytes
 from .kernels import kernels_for
+from .memory import available_bytes
 from .parallel.fsdp import ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
@@ -140,9 +143,26 @@ class BaseModel:
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, no layer has to be gathered. Of all ranks at once."""
-        with self._fused.gathered() if self._fused is not None else nullcontext():
+        """Inside, no layer has to be gathered. Of all ranks at once.
+
+        Raises OperationError where one of them has no memory for all layers.
+        """
+        if self._fused is None or not self.is_sharded:
             yield
+            return
+        self._check_room(self._fused.num_gathered_bytes)
+        with self._fused.gathered():
+            yield
+
+    def _check_room(self, num_bytes: int) -> None:
+        free = [each for each in self._mesh.exchange(available_bytes(self.device)) if each is not None]
+        if free and min(free) < num_bytes:
+            raise OperationError(
+                f"to sample, each rank gathers all layers, which takes {gigabytes(num_bytes)}, and has"
+                f" {gigabytes(min(free))}: serve the model with tp, or sample in workers of their own"
+                " (--sampler-workers)",
+                "server",
+            )
 
     def _sharded_layers(self) -> ShardedLayers:
         team, layers = self._mesh.along("fsdp"), []

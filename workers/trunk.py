@@ -52,6 +52,11 @@ class FusedTrunk:
         """From now on layers are gathered for use."""
         self._sharded = layers
 
+    @property
+    def num_gathered_bytes(self) -> int:
+        """What all layers take when they are whole."""
+        return self._sharded.num_whole_bytes
+
     def gathered(self) -> AbstractContextManager[None]:
         """Inside, all layers are whole. Of all ranks at once."""
         return self._sharded.held()

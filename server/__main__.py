@@ -1,9 +1,16 @@
-"""`python -m trainhouse.server` is `trainhouse`. It says so where the server's packages are not installed."""
+"""`python -m trainhouse.server` is `trainhouse`. It says so where the server's packages are not installed.
+
+`plan` needs none of them, and says within a second what is impossible.
+"""
 
 import sys
 
+from .plan import main as plan
+
 
 def main() -> int:
+    if sys.argv[1:2] == ["plan"]:
+        return plan(sys.argv[2:])
     try:
         from .cli import main as run
     except ModuleNotFoundError as error:

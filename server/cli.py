@@ -1,4 +1,4 @@
-"""The command line: `trainhouse serve`, `keys`, `backup`, `verify`, `demo`. Parses, calls, says errors in one line."""
+"""The command line: `trainhouse serve`, `keys`, `backup`, `verify`, `plan`, `demo`. Parses, calls, says errors."""
 
 import argparse
 import asyncio
@@ -30,6 +30,7 @@ from .config import (
     store_config_of,
 )
 from .logs import configure_logging
+from .plan import main as plan
 from .scopes import SCOPES, parse_scopes
 from .store import Store, open_store
 from .verify import lock_to_verify, verify
@@ -73,6 +74,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_keys(commands)
     _add_backup(commands)
     _add_verify(commands)
+    _add_plan(commands)
     _add_demo(commands)
     return parser
 
@@ -299,6 +301,17 @@ def _verify(options: argparse.Namespace) -> int:
                 store.close()
     finally:
         logging.disable(logging.NOTSET)
+
+
+# trainhouse plan
+
+
+def _add_plan(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "plan", help="the memory of each rank of a layout, before anything is loaded", add_help=False, prefix_chars=" "
+    )
+    parser.add_argument("arguments", nargs="*")
+    parser.set_defaults(run=lambda options: plan(options.arguments))
 
 
 # trainhouse demo

@@ -20,7 +20,8 @@ ARROWS = {
     "server": {"server", "schemas", "workers"},
 }
 # The parts of workers that a process without torch may import.
-TORCH_FREE_WORKERS = {"dispatch", "pool", "verbs", "config"}
+TORCH_FREE_WORKERS = {"dispatch", "pool", "verbs", "config", "parallel"}
+TORCH_FREE_LAYOUTS = {"checks", "choice", "estimate", "families", "load", "parameters", "shape", "spec"}
 
 
 def sources(package: str) -> Iterator[Path]:
@@ -52,6 +53,8 @@ def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
         for target in first_party_imports(path):
             if target[0] == "workers" and len(target) > 1:
                 assert target[1] in TORCH_FREE_WORKERS, f"{path} imports {'.'.join(target)}"
+                if target[1] == "parallel":
+                    assert target[2] in TORCH_FREE_LAYOUTS, f"{path} imports {'.'.join(target)}"
 
 
 def test_ray_is_imported_by_the_pool_alone() -> None:
@@ -67,7 +70,8 @@ def test_ray_is_imported_by_the_pool_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "module", ["trainhouse", "trainhouse.client", "trainhouse.server.cli", "trainhouse.server.app"]
+    "module",
+    ["trainhouse", "trainhouse.client", "trainhouse.server.cli", "trainhouse.server.app", "trainhouse.server.plan"],
 )
 def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"

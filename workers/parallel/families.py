@@ -36,8 +36,10 @@ _OF_QWEN: Mapping[str, object] = {
     "num_key_value_heads": 32,
     "sliding_window": 4096,
     "use_sliding_window": False,
-    "max_window_layers": 28,
 }
+
+# Windows from some layer on, or in those that `layer_types` names.
+_BY_LAYER: Mapping[str, object] = {"max_window_layers": 28, "layer_types": None}
 
 # By model_type, which is also the module of transformers that holds the classes.
 FAMILIES: Mapping[str, Family] = {
@@ -46,14 +48,13 @@ FAMILIES: Mapping[str, Family] = {
         "Mistral",
         {**_OF_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
     ),
-    "qwen2": Family("Qwen2", _OF_QWEN, query_bias=True),
-    "qwen3": Family("Qwen3", {**_OF_QWEN, "head_dim": 128}, norms_heads=True),
+    "qwen2": Family("Qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True),
+    "qwen3": Family("Qwen3", {**_OF_QWEN, **_BY_LAYER, "head_dim": 128}, norms_heads=True),
     "qwen3_moe": Family(
         "Qwen3Moe",
         {
             **_OF_QWEN,
             "num_key_value_heads": 4,
-            "max_window_layers": 0,
             "num_experts": 128,
             "num_experts_per_tok": 8,
             "moe_intermediate_size": 768,

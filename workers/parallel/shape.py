@@ -89,17 +89,12 @@ class ModelShape(Model):
 
 
 def read_model(served: ServedModel) -> Model:
-    """From the model's directory, or the cache of the Hugging Face hub. A ModelShape where its family is one of ours.
+    """From the model's directory, its config.json itself, or the cache of the Hugging Face hub. A ModelShape where its
+    family is one of ours.
 
     Raises ValueError where there is no config.json, or none of a model.
     """
-    directory = model_directory(served.source)
-    if directory is None:
-        raise ValueError(
-            f"{served.source} is neither a directory nor a model in the cache {_hub_cache()}: download it, or give the "
-            f"directory of its config.json as --base-model {served.name}=DIRECTORY"
-        )
-    file = directory / "config.json"
+    file = _config_file(served)
     try:
         config = json.loads(file.read_text())
     except OSError as error:
@@ -109,6 +104,18 @@ def read_model(served: ServedModel) -> Model:
     if not isinstance(config, dict):
         raise ValueError(f"{file} is not the config of a model: expected an object")
     return model_of(served.name, config)
+
+
+def _config_file(served: ServedModel) -> Path:
+    if Path(served.source).is_file():
+        return Path(served.source)
+    directory = model_directory(served.source)
+    if directory is None:
+        raise ValueError(
+            f"{served.source} is neither a directory nor a model in the cache {_hub_cache()}: download it, or give its "
+            f"config.json as --base-model {served.name}=FILE"
+        )
+    return directory / "config.json"
 
 
 def model_directory(source: str) -> Path | None:
@@ -185,12 +192,15 @@ class _Reader:
     def _window(self, num_layers: int) -> int | None:
         if self._config["sliding_window"] is None or not self._is("use_sliding_window"):
             return None
-        kinds = self._config.get("layer_types")
+        return self._number("sliding_window") if self._has_windows(num_layers) else None
+
+    def _has_windows(self, num_layers: int) -> bool:
+        if "max_window_layers" not in self._family.defaults:
+            return True
+        kinds = self._config["layer_types"]
         if isinstance(kinds, list):
-            has_any = "sliding_attention" in kinds
-        else:
-            has_any = num_layers > self._number("max_window_layers", 0, at_least=0)
-        return self._number("sliding_window") if has_any else None
+            return "sliding_attention" in kinds
+        return num_layers > self._number("max_window_layers", at_least=0)
 
     def _experts(self, num_layers: int) -> Experts | None:
         if "decoder_sparse_step" not in self._family.defaults:

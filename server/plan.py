@@ -1,0 +1,316 @@
+"""`trainhouse plan`: what each rank of a layout would have in memory, from a model's config.json alone.
+
+Loads neither weights nor torch nor the server, so that what is impossible is said at once.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from ..workers.parallel.checks import check_layout, cuda_devices, is_ulysses
+from ..workers.parallel.choice import Choice, Remedy, remedies, smallest_layout, usable_bytes
+from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
+from ..workers.parallel.families import FAMILIES
+from ..workers.parallel.load import Load
+from ..workers.parallel.parameters import Parameters, num_parameters, parameters
+from ..workers.parallel.shape import ModelShape, read_model
+from ..workers.parallel.spec import SINGLE, ParallelSpec
+from .values import ConfigError, parse_bytes, parse_served_model
+
+DOES_NOT_FIT = 1
+WRONGLY_USED = 2
+
+_NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "lora_rank")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """device_bytes: None = not compared with any. choice: of `--parallel auto`. whole: the layout with replicas, where
+    the devices are more than it needs."""
+
+    shape: ModelShape
+    spec: ParallelSpec
+    load: Load
+    memory: Memory
+    device_bytes: int | None
+    num_devices: int | None
+    choice: Choice | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None where no device is given."""
+        return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
+
+    @property
+    def filling(self) -> ParallelSpec | None:
+        """The same with replicas on all devices."""
+        num_copies = (self.num_devices or 0) // self.spec.num_ranks
+        return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        if self.device_bytes is None or self.fits:
+            return []
+        return remedies(self.shape, self.spec, self.load, self.device_bytes, self.num_devices)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0, 1 where the layout is impossible or does not fit, 2 when the command was wrongly used."""
+    options = _parser().parse_args(arguments)
+    try:
+        plan = plan_of(options)
+    except ValueError as error:
+        print(f"trainhouse plan: error: {error}", file=sys.stderr)
+        return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
+    print(json.dumps(as_json(plan), indent=2) if options.json else "\n".join(_text(plan)))
+    return DOES_NOT_FIT if plan.fits is False else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "trainhouse plan",
+        description="What each rank of a layout has in memory, from a model's config.json alone.",
+        usage="trainhouse plan --base-model NAME[=SOURCE] [--parallel LAYOUT] [--device-memory BYTES] [FLAGS]",
+        allow_abbrev=False,
+    )
+    knobs = (
+        ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE may be a config.json"),
+        ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
+        ("device-memory", "BYTES", "of each device, such as 80GB"),
+        ("num-devices", "N", "that there are, one for each rank"),
+        ("max-context-length", "N", "longest sequence in tokens (the model's)"),
+        ("micro-batch-tokens", "N", f"as of serve ({Load.micro_batch_tokens})"),
+        ("head-chunk-tokens", "N", f"as of serve ({Load.head_chunk_tokens})"),
+        ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
+        ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
+        ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
+        ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
+        ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
+    )
+    for name, metavar, words in knobs:
+        parser.add_argument(f"--{name}", metavar=metavar, help=words)
+    parser.add_argument("--train-only", action="store_true", help="samples are drawn elsewhere (docs/samplers.md)")
+    parser.add_argument("--json", action="store_true", help="for programs: one object, sizes in bytes")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Raises ConfigError on a value that is none, and ValueError on a layout that cannot work."""
+    if options.base_model is None:
+        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
+    device_bytes, num_devices = _bytes(options, "device_memory"), _number(options, "num_devices")
+    is_auto = options.parallel == "auto"
+    spec = SINGLE if is_auto or options.parallel is None else _spec(options.parallel)
+    model = read_model(parse_served_model(options.base_model))
+    dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
+    check_layout(spec, model, num_devices, longest, dtype)
+    if not isinstance(model, ModelShape):
+        raise ValueError(f"{model.name}: nothing is known of {model.model_type} models, but of {', '.join(FAMILIES)}")
+    load = _load(options, model, longest, dtype)
+    choice = _choice(model, load, device_bytes, num_devices) if is_auto else None
+    spec = spec if choice is None else choice.spec
+    return Plan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    shape, spec, memory = plan.shape, plan.spec, plan.memory
+    return {
+        "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
+        "max_positions": shape.max_positions,
+        "rope": str(shape.rope),
+        "load": asdict(plan.load),
+        "parallel": str(spec),
+        "ranks": spec.num_ranks,
+        "attention_along_sp": _attention(plan),
+        "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
+        "memory": {
+            "base": memory.base,
+            "adapters": asdict(memory.adapters) | {"total": memory.adapters.total},
+            "kv_cache": memory.kv_cache,
+            "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
+            "activations": asdict(memory.activations) | {"total": memory.activations.total},
+            "gathered": memory.gathered,
+            "sampling": memory.sampling,
+            "step": memory.step,
+            "work": memory.work,
+            "total": memory.total,
+        },
+        "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
+        "fits": plan.fits,
+        "filling": None if plan.filling is None else str(plan.filling),
+        "remedies": [remedy.words for remedy in plan.remedies],
+    }
+
+
+def _spec(text: str) -> ParallelSpec:
+    try:
+        return ParallelSpec.parse(text)
+    except ValueError as error:
+        raise ConfigError(f"--parallel: {error}") from None
+
+
+def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Load:
+    length = longest or shape.max_positions
+    if length is None:
+        raise ConfigError(f"the config.json of {shape.name} names no longest context: give --max-context-length")
+    given = {name: _number(options, name) for name in _NUMBERS}
+    given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
+    if options.tp_activations not in (None, "sharded", "whole"):
+        raise ConfigError(f"--tp-activations is {options.tp_activations!r}: expected sharded or whole")
+    return Load(
+        longest=length,
+        dtype="bfloat16" if dtype == "auto" else dtype,
+        tp_activations=options.tp_activations or Load.tp_activations,
+        samples=not options.train_only,
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _choice(shape: ModelShape, load: Load, device_bytes: int | None, num_devices: int | None) -> Choice:
+    if device_bytes is None:
+        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+    choice = smallest_layout(shape, load, device_bytes, num_devices)
+    if choice is not None:
+        return choice
+    single = estimate(shape, SINGLE, load)
+    raise ValueError(
+        f"no layout of {shape.name} fits: on one rank it needs {_gigabytes(single.total)}, of which adapters "
+        f"{_gigabytes(single.adapters.total)}, activations {_gigabytes(single.activations.total)} and the key/value "
+        f"cache {_gigabytes(single.kv_cache)}; lower --adapter-slots, --max-context-length or --kv-cache-bytes, or "
+        "take more devices"
+    )
+
+
+def _number(options: argparse.Namespace, name: str) -> int | None:
+    text = getattr(options, name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ConfigError(f"{_flag(name)} is {text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _bytes(options: argparse.Namespace, name: str) -> int | None:
+    text = getattr(options, name)
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError:
+        raise ConfigError(f"{_flag(name)} is {text!r}: expected a number of bytes, such as 80GB or 1GiB") from None
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# What a person reads
+
+
+def _text(plan: Plan) -> Iterator[str]:
+    yield from _head(plan)
+    yield ""
+    yield from _aligned(
+        ("parameters", "how many", "whole", "on a rank", "kept of it", "bytes"),
+        [_row(each, plan.load.number_bytes) for each in _table(plan)],
+    )
+    yield ""
+    yield from _aligned(("memory of each rank", "bytes", ""), list(_memory_rows(plan)))
+    yield ""
+    yield from _verdict(plan)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    shape, load = plan.shape, plan.load
+    experts = shape.experts
+    of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
+    yield (
+        f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
+        f"{shape.num_layers} layers, {shape.heads} query and {shape.kv_heads} key/value heads{of_experts}"
+    )
+    yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
+    along = "" if plan.spec.sp == 1 else f"; attention along sp: {_attention(plan)}"
+    yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}{along}"
+    found = cuda_devices()
+    if plan.num_devices is None and found is not None:
+        yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with so many)"
+
+
+def _attention(plan: Plan) -> str | None:
+    if plan.spec.sp == 1:
+        return None
+    return "ulysses" if is_ulysses(plan.spec, plan.shape) else "ring"
+
+
+def _table(plan: Plan) -> list[Parameters]:
+    return parameters(plan.shape, plan.spec)
+
+
+def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
+    whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
+    kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
+    return each.pattern, str(each.count), whole, own, kept, _gigabytes(each.kept * number_bytes)
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    memory, load = plan.memory, plan.load
+    adapters, activations = memory.adapters, memory.activations
+    yield "base parameters", _gigabytes(memory.base), ""
+    of_adapters = f"weights {_gigabytes(adapters.weights)}, gradients {_gigabytes(adapters.gradients)}, "
+    of_adapters += f"optimizer {_gigabytes(adapters.optimizer)}, copies {_gigabytes(adapters.copies)}"
+    slots = f"{load.adapter_slots} adapter{'s' if load.adapter_slots > 1 else ''} of rank {load.lora_rank}"
+    yield slots, _gigabytes(adapters.total), of_adapters
+    tokens = kv_cache_tokens(plan.shape, plan.spec, load)
+    yield (
+        "key/value cache",
+        _gigabytes(memory.kv_cache),
+        f"{tokens} tokens" if load.samples else "samples are elsewhere",
+    )
+    of_pass = f"kept {_gigabytes(activations.kept)}, the way back {_gigabytes(activations.working)}, "
+    of_pass += f"logits {_gigabytes(activations.head)}"
+    yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", _gigabytes(activations.total), of_pass
+    if memory.gathered:
+        yield "a layer gathered along fsdp", _gigabytes(memory.gathered), "twice, as it arrives"
+    if memory.sampling:
+        yield "all layers gathered to sample", _gigabytes(memory.sampling), "when no pass runs"
+    if memory.step:
+        yield "gradients added up", _gigabytes(memory.step), "at a step, when no pass runs"
+    yield "at most at a time", _gigabytes(memory.total), ""
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    if plan.device_bytes is None:
+        yield f"{_gigabytes(plan.memory.total)} on each rank; --device-memory compares that with a device"
+        return
+    usable = usable_bytes(plan.device_bytes)
+    room = (
+        f"{_gigabytes(plan.device_bytes)}, of which {_gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
+    )
+    if plan.fits:
+        yield f"fits {room}: {_gigabytes(usable - plan.memory.total)} to spare"
+        yield from _reason(plan)
+    else:
+        yield f"does not fit {room}: {_gigabytes(plan.memory.total - usable)} too much"
+        yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
+    if plan.filling is not None:
+        yield f"all {plan.num_devices} devices: {plan.filling}"
+
+
+def _reason(plan: Plan) -> Iterator[str]:
+    """Why this one, of those that `--parallel auto` had."""
+    if plan.choice is None:
+        return
+    smaller = plan.choice.smaller
+    if smaller is not None:
+        yield f"no fewer ranks do: {smaller.spec} would need {_gigabytes(smaller.memory.total)} on each"
+    yield "of as many ranks it exchanges least: tp within a node, then ep, then sp; fsdp gathers weights for every pass"
+
+
+def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
+
+
+def _gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -1,0 +1,213 @@
+"""Layouts that cannot work are refused, before anything is loaded, with the value, the reason and what would work."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.parallel.checks import check_layout, cuda_devices, is_ulysses, valid_ep, valid_tp
+from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
+from trainhouse.workers.parallel.spec import ParallelSpec
+
+CONFIGS = Path(__file__).parent / "configs"
+MOE, LLAMA = (str(CONFIGS / f"{name}.json") for name in ("Qwen3-30B-A3B", "Llama-3.1-8B"))
+
+DENSE = {
+    "model_type": "qwen3",
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "vocab_size": 1000,
+    "max_position_embeddings": 4096,
+}
+EXPERTS = DENSE | {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 100, "intermediate_size": 128}
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+
+# Arguments of `trainhouse plan`, a model, and what is said. Of a dictionary a config.json is made.
+IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
+    "query heads": ("--parallel tp=3", LLAMA, "tp=3 does not divide 32 query heads of M; valid tp: 1, 2, 4, 8"),
+    "key/value heads": (
+        "--parallel tp=8",
+        DENSE | {"num_key_value_heads": 2},
+        "tp=8 does not divide 2 key/value heads of M; valid tp: 1, 2",
+    ),
+    "key/value heads of experts": (
+        "--parallel tp=8,ep=8",
+        MOE,
+        "tp=8 does not divide 4 key/value heads of M; valid tp",
+    ),
+    "features": (
+        "--parallel tp=8",
+        DENSE | {"intermediate_size": 1028},
+        "tp=8 does not divide 1028 feed-forward features of M; valid tp: 1, 2, 4",
+    ),
+    "features of experts": (
+        "--parallel tp=8",
+        EXPERTS,
+        "tp=8 does not divide 100 feed-forward features of each expert of M; valid tp: 1, 2, 4",
+    ),
+    "no experts": ("--parallel ep=2", LLAMA, "ep=2: M has no experts to share out; valid ep: 1"),
+    "experts": (
+        "--parallel ep=3",
+        MOE,
+        "ep=3 does not divide 128 experts of M; valid ep: 1, 2, 4, 8, 16, 32, 64, 128",
+    ),
+    "no ranks": ("--parallel sp=0", LLAMA, "sp=0: an axis has 1 rank or more"),
+    "fewer than none": ("--parallel fsdp=-2", LLAMA, "fsdp=-2 is no number of ranks; give one such as fsdp=2"),
+    "no number": ("--parallel tp=two", LLAMA, "tp=two is no number of ranks; give one such as tp=2"),
+    "no size": ("--parallel tp", LLAMA, "tp= is no number of ranks; give one such as tp=2"),
+    "twice": ("--parallel tp=2,tp=4", LLAMA, "tp=2,tp=4: tp is given twice"),
+    "unknown axis": ("--parallel dp=2", LLAMA, "dp=2 names no axis of --parallel (did you mean fsdp?): give some of"),
+    "misspelt axis": ("--parallel replica=2", LLAMA, "(did you mean replicas?): give some of replicas, fsdp, ep, sp"),
+    "pipeline": ("--parallel pp=2", LLAMA, "pipeline parallelism is not offered: passes of many tenants are too short"),
+    "devices": (
+        "--parallel fsdp=4,tp=4 --num-devices 8",
+        LLAMA,
+        "fsdp=4 x tp=4 is 16 ranks, and there are 8 devices, one for each rank: use at most 8 ranks",
+    ),
+    "one device": ("--parallel replicas=2 --num-devices 1", LLAMA, "replicas=2 is 2 ranks, and there is 1 device, one"),
+    "context": (
+        "--max-context-length 65536",
+        MOE,
+        "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
+    ),
+    "dtype": ("--dtype float16", LLAMA, "dtype float16: base models are held in one of auto, float32, bfloat16"),
+    "latent attention": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "deepseek_v3", "kv_lora_rank": 512},
+        "M: models with kv_lora_rank are not supported",
+    ),
+    "soft-capping": (
+        "--parallel fsdp=2",
+        DENSE | {"model_type": "gemma2", "final_logit_softcapping": 30.0},
+        "M: models with final_logit_softcapping are not supported",
+    ),
+    "linear attention": (
+        "--parallel sp=2",
+        DENSE | {"model_type": "qwen3_next"} | LINEAR,
+        "M: models with linear_attention layers are not supported",
+    ),
+    "linear attention inside": (
+        "--parallel sp=2",
+        {"model_type": "qwen3_5", "text_config": LINEAR},
+        "M: models with linear_attention layers are not supported",
+    ),
+    "states": (
+        "--parallel sp=2",
+        DENSE | {"model_type": "jamba", "mamba_d_state": 16},
+        "M: models with recurrent or linear-attention layers (mamba_d_state) are not supported",
+    ),
+    "sinks": ("--parallel ep=2", DENSE | {"model_type": "gpt_oss"}, "M: models with attention sinks are not supported"),
+    "quantized": (
+        "--parallel tp=2",
+        DENSE | {"quantization_config": {"quant_method": "fp8"}},
+        "M: models with fp8 weights are not supported: use the release in bfloat16",
+    ),
+    "other family": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "gemma"},
+        "tp=2: gemma models such as M run with replicas alone; all axes are for models of type llama, mistral, qwen2, "
+        "qwen3, qwen3_moe",
+    ),
+    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "phi3"}, "sp=2: phi3 models such as M run"),
+    "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "olmo2"}, "fsdp=2: olmo2 models such as M"),
+    "dynamic rotation": (
+        "--parallel tp=2",
+        DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "tp=2: M has RoPE scaling dynamic by 2, under which a token's rotation depends on the batch",
+    ),
+    "activation": (
+        "--parallel tp=2",
+        DENSE | {"hidden_act": "gelu"},
+        "tp=2: M has another activation than silu, or rotates a part of each head only",
+    ),
+    "no config": (
+        "--parallel tp=2",
+        "/no/such/model",
+        "/no/such/model is neither a directory nor a model in the cache",
+    ),
+    "no shape": (
+        "--parallel tp=2",
+        {key: value for key, value in DENSE.items() if key != "hidden_size"},
+        "the config.json of M has hidden_size None: expected a number of at least 1",
+    ),
+    "no number of heads": (
+        "--parallel tp=2",
+        DENSE | {"num_attention_heads": "8"},
+        "the config.json of M has num_attention_heads '8': expected a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize("reason", IMPOSSIBLE)
+def test_what_is_impossible_is_said_at_once(reason: str, tmp_path: Path) -> None:
+    """By a process of its own. What counts is the processor's time: others may have the cores."""
+    arguments, source, said = IMPOSSIBLE[reason]
+    if not isinstance(source, str):
+        (tmp_path / "config.json").write_text(json.dumps(source))
+        source = str(tmp_path)
+    command = [sys.executable, "-m", "trainhouse.server", "plan", f"--base-model=M={source}", *arguments.split()]
+    errors = tmp_path / "errors"
+    with errors.open("w") as stream:
+        child = subprocess.Popen(command, stdout=stream, stderr=stream)
+        _, status, used = os.wait4(child.pid, 0)
+        child.returncode = os.waitstatus_to_exitcode(status)
+    assert child.returncode in (1, 2)
+    (line,) = errors.read_text().splitlines()
+    assert line.startswith("trainhouse plan: error: ") and said in line
+    assert used.ru_utime + used.ru_stime < 1.0
+
+
+def model(source: str) -> ModelShape:
+    shape = read_model(ServedModel("M", source))
+    assert isinstance(shape, ModelShape)
+    return shape
+
+
+@pytest.mark.parametrize("spec", ["single", "tp=4", "tp=4,ep=32", "replicas=3,fsdp=5,sp=7", "ep=128,sp=8,tp=4"])
+def test_what_is_possible_passes(spec: str) -> None:
+    check_layout(ParallelSpec.parse(spec), model(MOE), num_devices=100_000, max_context_length=40960, dtype="bfloat16")
+
+
+def test_what_needs_nothing_of_a_model_passes_for_any() -> None:
+    other = model_of("M", DENSE | {"model_type": "gemma"})
+    check_layout(ParallelSpec.parse("replicas=4"), other)
+    check_layout(ParallelSpec(), model_of("M", DENSE | {"hidden_act": "gelu"}))
+
+
+def test_valid_choices_are_those_that_pass() -> None:
+    shape = model(MOE)
+    for tp in range(1, 40):
+        passes = passes_check(ParallelSpec(tp=tp), shape)
+        assert passes == (tp in valid_tp(shape))
+    for ep in range(1, 140):
+        passes = passes_check(ParallelSpec(ep=ep), shape)
+        assert passes == (ep in valid_ep(shape))
+
+
+def passes_check(spec: ParallelSpec, shape: ModelShape) -> bool:
+    try:
+        check_layout(spec, shape)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("spec", "by_heads"), [("sp=2", True), ("sp=8,tp=4", True), ("sp=16,tp=4", False), ("sp=3", False), ("sp=32", True)]
+)
+def test_attention_is_by_heads_where_they_can_be_shared_out(spec: str, by_heads: bool) -> None:
+    assert is_ulysses(ParallelSpec.parse(spec), model(MOE)) == by_heads
+
+
+def test_devices_are_those_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:
+    for visible, number in (("0,3", 2), ("", None), ("-1", None), ("GPU-a", 1)):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert cuda_devices() == number

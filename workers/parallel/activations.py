@@ -1,0 +1,131 @@
+"""Activations: what a pass over a micro-batch needs on a rank of a layout.
+
+Mirrors what trunk.py, fused.py, attention.py, head.py, lora/linear.py, and transformers' experts keep for the way back;
+tests compare it with passes. Imports no torch.
+"""
+
+from dataclasses import dataclass
+
+from .checks import is_ulysses
+from .load import Load
+from .parameters import OwnFeatures
+from .shape import Experts, ModelShape
+from .spec import ParallelSpec
+
+_FLOAT32 = 4
+_INT64 = 8
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Of a pass over a micro-batch. kept: for the way back. working: what the way back through the last layer takes.
+    head: the logits of a chunk; they are gone when the way back begins."""
+
+    kept: int
+    working: int
+    head: int
+
+    @property
+    def total(self) -> int:
+        return self.kept + max(self.working, self.head)
+
+
+def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activations:
+    """Of the largest micro-batch."""
+    tokens = -(-load.tokens // spec.sp)
+    of_pass = _Pass(shape, spec, load)
+    return Activations(
+        kept=int(tokens * of_pass.kept()),
+        working=int(tokens * of_pass.working()) + _window_mask(shape, load),
+        head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
+    )
+
+
+class _Pass:
+    """Bytes by the tokens of a rank along sp."""
+
+    def __init__(self, shape: ModelShape, spec: ParallelSpec, load: Load) -> None:
+        self._shape, self._spec, self._load = shape, spec, load
+        self._own = OwnFeatures.of(shape, spec)
+        self._number = load.number_bytes
+        self._stream_parts = spec.tp if load.tp_activations == "sharded" else 1
+        # A state of the residual stream, and the inverse of its norm.
+        self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
+
+    def kept(self) -> float:
+        """For the way back.
+
+        The first sum of the residual stream is the embedding, which nothing needs again; the last norm keeps one more,
+        and its result. Behind them: cosines and sines, tokens, positions.
+        """
+        shape = self._shape
+        rotation = _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
+        of_layers = shape.num_layers * self._kept_by_attention() + shape.num_dense_layers * self._kept_by_dense()
+        if shape.experts:
+            of_layers += len(shape.experts.layers) * self._kept_by_experts(shape.experts)
+        return of_layers + self._stream + rotation
+
+    def working(self) -> float:
+        """Beside what is kept: the way back through the last norm, or then through what is before it."""
+        return self._stream + max(self._norm_way_back(), self._last_layer_way_back())
+
+    def head(self) -> float:
+        """The gradient by the last hidden states of the rows that a rank scores."""
+        return self._number * self._shape.hidden / self._spec.tp
+
+    def _kept_by_attention(self) -> float:
+        own, is_split = self._own, self._spec.sp > 1 and is_ulysses(self._spec, self._shape)
+        repeated = max(1.0, self._spec.sp / own.kv_heads) if is_split else 1.0
+        queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
+        norms = 0
+        if self._shape.family.norms_heads:
+            queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
+            norms = _FLOAT32 * (own.heads + own.kv_heads)
+        if is_split:
+            queries += own.queries  # what attention gives, once more by tokens
+        sums = _FLOAT32 * own.heads  # of the scores' exponentials
+        return self._stream + self._inputs(4) + self._number * (queries + keys) + norms + sums
+
+    def _kept_by_dense(self) -> float:
+        """Gate, up, the gate's activation and the product with it."""
+        return self._stream + self._inputs(3) + self._number * 4 * self._own.features
+
+    def _kept_by_experts(self, experts: Experts) -> float:
+        """Of each expert that a token takes: gate and up, the gate's activation, and the result before its weight."""
+        of_each = self._number * (3 * self._own.expert_features + self._shape.hidden) + 4 * _INT64
+        return self._stream + experts.per_token * of_each + _FLOAT32 * experts.num
+
+    def _inputs(self, num_linears: int) -> float:
+        """Of linear layers that adapters adapt, and what their first matrices make of it."""
+        return self._number * (self._shape.hidden + num_linears * self._load.lora_rank)
+
+    def _norm_way_back(self) -> float:
+        """In float32: the gradient, a product with it and, of another dtype, the state."""
+        states = 2 if self._load.dtype == "float32" else 3
+        return _FLOAT32 * states * self._shape.hidden / self._stream_parts
+
+    def _last_layer_way_back(self) -> float:
+        """What the norm has kept is gone; its gradient is gathered, and next comes that of the features."""
+        shape, experts = self._shape, self._shape.experts
+        gathered = shape.hidden * self._number if self._stream_parts > 1 else 0
+        if experts and shape.num_layers - 1 in experts.layers:
+            return gathered + 3 * self._number * experts.per_token * shape.hidden
+        # On some processors the sum of two products is not made where the first one lies.
+        products = 2 if self._load.dtype == "float32" else 1
+        return gathered + products * self._number * self._own.features
+
+
+def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+    """Of a chunk: log-probabilities, a copy of the rows that have a gradient, and where the base is not in float32 that
+    gradient and, before, logits in its dtype and as they are cast."""
+    rows = min(load.head_chunk_tokens, -(-load.tokens // (spec.sp * spec.tp)))
+    numbers = rows * shape.vocab
+    casting = 0 if load.dtype == "float32" else load.number_bytes + _FLOAT32
+    return numbers * (2 * _FLOAT32 + casting)
+
+
+def _window_mask(shape: ModelShape, load: Load) -> int:
+    """Of the longest sequence; kernels of 16 bit numbers on CUDA need none."""
+    if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
+        return 0
+    return load.longest**2 * (_INT64 + _FLOAT32 + 2)

@@ -1,0 +1,129 @@
+"""Choice: the smallest layout that fits a device, and what would make one fit that does not. Imports no torch."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+
+from .checks import divisors, is_ulysses, valid_ep, valid_tp
+from .estimate import Memory, estimate
+from .load import Load
+from .shape import ModelShape
+from .spec import ParallelSpec
+
+# Ranks along tp meet several times in each layer: they are those of one node.
+DEVICES_PER_NODE = 8
+
+# Of a device's memory, for CUDA and its libraries, buffers of exchanges, and gaps between tensors: a guess.
+_RESERVE = 0.08
+
+_MOST_RANKS = 1024
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout and what each of its ranks needs. smaller: the best one that has fewer ranks and does not fit."""
+
+    spec: ParallelSpec
+    memory: Memory
+    smaller: "Choice | None" = None
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """What a rank may take of its device."""
+    return int(device_bytes * (1 - _RESERVE))
+
+
+def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_devices: int | None = None) -> Choice | None:
+    """Of the layouts with fewest ranks that fit, the one that exchanges least: tp within a node comes before ep, that
+    before sp, and fsdp, which gathers all weights for every micro-batch, last. None where none fits."""
+    best: Choice | None = None
+    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
+        choices = [Choice(spec, estimate(shape, spec, load), best) for spec in _layouts(shape, num_ranks)]
+        fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
+        if fitting:
+            return min(fitting, key=lambda choice: _preference(choice.spec, shape))
+        best = min([*choices, *([best] if best else [])], key=lambda choice: choice.memory.total)
+        best = replace(best, smaller=None)
+    return None
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that alone makes a layout fit. load, spec: with the change."""
+
+    words: str
+    spec: ParallelSpec
+    load: Load
+
+
+def remedies(
+    shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None = None
+) -> list[Remedy]:
+    """Each of them is enough. Where no change alone is, each comes with a single adapter slot."""
+    found = list(_single_changes(shape, spec, load, device_bytes, num_devices))
+    if found or load.adapter_slots == 1:
+        return found
+    load = replace(load, adapter_slots=1)
+    found = _single_changes(shape, spec, load, device_bytes, num_devices)
+    return [replace(remedy, words=f"--adapter-slots 1 {remedy.words}") for remedy in found]
+
+
+def _single_changes(
+    shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None
+) -> Iterator[Remedy]:
+    def largest(limit: int, changed: Callable[[int], Load]) -> Load | None:
+        most = _most(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
+        return changed(most) if most else None
+
+    if fewer := largest(load.adapter_slots - 1, lambda number: replace(load, adapter_slots=number)):
+        yield Remedy(f"--adapter-slots {fewer.adapter_slots}", spec, fewer)
+    if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
+        yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
+    if shorter := largest(load.tokens // 256, lambda number: load.shorter(256 * number)):
+        words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
+        yield Remedy(words, spec, shorter)
+    if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
+        yield Remedy("--train-only, with samplers elsewhere", spec, only)
+    if choice := smallest_layout(shape, load, device_bytes, num_devices):
+        yield Remedy(f"--parallel {choice.spec}", choice.spec, load)
+
+
+def _fits(shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int) -> bool:
+    return estimate(shape, spec, load).total <= usable_bytes(device_bytes)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to limit that fits, by halving; 0 where none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _numbers_of_ranks(most: int) -> Iterator[int]:
+    """Powers of two, and at last all devices."""
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    yield most
+
+
+def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
+    for tp in valid_tp(shape):
+        if tp > DEVICES_PER_NODE or num_ranks % tp:
+            continue
+        for ep in valid_ep(shape):
+            if num_ranks // tp % ep:
+                continue
+            rest = num_ranks // tp // ep
+            for sp in divisors(rest):
+                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+
+
+def _preference(spec: ParallelSpec, shape: ModelShape) -> tuple[int, ...]:
+    """Less is better."""
+    return spec.fsdp, int(not is_ulysses(spec, shape)), spec.sp, spec.ep

@@ -1,0 +1,39 @@
+"""Load: what a rank does with its part of a base model. Imports no torch."""
+
+from dataclasses import dataclass, replace
+
+from ..config import WorkerConfig
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank does with the base model, as the worker's knobs of these names say.
+
+    dtype: of the base. longest: tokens of the longest sequence, which runs alone where it is longer than a micro-batch.
+    lora_rank: of all adapters, which adapt what can be adapted of the trunk. samples: whether the rank does, too.
+    """
+
+    longest: int
+    dtype: str = "bfloat16"
+    micro_batch_tokens: int = WorkerConfig.micro_batch_tokens
+    head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
+    lora_rank: int = 32  # that of the SDK
+    adapter_slots: int = WorkerConfig.adapter_slots
+    kv_cache_bytes: int = WorkerConfig.kv_cache_bytes
+    tp_activations: str = WorkerConfig.tp_activations
+    samples: bool = True
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest micro-batch."""
+        return max(self.micro_batch_tokens, self.longest)
+
+    @property
+    def number_bytes(self) -> int:
+        return BYTES_PER_NUMBER[self.dtype]
+
+    def shorter(self, tokens: int) -> "Load":
+        """With at most so many tokens in a micro-batch."""
+        return replace(self, longest=min(self.longest, tokens), micro_batch_tokens=min(self.micro_batch_tokens, tokens))

@@ -1,0 +1,154 @@
+"""Parameters: those of a base model and of its adapters, and what of them a rank of a layout has.
+
+Mirrors what tensor.py and fsdp.py share out; tests compare it with them, and with models. Imports no torch.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+from .shape import ModelShape
+from .spec import ParallelSpec
+
+# The matrices of an adapter start at multiples of so many numbers.
+_ALIGNMENT = 16
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """Parameters of one shape. pattern: of their names, * for the number of a layer. count: how many they are.
+
+    own_shape: of the part that a rank computes with. fsdp: it keeps one of so many parts of that, and gathers the rest.
+    """
+
+    pattern: str
+    shape: tuple[int, ...]
+    own_shape: tuple[int, ...]
+    count: int = 1
+    fsdp: int = 1
+
+    @property
+    def size(self) -> int:
+        """Numbers, of all of them on all ranks."""
+        return self.count * prod(self.shape)
+
+    @property
+    def kept(self) -> int:
+        """Numbers that a rank keeps."""
+        return self.count * prod(self.own_shape) // self.fsdp
+
+
+def parameters(shape: ModelShape, spec: ParallelSpec) -> list[Parameters]:
+    """All of them, in the model's order; a tied head is its embedding."""
+    last = [Parameters("model.norm.weight", (shape.hidden,), (shape.hidden,))]
+    if not shape.tied:
+        last.append(_whole("lm_head.weight", shape.vocab, shape.hidden))
+    return [_whole("model.embed_tokens.weight", shape.vocab, shape.hidden), *_layer_parameters(shape, spec), *last]
+
+
+def num_parameters(shape: ModelShape) -> int:
+    return sum(each.size for each in parameters(shape, ParallelSpec()))
+
+
+def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+    yield from _attention_parameters(shape, spec)
+    if shape.num_dense_layers:
+        yield from _dense_parameters(shape, spec)
+    if shape.experts:
+        yield from _expert_parameters(shape, spec)
+    for norm in ("input_layernorm", "post_attention_layernorm"):
+        yield _whole(f"model.layers.*.{norm}.weight", shape.hidden, count=shape.num_layers)
+
+
+def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+    hidden, attention = shape.hidden, "model.layers.*.self_attn"
+    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+        yield _split(f"{attention}.{name}.weight", (size, hidden), 0, spec, shape.num_layers)
+        if shape.attention_bias:
+            yield _split(f"{attention}.{name}.bias", (size,), 0, spec, shape.num_layers)
+    yield _split(f"{attention}.o_proj.weight", (hidden, queries), 1, spec, shape.num_layers)
+    if shape.output_bias:
+        yield _whole(f"{attention}.o_proj.bias", hidden, count=shape.num_layers)
+    if shape.family.norms_heads:
+        for name in ("q_norm", "k_norm"):
+            yield _whole(f"{attention}.{name}.weight", shape.head_dim, count=shape.num_layers)
+
+
+def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+    hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
+    for name in ("gate_proj", "up_proj"):
+        yield _split(f"model.layers.*.mlp.{name}.weight", (features, hidden), 0, spec, count)
+        if shape.mlp_bias:
+            yield _split(f"model.layers.*.mlp.{name}.bias", (features,), 0, spec, count)
+    yield _split("model.layers.*.mlp.down_proj.weight", (hidden, features), 1, spec, count)
+    if shape.mlp_bias:
+        yield _whole("model.layers.*.mlp.down_proj.bias", hidden, count=count)
+
+
+def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
+    experts = shape.experts
+    assert experts is not None
+    num, features, count = experts.num, experts.intermediate, len(experts.layers)
+    yield _whole("model.layers.*.mlp.gate.weight", num, shape.hidden, count=count)
+    for name, whole, dim in (
+        ("gate_up_proj", (num, 2 * features, shape.hidden), 1),
+        ("down_proj", (num, shape.hidden, features), 2),
+    ):
+        yield _split(f"model.layers.*.mlp.experts.{name}", whole, dim, spec, count, num_ep=spec.ep)
+
+
+def _whole(pattern: str, *shape: int, count: int = 1) -> Parameters:
+    return Parameters(pattern, shape, shape, count)
+
+
+def _split(
+    pattern: str, shape: tuple[int, ...], dim: int, spec: ParallelSpec, count: int, num_ep: int = 1
+) -> Parameters:
+    """tp has parts of dimension dim, ep of the first; what fsdp cannot divide is whole on all its ranks."""
+    parts = [1] * len(shape)
+    parts[dim] *= spec.tp
+    parts[0] *= num_ep
+    own = tuple(size // num for size, num in zip(shape, parts, strict=True))
+    is_sharded = own[0] % spec.fsdp == 0
+    return Parameters(pattern, shape, own, count, fsdp=spec.fsdp if is_sharded else 1)
+
+
+def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
+    """Numbers of one of the vectors of an adapter: the parts of its matrices that a rank has."""
+    matrices = (features for linear in _linears(shape, spec) for features in linear)
+    return sum(-(-lora_rank * features // _ALIGNMENT) * _ALIGNMENT for features in matrices)
+
+
+def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
+    """Inputs and outputs on a rank of each linear layer of the trunk."""
+    own = OwnFeatures.of(shape, spec)
+    for _ in range(shape.num_layers):
+        yield from ((shape.hidden, own.queries), (shape.hidden, own.keys), (shape.hidden, own.keys))
+        yield own.queries, shape.hidden
+    for _ in range(shape.num_dense_layers):
+        yield from ((shape.hidden, own.features), (shape.hidden, own.features), (own.features, shape.hidden))
+
+
+@dataclass(frozen=True)
+class OwnFeatures:
+    """Features of a token on a rank along tp. queries, keys: of all heads together."""
+
+    heads: int
+    kv_heads: int
+    queries: int
+    keys: int
+    features: int
+    expert_features: int
+
+    @staticmethod
+    def of(shape: ModelShape, spec: ParallelSpec) -> "OwnFeatures":
+        heads, kv_heads = shape.heads // spec.tp, shape.kv_heads // spec.tp
+        return OwnFeatures(
+            heads,
+            kv_heads,
+            heads * shape.head_dim,
+            kv_heads * shape.head_dim,
+            shape.intermediate // spec.tp,
+            shape.experts.intermediate // spec.tp if shape.experts else 0,
+        )

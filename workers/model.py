@@ -78,8 +78,6 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
-        if mesh.spec.ep > 1:
-            raise ValueError(f"{mesh.spec}: expert parallelism is not offered yet; fsdp and tp share out experts too")
         if self._fused is None and mesh.is_coupled:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
@@ -180,7 +178,7 @@ class BaseModel:
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
         if self._fused is None:
             return self.hidden_states(tokens, positions, shared)
-        return self._fused.hidden_states(tokens, positions, shared, share.own_of_tokens)
+        return self._fused.hidden_states(tokens, positions, shared, share.own_of_tokens, are_alike=False)
 
     def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .attention import AttentionKind, CachedPacking, Packing, attend
+from .experts import RoutedExperts
 from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
 from .parallel.collectives import Stream
 from .parallel.fsdp import ShardedLayers
@@ -38,7 +39,7 @@ class FusedTrunk:
         self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
         self._sharded = ShardedLayers([])
         self._embedding = trunk.embed_tokens
-        self._layers = [_Layer(layer, family) for layer in trunk.layers]
+        self._layers = [_Layer(layer, family, mesh) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm)
         rotary = trunk.rotary_emb
         self._rotary = RotaryTable(rotary.inv_freq, rotary.attention_scaling)
@@ -62,14 +63,19 @@ class FusedTrunk:
         return self._sharded.held()
 
     def hidden_states(
-        self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking, own: slice | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: Packing | CachedPacking,
+        own: slice | None = None,
+        are_alike: bool = True,
     ) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
 
         own: this rank's tokens, where the tensor-parallel ones share out what lies between the layers' linear parts;
-        returns the hidden states of these alone.
+        returns the hidden states of these alone. are_alike: whether expert-parallel ranks all run the same tokens.
         """
-        stream = Stream(self._team, sharded=own is not None)
+        stream = Stream(self._team, own is not None, are_alike)
         hidden, update = self._embedding(tokens if own is None else tokens[own]), None
         if self._is_coupled and torch.is_grad_enabled():
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
@@ -82,7 +88,7 @@ class FusedTrunk:
 
 
 class _Layer:
-    def __init__(self, layer: Any, family: str) -> None:
+    def __init__(self, layer: Any, family: str, mesh: Mesh) -> None:
         attention = layer.self_attn
         self._attention, self._mlp = attention, layer.mlp
         self._head_dim = attention.head_dim
@@ -92,6 +98,7 @@ class _Layer:
         self._query_norm = _rms_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
         self._key_norm = _rms_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self._is_dense = _is(layer.mlp, family, "MLP")
+        self._experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
         self._merged_qkv: Any = None
         self._merged_gate_up: Any = None
         self._merged_norm: RmsNorm | None = None
@@ -118,7 +125,7 @@ class _Layer:
         hidden, x = _add_norm(hidden, update, self._input_norm)
         update = stream.leave(self._attend(stream.enter(x), rotation, packing))
         hidden, x = add_rms_norm(hidden, update, self._mlp_norm)
-        return hidden, stream.leave(self._feed_forward(stream.enter(x)))
+        return hidden, stream.leave(self._feed_forward(stream.enter(x), stream))
 
     def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
@@ -139,10 +146,10 @@ class _Layer:
         rotated = rotate_heads(heads[:, : queries + keys], rotation, self._merged_norm)
         return *rotated.split((queries, keys), dim=1), heads[:, -values:]
 
-    def _feed_forward(self, x: Tensor) -> Tensor:
+    def _feed_forward(self, x: Tensor, stream: Stream) -> Tensor:
         mlp = self._mlp
-        if not self._is_dense:
-            return mlp(x.unsqueeze(0)).squeeze(0)
+        if self._experts is not None:
+            return self._experts.forward(x, stream.are_alike)
         if self._merges(self._merged_gate_up, x):
             gate, up = self._merged_gate_up(x).split(self._merged_gate_up.out_features, dim=-1)
         else:

@@ -44,11 +44,13 @@ def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: li
 class Stream:
     """How the residual stream, between the layers' linear parts, lies on the ranks of a tensor-parallel team.
 
-    sharded: each rank has its tokens of it, which it gathers for the linear layers; else each has all.
+    sharded: each rank has its tokens of it, which it gathers for the linear layers; else each has all. are_alike:
+    whether the ranks of an expert-parallel team have the same tokens.
     """
 
     team: Team
-    sharded: bool = False
+    sharded: bool
+    are_alike: bool
 
     def enter(self, x: Tensor) -> Tensor:
         """From the stream to column layers, which want all tokens."""

@@ -21,10 +21,14 @@ from .split import Split
 
 @dataclass(frozen=True)
 class Placement:
-    """A dimension of a parameter is shared out; num_sections: equal parts of it, each by itself (see Split)."""
+    """A dimension of a parameter is shared out along tp. num_sections: equal parts of it, each by itself (see Split).
+
+    of_experts: its rows, one for each expert, are shared out along ep.
+    """
 
     dim: int
     num_sections: int = 1
+    of_experts: bool = False
 
 
 # By name below the trunk. What is not named, every rank has.
@@ -35,8 +39,8 @@ TENSOR_PLAN: Mapping[str, Placement] = {
     "layers.*.mlp.gate_proj.weight": Placement(0),
     "layers.*.mlp.up_proj.weight": Placement(0),
     "layers.*.mlp.down_proj.weight": Placement(1),
-    "layers.*.mlp.experts.gate_up_proj": Placement(1, 2),
-    "layers.*.mlp.experts.down_proj": Placement(2),
+    "layers.*.mlp.experts.gate_up_proj": Placement(1, 2, of_experts=True),
+    "layers.*.mlp.experts.down_proj": Placement(2, of_experts=True),
 }
 
 
@@ -55,7 +59,7 @@ class Placed:
     @contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
         """Inside, `from_pretrained` with these arguments reads the parts alone."""
-        if self._mesh.along("fsdp", "tp").size == 1:
+        if self._mesh.along("fsdp", "ep", "tp").size == 1:
             yield {}
             return
         hooks: Any = PreTrainedModel
@@ -95,14 +99,17 @@ class Placed:
 
     def _marked(self, name: str, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
         tensor, sharded = self._mesh.along("tp"), self._mesh.along("fsdp")
+        experts = self._mesh.along("ep" if placement.of_experts else "")
         axes, shards = [], []
-        rows = parameter.shape[0] // (tensor.size if placement.dim == 0 else 1)
-        if sharded.size > 1 and rows % sharded.size == 0:
+        num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)
+        if sharded.size > 1 and parameter.shape[0] % (num_parts * sharded.size) == 0:
             self.sharded.append(name)
             axes.append("fsdp")
-            # Of the rows that this rank has along tp.
-            first = placement.dim == 0 and tensor.size > 1
-            shards.append(_StridedShard(0, split_factor=tensor.size) if first else Shard(0))
+            # Of the rows that this rank has along the other axes.
+            shards.append(_StridedShard(0, split_factor=num_parts) if num_parts > 1 else Shard(0))
+        if experts.size > 1:
+            axes.append("ep")
+            shards.append(Shard(0))
         if tensor.size > 1:
             dim, sections = placement.dim, placement.num_sections
             size = parameter.shape[dim]

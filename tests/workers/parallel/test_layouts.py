@@ -1,7 +1,9 @@
 """Under every layout a model trains and samples as on one rank."""
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -11,39 +13,48 @@ from trainhouse.workers.verbs import Failure, Step
 
 from .training import ADAM, Layout, Numbers, greedy, layout, next_losses, supervised, train
 
-# Spec and other knobs. The first ones are the core; all of them are for test-full.
-LAYOUTS = [
-    ("replicas=2", {}),
-    ("tp=2", {}),
-    ("sp=2", {}),
-    ("fsdp=2", {}),
-    *(
-        pytest.param((spec, knobs), marks=pytest.mark.full)
-        for spec, knobs in (
-            ("tp=2", {"tp_activations": "whole"}),
-            ("sp=2,tp=2", {}),
-            ("replicas=2,tp=2", {}),
-            ("fsdp=2,tp=2", {}),
-            ("replicas=2,fsdp=2", {}),
-            ("fsdp=2,sp=2", {}),
-        )
-    ),
-]
+
+@dataclass(frozen=True)
+class Case:
+    spec: str
+    kind: str = "qwen3"
+    tp_activations: Literal["sharded", "whole"] = "sharded"
+
+    def __str__(self) -> str:
+        return f"{self.spec}-{self.kind}" + ("-whole" if self.tp_activations == "whole" else "")
+
+
+CORE = (Case("replicas=2"), Case("tp=2"), Case("sp=2"), Case("fsdp=2"), Case("ep=2", "qwen3_moe"))
+MORE = (
+    Case("tp=2", tp_activations="whole"),
+    *map(Case, ("sp=2,tp=2", "replicas=2,tp=2", "fsdp=2,tp=2", "replicas=2,fsdp=2", "fsdp=2,sp=2", "sp=4")),
+    *(Case("tp=2", kind) for kind in ("llama", "qwen2", "qwen3_tied", "qwen3_moe")),
+    *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "qwen3_moe")),
+    *(Case(spec, "qwen3_moe") for spec in ("fsdp=2,ep=2", "ep=2,tp=2", "ep=2,sp=2", "ep=4")),
+)
+CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
 
 
 @pytest.fixture(scope="module")
-def alone(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
+def alone(
+    case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[Layout, Numbers]]:
     """One rank, and what it told."""
-    with layout(tiny_models["qwen3"], SINGLE, tmp_path_factory.mktemp("alone")) as where:
+    with layout(tiny_models[case.kind], SINGLE, tmp_path_factory.mktemp("alone")) as where:
         yield where, train(where)
 
 
-@pytest.fixture(scope="module", params=LAYOUTS, ids=lambda params: "-".join([params[0], *params[1].values()]))
+@pytest.fixture(scope="module")
 def many(
-    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+    case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[tuple[Layout, Numbers]]:
-    spec, knobs = request.param
-    with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path_factory.mktemp("many"), **knobs) as where:
+    spec, knobs = ParallelSpec.parse(case.spec), {"tp_activations": case.tp_activations}
+    with layout(tiny_models[case.kind], spec, tmp_path_factory.mktemp("many"), **knobs) as where:
         yield where, train(where)
 
 
@@ -140,6 +151,8 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
     of_pass = {kind: (passed[kind] - before.get(kind, 0)) / 2 for kind in passed if passed[kind] > before.get(kind, 0)}
     of_step = {kind: stepped[kind] - passed.get(kind, 0) for kind in stepped if stepped[kind] > passed.get(kind, 0)}
     wanted = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), 0)
+    if spec.ep > 1:
+        wanted["all_to_all"] += (1 + 2 * 2) * layers  # how many tokens come; they, and what comes of them
     if spec.fsdp > 1:
         wanted["all_gather"] += 2 * layers  # before each layer, forward and backward
     if spec.sp > 1:

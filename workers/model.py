@@ -176,14 +176,22 @@ class BaseModel:
         # Once it is filled up, on tensor-parallel ranks too.
         shared = packing if share.is_all else SharedPacking.of(packing, share, team)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
-        if self._fused is None:
-            return self.hidden_states(tokens, positions, shared)
-        return self._fused.hidden_states(tokens, positions, shared, share.own_of_tokens, are_alike=False)
+        return self.hidden_states(tokens, positions, shared, share.own_of_tokens, are_alike=False)
 
-    def hidden_states(self, tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
-        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden]."""
+    def hidden_states(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: Packing | CachedPacking,
+        own: slice | None = None,
+        are_alike: bool = True,
+    ) -> Tensor:
+        """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
+
+        own, are_alike: see FusedTrunk.hidden_states.
+        """
         if self._fused is not None:
-            return self._fused.hidden_states(tokens, positions, packing)
+            return self._fused.hidden_states(tokens, positions, packing, own, are_alike)
         output = self.trunk(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
         )

@@ -163,12 +163,13 @@ class _Layer:
         return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
 
-def fused_trunk(trunk: nn.Module, mesh: Mesh) -> FusedTrunk | None:
-    """None for a model that this file does not know through and through. mesh: of the ranks that have it together."""
+def fused_trunk(trunk: nn.Module, mesh: Mesh | None = None) -> FusedTrunk | None:
+    """None for a model that this file does not know through and through. mesh: of the ranks that have it together, None
+    = there is one."""
     family = type(trunk).__name__.removesuffix("Model")
     if family not in _FAMILIES or not _recognised(trunk, family):
         return None
-    return FusedTrunk(trunk, family, mesh)
+    return FusedTrunk(trunk, family, mesh or Mesh())
 
 
 def _recognised(trunk: Any, family: str) -> bool:

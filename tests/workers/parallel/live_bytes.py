@@ -9,22 +9,26 @@ from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of tensors made inside. peak: the most since the last `reset`. What kernels take for themselves is not seen."""
+    """Of tensors made inside, not of views of others. peak: the most. What kernels take for themselves is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
         self.peak = 0
-        self._alive: dict[int, tuple[StorageWeakRef, int]] = {}
+        # By address, which a later storage may have again: bytes, 0 of what was there before.
+        self._seen: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self._take((args, kwargs), are_new=False)
         results = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(results):
-            if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage), storage.nbytes()
-        self.peak = max(self.peak, self.now())
+        self._take(results, are_new=True)
+        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
+        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._seen.values()))
         return results
 
-    def now(self) -> int:
-        self._alive = {key: entry for key, entry in self._alive.items() if not entry[0].expired()}
-        return sum(num_bytes for _, num_bytes in self._alive.values())
+    def _take(self, values: Any, are_new: bool) -> None:
+        for tensor in tree_leaves(values):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                known = self._seen.get(storage._cdata)
+                if known is None or known[0].expired():
+                    self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if are_new else 0

@@ -401,9 +401,9 @@ def test_for_want_of_memory_a_pass_is_split_and_what_fits_in_smaller_pieces_is_d
     ]
     hidden_states, sizes = house.worker._base.hidden_states, []
 
-    def recorded(tokens: Tensor, *others: Any) -> Tensor:
+    def recorded(tokens: Tensor, *others: Any, **options: Any) -> Tensor:
         sizes.append(len(tokens))
-        return hidden_states(tokens, *others)
+        return hidden_states(tokens, *others, **options)
 
     monkeypatch.setattr(house.worker._base, "hidden_states", recorded)
     with pytest.MonkeyPatch.context() as patch:

@@ -256,9 +256,9 @@ def test_nothing_of_a_micro_batch_is_left_when_the_next_begins(forward_only: boo
     """So a pass needs the memory of its largest micro-batch, however many there are."""
     hidden_states, made, alive = bench.base.hidden_states, [], []
 
-    def recorded(*arguments: Any) -> Tensor:
+    def recorded(*arguments: Any, **options: Any) -> Tensor:
         alive.append(sum(each() is not None for each in made))
-        hidden = hidden_states(*arguments)
+        hidden = hidden_states(*arguments, **options)
         made.append(weakref.ref(hidden))
         return hidden
 

@@ -48,7 +48,7 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
             return Qwen3Config(**(of_qwen3 | {"tie_word_embeddings": True}))
         case "qwen3_moe":
             experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-            return Qwen3MoeConfig(**experts, **of_qwen3)
+            return Qwen3MoeConfig(**(experts | of_qwen3))
         case _:
             raise ValueError(f"unknown kind {kind!r}: one of {KINDS}")
 

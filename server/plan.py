@@ -270,7 +270,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     of_pass += f"logits {_gigabytes(activations.head)}"
     yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", _gigabytes(activations.total), of_pass
     if memory.gathered:
-        yield "a layer gathered along fsdp", _gigabytes(memory.gathered), "twice, as it arrives"
+        yield "a layer gathered along fsdp", _gigabytes(memory.gathered), "twice while it arrives"
     if memory.sampling:
         yield "all layers gathered to sample", _gigabytes(memory.sampling), "when no pass runs"
     if memory.step:

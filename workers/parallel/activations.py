@@ -1,7 +1,7 @@
 """Activations: what a pass over a micro-batch needs on a rank of a layout.
 
-Mirrors what trunk.py, fused.py, attention.py, head.py, lora/linear.py, and transformers' experts keep for the way back;
-tests compare it with passes. Imports no torch.
+Mirrors what trunk.py, fused.py, attention.py, experts.py, head.py and lora/linear.py keep for the way back; tests
+compare it with passes. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -18,8 +18,8 @@ _INT64 = 8
 
 @dataclass(frozen=True)
 class Activations:
-    """Of a pass over a micro-batch. kept: for the way back. working: what the way back through the last layer takes.
-    head: the logits of a chunk; they are gone when the way back begins."""
+    """Of a pass over a micro-batch. kept: for the way back. working, head: what the last layer takes, and the logits of
+    a chunk; they are not there at once."""
 
     kept: int
     working: int
@@ -66,8 +66,8 @@ class _Pass:
         return of_layers + self._stream + rotation
 
     def working(self) -> float:
-        """Beside what is kept: the way back through the last norm, or then through what is before it."""
-        return self._stream + max(self._norm_way_back(), self._last_layer_way_back())
+        """Beside what is kept: the last experts at work, or the way back through the last norm and what it follows."""
+        return max(self._experts_at_work(), self._stream + max(self._norm_way_back(), self._features_way_back()))
 
     def head(self) -> float:
         """The gradient by the last hidden states of the rows that a rank scores."""
@@ -104,15 +104,23 @@ class _Pass:
         states = 2 if self._load.dtype == "float32" else 3
         return _FLOAT32 * states * self._shape.hidden / self._stream_parts
 
-    def _last_layer_way_back(self) -> float:
+    def _features_way_back(self) -> float:
         """What the norm has kept is gone; its gradient is gathered, and next comes that of the features."""
-        shape, experts = self._shape, self._shape.experts
-        gathered = shape.hidden * self._number if self._stream_parts > 1 else 0
-        if experts and shape.num_layers - 1 in experts.layers:
-            return gathered + 3 * self._number * experts.per_token * shape.hidden
+        gathered = self._shape.hidden * self._number if self._stream_parts > 1 else 0
         # On some processors the sum of two products is not made where the first one lies.
         products = 2 if self._load.dtype == "float32" else 1
-        return gathered + products * self._number * self._own.features
+        return gathered + products * self._number * (self._own.features if self._shape.num_dense_layers else 0)
+
+    def _experts_at_work(self) -> float:
+        """What they are given, what they give, and that by its weight; of others' tokens, too, where these are sent.
+
+        How many come to a rank is as if experts were chosen equally often.
+        """
+        experts = self._shape.experts
+        if experts is None:
+            return 0.0
+        pairs = experts.per_token * (2 if self._spec.ep == 1 else 4)
+        return self._number * (pairs + 2) * self._shape.hidden + self._stream
 
 
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:

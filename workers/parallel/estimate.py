@@ -11,9 +11,6 @@ from .spec import ParallelSpec
 
 _FLOAT32 = 4
 
-# Gathered weights arrive in one piece, and are copied from there.
-_COPIES_OF_GATHERED = 2
-
 
 @dataclass(frozen=True)
 class AdapterBytes:
@@ -34,8 +31,8 @@ class AdapterBytes:
 class Memory:
     """Bytes on each rank: of what stays, and of the work that comes in turns.
 
-    training: of a pass, with the layer that is gathered for use. sampling: all layers, gathered. step: the exchange of
-    gradients.
+    gathered: a layer whose weights other ranks have parts of; they arrive in one piece, and are copied from there.
+    sampling: all such layers. step: the exchange of gradients.
     """
 
     base: int
@@ -49,7 +46,8 @@ class Memory:
     @property
     def work(self) -> int:
         """The most that is needed at a time beside what stays."""
-        return max(self.activations.total + self.gathered, self.sampling, self.step)
+        training = max(self.activations.head, self.activations.working + self.gathered, 2 * self.gathered)
+        return max(self.activations.kept + training, self.sampling, self.step)
 
     @property
     def total(self) -> int:
@@ -65,7 +63,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         adapters=_adapters(adapters, load),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
-        gathered=_COPIES_OF_GATHERED * _gathered(table, one_layer=True) * load.number_bytes,
+        gathered=_gathered(table, one_layer=True) * load.number_bytes,
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
         step=_FLOAT32 * adapters if spec.num_ranks > 1 else 0,
     )

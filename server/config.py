@@ -148,7 +148,7 @@ class ServerConfig:
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec = knob(SINGLE, "ranks of each base model, such as replicas=2,tp=4 (docs/parallel.md)")  # noqa: RUF009
     tp_activations: Literal["sharded", "whole"] = knob(
-        "sharded", "between linear layers a rank along tp has a part of a pass's tokens, or all"
+        "sharded", "what tp ranks have of a pass's tokens between layers"
     )
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)

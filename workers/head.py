@@ -16,6 +16,7 @@ from .lora import LoraPair, Segment
 from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
+from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
 
 
@@ -62,9 +63,14 @@ class Head:
 
     @torch.no_grad()
     def losses(
-        self, hidden: Tensor, segments: Sequence[Segment], objectives: Sequence[Objective], share: TokenShare
+        self,
+        hidden: Tensor,
+        segments: Sequence[Segment],
+        objectives: Sequence[Objective],
+        share: TokenShare | None = None,
     ) -> list[HeadOutput]:
-        """Of hidden [n, hidden], by objective, without gradients."""
+        """Of hidden [n, hidden], by objective, without gradients. share: None = this rank has all rows."""
+        share = share or TokenShare(len(hidden), Mesh())
         targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
         logprobs = share.joined(self._logprobs(hidden, segments, targets, self._room(hidden)))
         return [_evaluated(objective, logprobs) for objective in objectives]
@@ -76,9 +82,10 @@ class Head:
         segments: Sequence[Segment],
         objectives: Sequence[Objective],
         gradient: Tensor,
-        share: TokenShare,
+        share: TokenShare | None = None,
     ) -> list[HeadOutput]:
         """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
+        share = share or TokenShare(len(hidden), Mesh())
         targets, first = share.of_rows(_side_by_side([each.targets for each in objectives])), share.rows.start
         room = self._room(hidden)
         scorings = [_Scoring(objective) for objective in objectives]

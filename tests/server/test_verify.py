@@ -195,7 +195,7 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
 
 def test_there_must_be_a_state_directory(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     found = verify(tmp_path / "none")
-    assert found.status == 1 and "name it with --state-dir" in found.lines[0]
+    assert found.status == 1 and "name the server's directory with --state-dir" in found.lines[0]
     assert not (tmp_path / "none").exists()
 
 

@@ -101,7 +101,7 @@ def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[
 
 def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = start_refusal(capsys, tmp_path, "--host=0.0.0.0")
-    assert "no API key is in force: make one with `trainhouse keys create NAME`" in message
+    assert f"no API key is in force: make one with `trainhouse keys create NAME --state-dir {tmp_path}`" in message
 
 
 def test_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

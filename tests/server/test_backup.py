@@ -107,7 +107,7 @@ async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it
         return lines
 
     counts = await found(left)
-    Backup(left, copy, True).run(str)
+    Backup(left, copy, True).run(print)
     assert await found(copy) == counts == [counts[-1]]
     (weights,) = live.glob("ephemeral/*")
     shutil.rmtree(weights)

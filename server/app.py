@@ -44,7 +44,7 @@ from .sampling import Sampling
 from .services import Services
 from .sessions import Sessions
 from .snapshots import Snapshots
-from .store import open_store
+from .store import Store, open_store
 from .store.outages import OUTAGES, words_of
 from .tokenizer import Tokenizers
 
@@ -80,9 +80,11 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState |
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        app.state.services = _services(config, dispatch, live)
-        async with _running(app.state.services):
-            yield
+        # Closed last, and also where the rest cannot be opened: a standby tries that again and again.
+        with contextlib.closing(open_store(config.store_config())) as store:
+            app.state.services = _services(config, dispatch, store, live)
+            async with _running(app.state.services):
+                yield
 
     app = FastAPI(
         title="trainhouse",
@@ -110,9 +112,8 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState |
     return app
 
 
-def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None) -> Services:
+def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None) -> Services:
     directory, guard = (config.state_dir, lambda: None) if live is None else (live.directory, live.tenure.check)
-    store = open_store(config.store_config())
     store.needed_lease = None if live is None else live.tenure.record
     auth = Auth(store, config.is_loopback)
     sessions = Sessions(store, config.session_expiry_seconds)
@@ -154,7 +155,6 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | 
 async def _running(services: Services) -> AsyncIterator[None]:
     """Opens in the order in which the parts need each other, and closes in the other."""
     async with contextlib.AsyncExitStack() as stack:
-        stack.callback(services.store.close)
         stack.push_async_callback(services.journal.close)
         stack.push_async_callback(services.recordings.close)
         await _warn_of_unknown_tenants(services)

@@ -5,6 +5,7 @@ Which tenant may see what is decided where the thing is looked up: sessions, run
 
 import hmac
 import secrets
+import shlex
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -206,8 +207,15 @@ async def require_keys(config: ServerConfig, store: Store) -> None:
     if not (await store.count_keys()).in_force:
         raise ValueError(
             f"host {config.host} can be reached from other machines and no API key is in force: "
-            "make one with `trainhouse keys create NAME`, or listen on 127.0.0.1"
+            f"make one with `trainhouse keys create NAME {_place_of(config)}`, or listen on 127.0.0.1"
         )
+
+
+def _place_of(config: ServerConfig) -> str:
+    """The flag that leads `trainhouse keys` to the keys of this server. A URL may have a password: it is not shown."""
+    if config.database_url is not None:
+        return "--database-url URL"
+    return f"--state-dir {shlex.quote(str(config.state_dir))}"
 
 
 async def create_key(

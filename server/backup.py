@@ -80,6 +80,8 @@ class Backup:
     def _prepare(self) -> None:
         if not (self.source / _SECRET).is_file():
             raise BackupError(f"{self.source} is no state directory of a server that has run: name it with --state-dir")
+        if self.has_database and not (self.source / DATABASE_NAME).is_file():
+            raise BackupError(f"{self.source} has no {DATABASE_NAME}: name the server's database with --database-url")
         self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.has_database and any(self.target.iterdir()):
             raise BackupError(f"{self.target} is not empty: name a directory that is not there yet")

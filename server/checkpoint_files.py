@@ -298,10 +298,19 @@ def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published
         _remove(mark if mark.parent.name in runs else mark.parent)
     for directory in found:
         if str(directory) in published:
-            (directory / _UNLISTED).unlink(missing_ok=True)
+            _unmark(directory / _UNLISTED)
         elif directory.name.startswith(STAGING) or (directory.parent.parent.name in runs and not _stays(directory)):
             logger.info("removing %s: it was never published, or was deleted", directory)
             _remove(directory)
+
+
+def _unmark(mark: Path) -> None:
+    """Of a checkpoint that has a row again."""
+    try:
+        if mark.exists():  # else nothing is written: the file system may be read-only
+            mark.unlink(missing_ok=True)
+    except OSError as error:
+        logger.error("%s cannot be removed: %s", mark, error)
 
 
 def _stays(unlisted: Path) -> bool:

@@ -15,7 +15,7 @@ from typing import TypeAlias
 from ..schemas.version import VERSION
 from .auth import create_key, list_keys, revoke_key
 from .backup import Backup
-from .claim import StartError
+from .claim import StartError, check_database, check_kind
 from .config import (
     ENVIRONMENT_PREFIX,
     REPEATED,
@@ -32,7 +32,7 @@ from .config import (
 from .logs import configure_logging
 from .plan import main as plan
 from .scopes import SCOPES, parse_scopes
-from .store import Store, open_store
+from .store import DatabaseUnreachable, Store, StoreConfig, open_store
 from .verify import lock_to_verify, verify
 
 FAILED = 1
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return options.run(options)
     except ConfigError as error:
         return _say_error(options.command, error, WRONGLY_USED)
-    except (StartError, ValueError) as error:
+    except (StartError, ValueError, DatabaseUnreachable) as error:
         return _say_error(options.command, error, FAILED)
 
 
@@ -157,6 +157,7 @@ def _serve(options: argparse.Namespace) -> int:
 
     config = load_config(_knob_flags(options), os.environ, _config_file(options))
     configure_logging(config.log_level)
+    check_kind(StoreConfig(config.state_dir, config.database_url))
     serve(config)
     return 0
 
@@ -188,14 +189,21 @@ def _add_keys(commands: _Commands) -> None:
         (verbs.add_parser("list", help="all keys"), _list_keys),
         (revoke, _revoke_key),
     ):
-        _add_place(verb, _with_store(command))
+        _add_place(verb, _with_store(command, makes=verb is create))
 
 
 def _with_store(
-    command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]],
+    command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]], makes: bool
 ) -> Callable[[argparse.Namespace], int]:
+    """makes: the database where there is none."""
+
     def run(options: argparse.Namespace) -> int:
-        store = open_store(store_config_of(_knob_flags(options), os.environ, _config_file(options)))
+        config = _store_config(options)
+        if config.database_url is None:  # else no directory matters
+            check_kind(config)
+        if not makes:
+            check_database(config)
+        store = open_store(config)
         try:
             asyncio.run(command(store, options))
         finally:
@@ -212,7 +220,8 @@ async def _create_key(store: Store, options: argparse.Namespace) -> None:
     print(await create_key(store, options.name, scopes, per_minute))
     print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
     if is_first:
-        print("it is the first: on this state directory made-up tml- keys no longer work", file=sys.stderr)
+        where = "database" if _store_config(options).database_url else "state directory"
+        print(f"it is the first: on this {where} made-up tml- keys no longer work", file=sys.stderr)
 
 
 def _scopes(text: str) -> tuple[str, ...]:
@@ -281,8 +290,13 @@ def _add_place(parser: argparse.ArgumentParser, command: Callable[[argparse.Name
     parser.set_defaults(run=command)
 
 
+def _store_config(options: argparse.Namespace) -> StoreConfig:
+    return store_config_of(_knob_flags(options), os.environ, _config_file(options))
+
+
 def _backup(options: argparse.Namespace) -> int:
-    store_config = store_config_of(_knob_flags(options), os.environ, _config_file(options))
+    store_config = _store_config(options)
+    check_kind(store_config)
     Backup(store_config.state_dir, options.target, store_config.database_url is None).run(print)
     return 0
 
@@ -290,6 +304,8 @@ def _backup(options: argparse.Namespace) -> int:
 def _verify(options: argparse.Namespace) -> int:
     given = (_knob_flags(options), os.environ, _config_file(options))
     store_config, place_config = store_config_of(*given), place_config_of(*given)
+    check_kind(store_config)
+    check_database(store_config)
     logging.disable()  # whatever it finds is said once, by itself
     try:
         with lock_to_verify(store_config.state_dir, options.repair) as is_running:

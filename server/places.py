@@ -71,6 +71,7 @@ class Places:
         self._pauses_seconds = pauses_seconds
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
         self._waiting: set[asyncio.Task[Any] | None] = set()
+        self._is_closed = False
 
     async def upload(self, source: Path, url: str) -> None:
         """A directory with a manifest. Raises PlaceError."""
@@ -109,13 +110,16 @@ class Places:
         return await self._try(root, _At.list)
 
     def close(self) -> None:
-        """Whoever waits for a URL is cancelled. What a thread is in the midst of goes on until the process ends."""
+        """Whoever waits for a URL is cancelled, now or later. A thread in the midst of something is not waited for."""
+        self._is_closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)
         for task in self._waiting:
             if task is not None:
                 task.cancel()
 
     async def _try(self, url: str, work: "Callable[[_At], T]") -> T:
+        if self._is_closed:
+            raise asyncio.CancelledError
         task = asyncio.current_task()
         self._waiting.add(task)
         try:

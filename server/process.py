@@ -16,7 +16,7 @@ import socket
 import ssl
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -37,12 +37,13 @@ from .leases import Lease, Tenure, TenureOver
 from .services import Services
 from .standby import Held, Standby, Switch, TakingOver
 from .stopping import drain
-from .store import LeaseLost, Store, open_store
+from .store import DatabaseUnreachable, LeaseLost, Store, open_store
 from .store.outages import OUTAGES
 
 logger = logging.getLogger(__name__)
 
 FORCED_STATUS = 130
+_FAILED_STATUS = 1
 _ANSWER_SECONDS = 1.0
 """Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
 _HOLDER_SECONDS = 0.5
@@ -66,18 +67,26 @@ def serve(config: ServerConfig) -> None:
     claimed = locked if config.database_url is None else made
     with claimed(config.state_dir, config.durability == "power"), bound(config.host, config.port) as listener:
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
-        with asyncio.Runner(loop_factory=new_loop) as runner:
+        with asyncio.Runner(loop_factory=new_loop) as runner, left_soon():
             runner.run(until_signal(_serve(config, listener)))
-            leave_soon()
 
 
-def leave_soon() -> None:
-    """All is closed: what is left are threads, for whose end Python would wait."""
+@contextlib.contextmanager
+def left_soon() -> Iterator[None]:
+    """Behind the block all is closed: what it leaves are threads, for whose end Python would wait."""
+    before, status = set(threading.enumerate()), _FAILED_STATUS
+    try:
+        yield
+        status = 0
+    finally:
+        _leave_soon([one for one in threading.enumerate() if one not in before and not one.daemon], status)
 
+
+def _leave_soon(threads: Sequence[threading.Thread], status: int) -> None:
     def leave() -> None:
-        left = [thread.name for thread in threading.enumerate() if thread is not threading.main_thread()]
-        logger.warning("the process ends without waiting for %s", ", ".join(left))
-        os._exit(0)
+        if left := [thread.name for thread in threads if thread.is_alive()]:
+            logger.warning("the process ends without waiting for %s", ", ".join(left))
+            os._exit(status)
 
     timer = threading.Timer(_LEAVING_SECONDS, leave)
     timer.daemon = True
@@ -362,7 +371,7 @@ def _opened_store(config: ServerConfig) -> Store:
     """Raises StartError."""
     try:
         return open_store(config.store_config())
-    except ValueError as error:
+    except (ValueError, DatabaseUnreachable) as error:
         raise StartError(str(error)) from None
 
 

@@ -273,6 +273,7 @@ class Run:
                 slot.release()
                 if slot.future is not None:
                     self._services.futures.forget(slot.future)
+                self._gap.watch(self._gap_since)
             raise
 
     def _answered(self, entry: Entry) -> None:

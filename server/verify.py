@@ -97,7 +97,8 @@ async def verify(
             done = await _repaired(problem) if repair else None
             num_left += done is None
             say(f"{problem}{f'; repaired: {done}' if done else ''}")
-        say(f"{verification.counts}: {f'{num_left} problems' if num_left else 'all is whole'}")
+        is_all = "all is whole" if verification.has_all_copies else "what is there is whole"
+        say(f"{verification.counts}: {_num(num_left, 'problem') if num_left else is_all}")
         return num_left
 
 
@@ -130,6 +131,7 @@ class Verification:
         self._moves: Mapping[str, str] = {}
         self._runs: set[str] = set()
         self.counts = ""
+        self.has_all_copies = True
 
     @classmethod
     @asynccontextmanager
@@ -319,15 +321,29 @@ class Verification:
     async def _counted(self) -> str:
         num_segments = sum(len(list((self._live_dir / name).glob("*.segment"))) for name in SEGMENTED)
         num_snapshots = len(list(self._live_dir.glob("snapshots/*/[0-9]*")))
-        num_rows = {table.name: len(await self._rows(table)) for table in (checkpoints, checkpoint_copies, results)}
-        of_rows = f"{num_rows['checkpoints']} checkpoints, {num_rows['checkpoint_copies']} copies"
-        return f"{of_rows}, {num_rows['results']} results, {num_snapshots} snapshots, {num_segments} segments"
+        copies = [row.state for row in await self._rows(checkpoint_copies)]
+        missing = {state: copies.count(state) for state in ("waiting", "failed") if state in copies}
+        self.has_all_copies = not missing
+        not_made = ", ".join(f"{number} {state}" for state, number in missing.items())
+        return ", ".join(
+            (
+                _num(len(await self._rows(checkpoints)), "checkpoint"),
+                _num(len(copies), "copy", "copies") + (f" ({not_made})" if missing else ""),
+                _num(len(await self._rows(results)), "result"),
+                _num(num_snapshots, "snapshot"),
+                _num(num_segments, "segment"),
+            )
+        )
 
     async def _rows(self, table: Table) -> Sequence[Row]:
         return await self._read(lambda connection: connection.execute(select(table)).all())
 
     async def _read(self, statements: Callable[[Connection], T]) -> T:
         return await asyncio.wrap_future(self._store.read(statements))
+
+
+def _num(number: int, one: str, many: str | None = None) -> str:
+    return f"{number} {one if number == 1 else many or f'{one}s'}"
 
 
 def _leftover(path: Path, what: str) -> Problem:

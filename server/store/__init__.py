@@ -28,7 +28,7 @@ STORES: Mapping[str, type[SqliteStore] | type[PostgresStore]] = {"sqlite": Sqlit
 
 
 def open_store(config: StoreConfig) -> Store:
-    """Raises ValueError when the database cannot be used."""
+    """Raises ValueError when the database cannot be used, DatabaseUnreachable when it cannot be reached."""
     return STORES[config.scheme].open(config)
 
 

@@ -55,7 +55,8 @@ class PostgresStore(EngineStore):
     def __init__(self, url: str) -> None:
         """Makes the tables when they are not there. `url`: postgresql+psycopg://USER:PASSWORD@HOST/DATABASE.
 
-        Raises ValueError when the database cannot be used, or when a newer trainhouse wrote it.
+        Raises DatabaseUnreachable where it cannot be reached, or not at this moment; nobody can tell a wrong password
+        or host from that. ValueError when it cannot be used, or when a newer trainhouse wrote it.
         """
         parsed = _parsed(url)
         self._place = parsed.set(query={}).render_as_string(hide_password=True)
@@ -67,7 +68,8 @@ class PostgresStore(EngineStore):
                 open_format(connection, self._place, "--database-url")
         except SQLAlchemyError as error:
             engine.dispose()
-            raise ValueError(f"{self._place} cannot be used: {_reason(error)}") from None
+            kind = DatabaseUnreachable if _passes(error) else ValueError
+            raise kind(f"{self._place} cannot be used: {_reason(error)}") from None
         except BaseException:
             engine.dispose()
             raise

@@ -1,6 +1,7 @@
 """Keys: made, shown, revoked; and who is let in without."""
 
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import httpx
@@ -131,6 +132,11 @@ async def test_other_addresses_need_keys(tmp_path: Path) -> None:
     await require_keys(here, store)
     with pytest.raises(ValueError, match=r"0\.0\.0\.0.*trainhouse keys create"):
         await require_keys(everywhere, store)
+    with pytest.raises(ValueError, match="`trainhouse keys create NAME --state-dir '/a b'`"):
+        await require_keys(replace(everywhere, state_dir=Path("/a b")), store)
+    with pytest.raises(ValueError, match="`trainhouse keys create NAME --database-url URL`") as refused:
+        await require_keys(replace(everywhere, database_url="postgresql://me:geheim@h/d"), store)
+    assert "geheim" not in str(refused.value)
     await create_key(store, "team")
     await require_keys(everywhere, store)
     store.close()

@@ -12,7 +12,8 @@ from trainhouse.server.backup import Backup
 from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.cli import main
 from trainhouse.server.segments import Segments
-from trainhouse.server.store import ResultRecord
+from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
+from trainhouse.server.verify import verify as verify_files
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import running_api
@@ -92,19 +93,25 @@ async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_i
     assert (await asyncio.to_thread(verify, copy)).status == 0
 
 
-async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it(
-    left: Path, tmp_path: Path, verify: Callable[..., Verified]
-) -> None:
+async def test_live_state_of_servers_that_take_turns_is_found_where_they_keep_it(left: Path, tmp_path: Path) -> None:
     copy, live = tmp_path / "copy", left / "live-3"
     live.mkdir()
     for name in ("journal", "results", "recordings", "snapshots", "loaded", "ephemeral"):
         (left / name).rename(live / name)
-    counts = (await asyncio.to_thread(verify, left)).lines
-    assert await backup(copy, left) == 0
-    assert (await asyncio.to_thread(verify, copy)).lines[1:] == counts == [counts[-1]]
+
+    async def found(state: Path) -> list[str]:
+        lines: list[str] = []
+        store = SqliteStore(state / DATABASE_NAME)
+        await verify_files(store, state, PlaceConfig(), False, False, lines.append)
+        store.close()
+        return lines
+
+    counts = await found(left)
+    Backup(left, copy, True).run(print)
+    assert await found(copy) == counts == [counts[-1]]
     (weights,) = live.glob("ephemeral/*")
     shutil.rmtree(weights)
-    assert str(weights) in (await asyncio.to_thread(verify, left)).lines[0]
+    assert str(weights) in (await found(left))[0]
 
 
 async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copied_database(tmp_path: Path) -> None:
@@ -145,6 +152,7 @@ async def test_with_postgresql_the_files_are_copied_and_the_database_is_to_be_du
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     state, copy, flag = tmp_path / "state", tmp_path / "copy", "--database-url=postgresql+psycopg://nobody@nowhere/none"
+    (state / "live-1").mkdir(parents=True)
     async with running_api(state) as api:
         await save_and_end(api, b"first")
         assert await backup(copy, state, flag) == 0
@@ -167,3 +175,7 @@ async def test_what_cannot_be_the_source_or_the_target_is_refused(
         pass
     assert await backup(tmp_path, tmp_path / "state") == 1
     assert "is not empty" in capsys.readouterr().err
+    (tmp_path / "state" / "trainhouse.db").unlink()
+    assert await backup(tmp_path / "copy", tmp_path / "state") == 1
+    assert "has no trainhouse.db: name the server's database with --database-url" in capsys.readouterr().err
+    assert not (tmp_path / "copy").exists()

@@ -204,6 +204,19 @@ async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month
             assert exists(record) == stays
 
 
+async def test_a_mark_that_cannot_be_removed_keeps_no_server_from_starting(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On a file system that is read-only, say."""
+    async with running_api(tmp_path) as api:
+        run = await api.run()
+        record = await api.save(run)
+    (Path(record.directory) / ".unlisted").mkdir()
+    async with running_api(tmp_path) as api:
+        assert list(await listed(api, run)) == ["weights/a"]
+    assert ".unlisted cannot be removed: " in caplog.text
+
+
 async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:
     async with running_api(tmp_path / "here") as api:
         run = await api.run()

@@ -101,7 +101,7 @@ def test_an_address_of_another_machine_is_refused(capsys: pytest.CaptureFixture[
 
 def test_a_reachable_address_takes_keys(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     message = start_refusal(capsys, tmp_path, "--host=0.0.0.0")
-    assert "no API key is in force: make one with `trainhouse keys create NAME`" in message
+    assert f"no API key is in force: make one with `trainhouse keys create NAME --state-dir {tmp_path}`" in message
 
 
 def test_weights_too_far_apart_are_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -162,6 +162,61 @@ def test_a_name_or_a_number_that_is_none_is_refused(capsys: pytest.CaptureFixtur
     assert "'a=b' cannot be the name of a key" in refusal(capsys, "keys", "create", "a=b", place)
     message = refusal(capsys, "keys", "revoke", "erin", place)
     assert "'erin' is not the number of a key: give the one that `trainhouse keys list` shows" in message
+
+
+# The database that a state directory belongs to
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["serve", "--base-model=x/y", "--port=0"],
+        ["keys", "list"],
+        ["keys", "create", "alice"],
+        ["keys", "revoke", "1"],
+        ["verify"],
+        ["verify", "--repair"],
+        ["backup", "copy"],
+    ],
+    ids=" ".join,
+)
+def test_live_state_of_servers_on_postgresql_is_left_alone_without_their_database(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    state = tmp_path / "state"
+    weights = state / "live-3" / "ephemeral" / "one" / "weights"
+    weights.parent.mkdir(parents=True)
+    weights.touch()
+    (state / "url_secret").touch()
+    before = sorted(tmp_path.rglob("*"))
+    message = refusal(capsys, *command, f"--state-dir={state}")
+    assert f"{state} belongs to servers on a PostgreSQL (it has live-3): give --database-url" in message
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    "command", [["serve", "--base-model=x/y", "--port=0"], ["verify", "--repair"], ["backup", "c"]]
+)
+def test_a_state_directory_on_sqlite_is_left_alone_by_servers_on_postgresql(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "trainhouse.db").touch()
+    message = refusal(capsys, *command, f"--state-dir={tmp_path}", "--database-url=postgresql://nobody@nowhere/none")
+    assert "belongs to a server on SQLite (it has trainhouse.db): leave --database-url away" in message
+    assert list(tmp_path.iterdir()) == [tmp_path / "trainhouse.db"]
+
+
+@pytest.mark.parametrize("command", [["keys", "list"], ["keys", "revoke", "1"], ["verify"], ["backup", "copy"]])
+def test_a_command_that_looks_makes_nothing(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: list[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert "--state-dir" in refusal(capsys, *command, "--state-dir=none")
+    (tmp_path / "empty").mkdir()
+    assert "--state-dir" in refusal(capsys, *command, "--state-dir=empty")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "empty"]
 
 
 # Real processes

@@ -181,6 +181,14 @@ async def test_a_save_whose_upload_hangs_is_let_go_of_at_the_end(tmp_path: Path,
     may_go_on.set()
 
 
+async def test_what_begins_after_the_end_is_cancelled_at_once(tmp_path: Path) -> None:
+    places = Places((60.0,))
+    places.close()
+    task = asyncio.create_task(places.manifest(tmp_path.as_uri()))
+    await asyncio.wait({task}, timeout=SOON_SECONDS)
+    assert task.cancelled()
+
+
 async def test_deleting_overwriting_and_expiring_remove_the_files(remote: Api, place: str) -> None:
     run = await remote.run()
     await remote.save(run, content=b"first")

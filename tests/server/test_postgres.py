@@ -88,7 +88,9 @@ def test_keys_of_a_database_are_created_listed_and_revoked(
 ) -> None:
     there = f"--database-url={postgres_url}"
     assert main(["keys", "create", "alice", there, f"--state-dir={tmp_path}"]) == 0
-    key = capsys.readouterr().out.strip()
+    said = capsys.readouterr()
+    key = said.out.strip()
+    assert "it is the first: on this database made-up" in said.err
     monkeypatch.setenv("TRAINHOUSE_DATABASE_URL", postgres_url)
     assert main(["keys", "list"]) == 0
     listed = capsys.readouterr().out

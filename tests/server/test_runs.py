@@ -263,6 +263,24 @@ async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_
     assert await bench.result(2) == {"seq_id": 2}
 
 
+async def test_there_is_no_gap_before_what_was_not_accepted(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    aside = bench.journal_directory.with_name("aside")
+    bench.run._services.journal._segments._next_segment()
+    bench.journal_directory.rename(aside)
+    with pytest.raises(RequestError, match="free space"):
+        await bench.forward_backward(2)
+    aside.rename(bench.journal_directory)
+    await asyncio.sleep(0.2)
+    assert "Exception in callback" not in caplog.text
+    await bench.forward_backward(2)
+    await bench.result(2)
+    assert "seq_id 1 to 1 given up" in caplog.text
+
+
 async def test_pollers_hear_how_many_operations_come_first(make_bench: MakeBench) -> None:
     bench = await make_bench(hold=True)
     await bench.forward_backward(1)

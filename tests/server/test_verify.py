@@ -75,7 +75,7 @@ def only(state: Path, pattern: str) -> Path:
 def test_what_a_server_leaves_is_whole(left: Path, verify: Callable[..., Verified]) -> None:
     found = verify(left)
     assert (found.status, len(found.lines)) == (0, 1), found.lines
-    assert found.lines[0].startswith("1 checkpoints, 0 copies, ") and found.lines[0].endswith(": all is whole")
+    assert found.lines[0].startswith("1 checkpoint, 0 copies, ") and found.lines[0].endswith(": all is whole")
     assert "0 snapshots" not in found.lines[0] and "0 results" not in found.lines[0]
 
 
@@ -153,6 +153,10 @@ def lose_ephemeral(state: Path) -> Path:
     return directory
 
 
+def _problems(number: int) -> str:
+    return "1 problem" if number == 1 else f"{number} problems"
+
+
 @pytest.mark.parametrize(
     ("damage", "meaning", "repaired"),
     [
@@ -183,7 +187,7 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
     shutil.copytree(left, state)
     hurt = damage(state)
     found = verify(state)
-    assert found.status == 1
+    assert found.status == 1 and found.lines[-1].endswith(f": {_problems(len(found.lines) - 1)}")
     assert re.match(f"{re.escape(str(hurt))}: .*{meaning}", found.lines[0]), found.lines
     mended = verify(state, "--repair")
     if repaired is None:
@@ -195,7 +199,7 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
 
 def test_there_must_be_a_state_directory(tmp_path: Path, verify: Callable[..., Verified]) -> None:
     found = verify(tmp_path / "none")
-    assert found.status == 1 and "name it with --state-dir" in found.lines[0]
+    assert found.status == 1 and "name the server's directory with --state-dir" in found.lines[0]
     assert not (tmp_path / "none").exists()
 
 
@@ -238,6 +242,19 @@ async def test_a_damaged_checkpoint_comes_back_from_its_mirror(tmp_path: Path, v
     async with running_api(state, places=mirrored(mirror)) as api:
         await until_copies(api, record, all_copied)
     assert (await asyncio.to_thread(verify, state)).status == 0
+
+
+async def test_a_copy_that_could_not_be_made_is_counted_as_that(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, file = tmp_path / "state", tmp_path / "file"
+    file.touch()
+    async with running_api(state, places=mirrored(f"file://{file}/mirror")) as api:
+        record = await save_and_end(api, b"weights")
+        await until_copies(api, record, lambda copies: copies[0].state == "failed")
+    found = await asyncio.to_thread(verify, state)
+    assert found.status == 0 and found.lines[0].startswith("1 checkpoint, 1 copy (1 failed), ")
+    assert found.lines[0].endswith(": what is there is whole")
 
 
 async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callable[..., Verified]) -> None:

@@ -9,8 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
-from ..workers.parallel.checks import check_layout, cuda_devices, is_ulysses
-from ..workers.parallel.choice import Choice, Remedy, remedies, smallest_layout, usable_bytes
+from ..workers.parallel.checks import check_layout, cuda_devices
+from ..workers.parallel.choice import Choice, Remedy, least_layout, remedies, smallest_layout, usable_bytes
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
@@ -27,8 +27,7 @@ _NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "lora_ra
 
 @dataclass(frozen=True)
 class Plan:
-    """device_bytes: None = not compared with any. choice: of `--parallel auto`. whole: the layout with replicas, where
-    the devices are more than it needs."""
+    """device_bytes: None = not compared with any. choice: of `--parallel auto`."""
 
     shape: ModelShape
     spec: ParallelSpec
@@ -45,7 +44,7 @@ class Plan:
 
     @property
     def filling(self) -> ParallelSpec | None:
-        """The same with replicas on all devices."""
+        """The same with as many replicas as there are devices for."""
         num_copies = (self.num_devices or 0) // self.spec.num_ranks
         return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
 
@@ -123,7 +122,6 @@ def as_json(plan: Plan) -> dict[str, object]:
         "load": asdict(plan.load),
         "parallel": str(spec),
         "ranks": spec.num_ranks,
-        "attention_along_sp": _attention(plan),
         "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
         "memory": {
             "base": memory.base,
@@ -174,12 +172,14 @@ def _choice(shape: ModelShape, load: Load, device_bytes: int | None, num_devices
     choice = smallest_layout(shape, load, device_bytes, num_devices)
     if choice is not None:
         return choice
-    single = estimate(shape, SINGLE, load)
+    least = least_layout(shape, load, num_devices)
+    memory = least.memory
+    where = f" on {num_devices} devices" if num_devices else ""
     raise ValueError(
-        f"no layout of {shape.name} fits: on one rank it needs {_gigabytes(single.total)}, of which adapters "
-        f"{_gigabytes(single.adapters.total)}, activations {_gigabytes(single.activations.total)} and the key/value "
-        f"cache {_gigabytes(single.kv_cache)}; lower --adapter-slots, --max-context-length or --kv-cache-bytes, or "
-        "take more devices"
+        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {_gigabytes(memory.total)} on each rank "
+        f"(base {_gigabytes(memory.base)}, adapters {_gigabytes(memory.adapters.total)}, key/value cache "
+        f"{_gigabytes(memory.kv_cache)}, work {_gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
+        "or --kv-cache-bytes, or take more devices"
     )
 
 
@@ -229,17 +229,10 @@ def _head(plan: Plan) -> Iterator[str]:
         f"{shape.num_layers} layers, {shape.heads} query and {shape.kv_heads} key/value heads{of_experts}"
     )
     yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
-    along = "" if plan.spec.sp == 1 else f"; attention along sp: {_attention(plan)}"
-    yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}{along}"
+    yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
     found = cuda_devices()
     if plan.num_devices is None and found is not None:
         yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with so many)"
-
-
-def _attention(plan: Plan) -> str | None:
-    if plan.spec.sp == 1:
-        return None
-    return "ulysses" if is_ulysses(plan.spec, plan.shape) else "ring"
 
 
 def _table(plan: Plan) -> list[Parameters]:
@@ -293,7 +286,7 @@ def _verdict(plan: Plan) -> Iterator[str]:
         yield f"does not fit {room}: {_gigabytes(plan.memory.total - usable)} too much"
         yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
     if plan.filling is not None:
-        yield f"all {plan.num_devices} devices: {plan.filling}"
+        yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
 
 
 def _reason(plan: Plan) -> Iterator[str]:

@@ -6,7 +6,6 @@ compare it with passes. Imports no torch.
 
 from dataclasses import dataclass
 
-from .checks import is_ulysses
 from .load import Load
 from .parameters import OwnFeatures
 from .shape import Experts, ModelShape
@@ -74,14 +73,14 @@ class _Pass:
         return self._number * self._shape.hidden / self._spec.tp
 
     def _kept_by_attention(self) -> float:
-        own, is_split = self._own, self._spec.sp > 1 and is_ulysses(self._spec, self._shape)
-        repeated = max(1.0, self._spec.sp / own.kv_heads) if is_split else 1.0
+        own = self._own
+        repeated = max(1.0, self._spec.sp / own.kv_heads)  # each rank along sp has a head at least
         queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
         norms = 0
         if self._shape.family.norms_heads:
             queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
             norms = _FLOAT32 * (own.heads + own.kv_heads)
-        if is_split:
+        if self._spec.sp > 1:
             queries += own.queries  # what attention gives, once more by tokens
         sums = _FLOAT32 * own.heads  # of the scores' exponentials
         return self._stream + self._inputs(4) + self._number * (queries + keys) + norms + sums

@@ -34,6 +34,7 @@ def check_layout(
     _check_family(spec, model)
     if isinstance(model, ModelShape):
         _check_tensor(spec, model)
+        _check_sequences(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
 
@@ -47,10 +48,10 @@ def valid_ep(shape: ModelShape) -> list[int]:
     return divisors(shape.experts.num) if shape.experts else [1]
 
 
-def is_ulysses(spec: ParallelSpec, shape: ModelShape) -> bool:
-    """Whether ranks along sp can attend with some of the heads each; else keys and values go round in a ring."""
-    heads, kv_heads = shape.heads // spec.tp, max(1, shape.kv_heads // spec.tp)
-    return heads % spec.sp == 0 and (kv_heads % spec.sp == 0 or spec.sp % kv_heads == 0)
+def valid_sp(shape: ModelShape, tp: int) -> list[int]:
+    """Ranks along sp attend with some of the heads each, of those that a rank along tp has."""
+    heads, kv_heads = shape.heads // tp, shape.kv_heads // tp
+    return [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
 
 
 def cuda_devices() -> int | None:
@@ -103,6 +104,16 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
         if size % spec.tp:
             choices = ", ".join(map(str, valid_tp(shape)))
             raise ValueError(f"tp={spec.tp} does not divide {size} {things} of {shape.name}; valid tp: {choices}")
+
+
+def _check_sequences(spec: ParallelSpec, shape: ModelShape) -> None:
+    choices = valid_sp(shape, spec.tp)
+    if spec.sp not in choices:
+        heads = f"{shape.heads // spec.tp} query and {shape.kv_heads // spec.tp} key/value heads"
+        raise ValueError(
+            f"sp={spec.sp} cannot share out the {heads} of {shape.name} that a rank has with tp={spec.tp}; valid sp: "
+            f"{', '.join(map(str, choices))}"
+        )
 
 
 def _shared_by_tp(shape: ModelShape) -> Iterator[tuple[int, str]]:

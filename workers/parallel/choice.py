@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from .checks import divisors, is_ulysses, valid_ep, valid_tp
+from .checks import valid_ep, valid_sp, valid_tp
 from .estimate import Memory, estimate
 from .load import Load
 from .shape import ModelShape
@@ -36,14 +36,17 @@ def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_device
     """Of the layouts with fewest ranks that fit, the one that exchanges least: tp within a node comes before ep, that
     before sp, and fsdp, which gathers all weights for every micro-batch, last. None where none fits."""
     best: Choice | None = None
-    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
-        choices = [Choice(spec, estimate(shape, spec, load), best) for spec in _layouts(shape, num_ranks)]
+    for choices in _by_ranks(shape, load, num_devices):
         fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
         if fitting:
-            return min(fitting, key=lambda choice: _preference(choice.spec, shape))
-        best = min([*choices, *([best] if best else [])], key=lambda choice: choice.memory.total)
-        best = replace(best, smaller=None)
+            return replace(min(fitting, key=lambda choice: _preference(choice.spec)), smaller=best)
+        best = min([*choices, *([best] if best else [])], key=_need)
     return None
+
+
+def least_layout(shape: ModelShape, load: Load, num_devices: int | None = None) -> Choice:
+    """The one whose ranks need least."""
+    return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
 
 
 @dataclass(frozen=True)
@@ -82,7 +85,7 @@ def _single_changes(
         words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
         yield Remedy(words, spec, shorter)
     if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
-        yield Remedy("--train-only, with samplers elsewhere", spec, only)
+        yield Remedy("--train-only", spec, only)
     if choice := smallest_layout(shape, load, device_bytes, num_devices):
         yield Remedy(f"--parallel {choice.spec}", choice.spec, load)
 
@@ -103,6 +106,16 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
     return low
 
 
+def _by_ranks(shape: ModelShape, load: Load, num_devices: int | None) -> Iterator[list[Choice]]:
+    """All layouts, those of fewest ranks first."""
+    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
+        yield [Choice(spec, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
+
+
+def _need(choice: Choice) -> int:
+    return choice.memory.total
+
+
 def _numbers_of_ranks(most: int) -> Iterator[int]:
     """Powers of two, and at last all devices."""
     number = 1
@@ -120,10 +133,11 @@ def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
             if num_ranks // tp % ep:
                 continue
             rest = num_ranks // tp // ep
-            for sp in divisors(rest):
-                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+            for sp in valid_sp(shape, tp):
+                if rest % sp == 0:
+                    yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
 
 
-def _preference(spec: ParallelSpec, shape: ModelShape) -> tuple[int, ...]:
+def _preference(spec: ParallelSpec) -> tuple[int, ...]:
     """Less is better."""
-    return spec.fsdp, int(not is_ulysses(spec, shape)), spec.sp, spec.ep
+    return spec.fsdp, spec.sp, spec.ep

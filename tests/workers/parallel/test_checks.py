@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.checks import check_layout, cuda_devices, is_ulysses, valid_ep, valid_tp
+from trainhouse.workers.parallel.checks import check_layout, cuda_devices, valid_ep, valid_sp, valid_tp
 from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
 from trainhouse.workers.parallel.spec import ParallelSpec
 
@@ -52,6 +52,16 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "--parallel tp=8",
         EXPERTS,
         "tp=8 does not divide 100 feed-forward features of each expert of M; valid tp: 1, 2, 4",
+    ),
+    "heads along sp": (
+        "--parallel sp=16,tp=4",
+        MOE,
+        "sp=16 cannot share out the 8 query and 1 key/value heads of M that a rank has with tp=4; valid sp: 1, 2, 4, 8",
+    ),
+    "key/value heads along sp": (
+        "--parallel sp=2",
+        DENSE | {"num_attention_heads": 12, "num_key_value_heads": 3},
+        "sp=2 cannot share out the 12 query and 3 key/value heads of M that a rank has with tp=1; valid sp: 1, 3",
     ),
     "no experts": ("--parallel ep=2", LLAMA, "ep=2: M has no experts to share out; valid ep: 1"),
     "experts": (
@@ -171,7 +181,7 @@ def model(source: str) -> ModelShape:
     return shape
 
 
-@pytest.mark.parametrize("spec", ["single", "tp=4", "tp=4,ep=32", "replicas=3,fsdp=5,sp=7", "ep=128,sp=8,tp=4"])
+@pytest.mark.parametrize("spec", ["single", "tp=4", "tp=4,ep=32", "replicas=3,fsdp=5,sp=16", "ep=128,sp=8,tp=4"])
 def test_what_is_possible_passes(spec: str) -> None:
     check_layout(ParallelSpec.parse(spec), model(MOE), num_devices=100_000, max_context_length=40960, dtype="bfloat16")
 
@@ -190,6 +200,8 @@ def test_valid_choices_are_those_that_pass() -> None:
     for ep in range(1, 140):
         passes = passes_check(ParallelSpec(ep=ep), shape)
         assert passes == (ep in valid_ep(shape))
+    for sp in range(1, 40):
+        assert passes_check(ParallelSpec(sp=sp, tp=2), shape) == (sp in valid_sp(shape, 2))
 
 
 def passes_check(spec: ParallelSpec, shape: ModelShape) -> bool:
@@ -198,13 +210,6 @@ def passes_check(spec: ParallelSpec, shape: ModelShape) -> bool:
     except ValueError:
         return False
     return True
-
-
-@pytest.mark.parametrize(
-    ("spec", "by_heads"), [("sp=2", True), ("sp=8,tp=4", True), ("sp=16,tp=4", False), ("sp=3", False), ("sp=32", True)]
-)
-def test_attention_is_by_heads_where_they_can_be_shared_out(spec: str, by_heads: bool) -> None:
-    assert is_ulysses(ParallelSpec.parse(spec), model(MOE)) == by_heads
 
 
 def test_devices_are_those_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,191 @@
+"""`trainhouse plan` as a user meets it, and that docs/parallel.md says what it prints."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.server import cli
+from trainhouse.server.plan import main
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CONFIGS = ROOT / "tests" / "workers" / "parallel" / "configs"
+DOCUMENT = (ROOT / "docs" / "parallel.md").read_text()
+
+
+def planned(capsys: pytest.CaptureFixture[str], model: str, *arguments: str, fits: bool = True) -> dict[str, Any]:
+    status = main([f"--base-model={model}={CONFIGS / model}.json", *arguments, "--json"])
+    assert status == (0 if fits else 1)
+    return json.loads(capsys.readouterr().out)
+
+
+def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    main(arguments)
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) -> str:
+    assert main(arguments) == status
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return captured.err
+
+
+def test_the_command_is_part_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=2", "--device-memory=80GB")
+    assert cli.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
+    once, twice = capsys.readouterr().out.split("M (llama)")[1:]
+    assert once == twice
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    assert re.search(r"^ +plan +the memory of each rank", capsys.readouterr().out, re.MULTILINE)
+
+
+def test_a_process_that_plans_loads_nothing_of_the_server() -> None:
+    """Else it takes seconds."""
+    code = "import sys, trainhouse.server.__main__; print([name for name in sys.modules if name in sys.argv])"
+    parts = ["torch", "transformers", "numpy", "huggingface_hub", "fastapi", "pydantic", "trainhouse.server.cli"]
+    done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
+    plan = planned(capsys, "Qwen3-30B-A3B", "--parallel=fsdp=2,ep=4,tp=2", "--max-context-length=4096")
+    memory = plan["memory"]
+    assert memory["base"] == sum(each["bytes"] for each in plan["parameters"])
+    assert memory["total"] == memory["base"] + memory["adapters"]["total"] + memory["kv_cache"] + memory["work"]
+    (experts,) = (each for each in plan["parameters"] if each["pattern"].endswith("experts.gate_up_proj"))
+    assert experts["shape"] == [128, 2 * 768, 2048] and experts["own_shape"] == [32, 768, 2048]
+    assert (experts["count"], experts["fsdp"]) == (48, 2)
+    assert experts["bytes"] == 2 * 48 * 32 * 768 * 2048 // 2
+    assert plan["ranks"] == 16 and plan["fits"] is None
+    for name, value in plan["load"].items():  # those of serve, where nothing is said
+        assert (name, value) in {
+            ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
+            ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
+            ("samples", True),
+        }  # fmt: skip
+
+
+def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    layout = "fsdp=2,sp=4,tp=2"
+    arguments = (f"--parallel={layout}", "--max-context-length=4096", "--device-memory=80GB", "--num-devices=40")
+    plan = planned(capsys, "Llama-3.1-8B", *arguments, "--adapter-slots=3")
+    text = said(capsys, f"--base-model=Llama-3.1-8B={CONFIGS}/Llama-3.1-8B.json", *arguments, "--adapter-slots=3")
+    lines = text.splitlines()
+    assert lines[0].startswith("Llama-3.1-8B (llama): 8.03 billion parameters in bfloat16; 32 layers, 32 query and 8")
+    assert lines[1] == "context: 4096 tokens of the 131072 that the model has (RoPE scaling llama3 by 8 from 8192)"
+    assert lines[2] == "layout: fsdp=2,sp=4,tp=2, 16 ranks"
+    assert "model.layers.*.mlp.down_proj.weight" in text and "4096 x 7168" in text and "1/2" in text
+    total, spare = (
+        f"{value / 1e9:.1f} GB" for value in (plan["memory"]["total"], plan["usable"] - plan["memory"]["total"])
+    )
+    assert re.search(rf"^at most at a time +{total}$", text, re.MULTILINE)
+    assert f"fits 80.0 GB, of which 6.4 GB are left to CUDA and gaps: {spare} to spare" in text
+    assert (
+        lines[-1]
+        == f"with 32 of the 40 devices: {plan['filling']}"
+        == f"with 32 of the 40 devices: replicas=2,{layout}"
+    )
+    assert max(map(len, lines)) <= 140
+
+
+def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--device-memory=40GB", "--max-context-length=16384")
+    plan = planned(capsys, "Llama-3.1-8B", *arguments, fits=False)
+    assert plan["remedies"]
+    for remedy in plan["remedies"]:
+        assert planned(capsys, "Llama-3.1-8B", *arguments, *remedy.split())["fits"]
+    sharded = ("--device-memory=60GB", "--max-context-length=512", "--parallel=fsdp=8", "--micro-batch-tokens=512")
+    plan = planned(capsys, "Llama-3.1-70B", *sharded, "--adapter-slots=1", fits=False)
+    assert "--train-only" in plan["remedies"]
+    assert planned(capsys, "Llama-3.1-70B", *sharded, "--adapter-slots=1", "--train-only")["memory"]["kv_cache"] == 0
+
+
+def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"--base-model=M={CONFIGS}/Qwen3-30B-A3B.json"
+    knobs = ("--parallel=auto", "--device-memory=80GB", "--adapter-slots=4", "--max-context-length=32768")
+    text = said(capsys, model, *knobs, "--num-devices=64")
+    assert "layout: sp=2,tp=4, 8 ranks" in text
+    assert re.search(r"no fewer ranks do: sp=\d,tp=\d would need \d+\.\d GB on each", text)
+    assert "of as many ranks it exchanges least" in text and "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
+    message = refused(capsys, 1, model, *knobs, "--num-devices=2")
+    assert re.search(r"no layout of M fits on 2 devices: \S+ needs least, \d+\.\d GB on each rank \(base ", message)
+    assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--parallel=tp=2", "--base-model is not given"),
+        ("--base-model=M= --parallel=tp=2", "base model 'M=' is not NAME[=PATH_OR_HUB_ID]"),
+        ("--device-memory=80XB", "--device-memory is '80XB': expected a number of bytes, such as 80GB or 1GiB"),
+        ("--num-devices=0", "--num-devices is '0': expected a whole number of at least 1"),
+        ("--lora-rank=many", "--lora-rank is 'many': expected a whole number of at least 1"),
+        ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
+    ],
+)
+def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
+    model = (
+        [] if "base-model" in arguments or "not given" in message else [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"]
+    )
+    assert message in refused(capsys, 2, *model, *arguments.split())
+
+
+def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    message = refused(capsys, 1, f"--base-model=M={tmp_path}")
+    assert "M: nothing is known of gpt2 models, but of llama, mistral, qwen2, qwen3, qwen3_moe" in message
+    (tmp_path / "config.json").write_text("{")
+    assert "config.json is not JSON" in refused(capsys, 1, f"--base-model=M={tmp_path}")
+
+
+# The document
+
+KNOBS = ("--adapter-slots=4", "--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Of the table in docs/parallel.md: of each model, longest sequence and number of nodes."""
+    wanted = [
+        ("Qwen3-30B-A3B", (16, 32), (2, 4, 8)),
+        ("Qwen3-30B-A3B-YaRN", (64,), (2, 4, 8)),
+        ("Llama-3.1-8B", (8, 16, 32), (1, 2)),
+        ("Llama-3.1-70B", (8, 16, 32), (1, 2, 4, 8)),
+    ]
+    for model, lengths, numbers in wanted:
+        for length in lengths:
+            for nodes in numbers:
+                yield row(capsys, model, length, nodes)
+
+
+def row(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, nodes: int) -> str:
+    arguments = (*KNOBS, f"--max-context-length={kilotokens * 1024}", f"--num-devices={8 * nodes}")
+    status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
+    captured = capsys.readouterr()
+    if status == 0:
+        chosen = json.loads(captured.out)
+        layout = chosen["filling"] or chosen["parallel"]
+    else:
+        (layout,) = re.findall(r"devices: (\S+) needs least", captured.err)
+    plan = planned(capsys, model, f"--parallel={layout}", *arguments, fits=status == 0)
+    memory = plan["memory"]
+    parts = [memory["base"], memory["adapters"]["total"], memory["activations"]["total"], memory["total"]]
+    shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
+    verdict = "fits" if plan["fits"] else "does not fit"
+    return f"| {model} | {kilotokens}k | {nodes} | `{layout}` | {shown} | {verdict} |"
+
+
+def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    expected = list(rows(capsys))
+    found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
+    assert found == expected, "\n" + "\n".join(expected)
+
+
+def test_the_document_names_every_flag() -> None:
+    for knob in KNOBS:
+        assert knob.replace("=", " ", 1) in DOCUMENT

@@ -80,7 +80,7 @@ async def verify(
 ) -> int:
     """Says each problem in a line; returns how many are left. is_running: a server has the state directory.
 
-    Raises ValueError where there is to be repaired, and one of several servers works on it, or it is another database's.
+    Raises ValueError where there is to be repaired, and a server works on it, or it is another database's.
     """
     if repair:
         await _check_epoch(store, state_dir)

@@ -22,6 +22,7 @@ class EphemeralWeights:
         """sync: whether they are to survive the death of the machine."""
         self._root = root.absolute()
         self._sync = sync
+        self._number_earlier()
 
     def directory(self, adapter_id: str) -> Path:
         """Of its newest weights; where there are none they are not there either."""
@@ -53,6 +54,16 @@ class EphemeralWeights:
 
     def _of(self, adapter_id: str) -> Path:
         return self._root / directory_name(adapter_id)
+
+    def _number_earlier(self) -> None:
+        """Weights that an earlier trainhouse left, which had no numbers: they lay in ADAPTER itself."""
+        for of_adapter in list(self._root.glob("*")):
+            is_staging = of_adapter.name.startswith(_STAGING)
+            if not is_staging and not _numbers(of_adapter) and any(path.is_file() for path in of_adapter.glob("*")):
+                staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
+                of_adapter.rename(staging)
+                of_adapter.mkdir()
+                staging.rename(of_adapter / "0")
 
     def _publish(self, staging: Path, of_adapter: Path) -> None:
         """By one rename: there is no moment without weights."""

@@ -9,7 +9,7 @@ from enum import Enum
 
 from ..schemas.errors import OperationError
 from .segments import Place
-from .strikes import STRIKES
+from .strikes import REBUILD_STRIKE, STRIKES
 
 _PAUSE_SECONDS = 0.05
 
@@ -102,8 +102,9 @@ class History:
         return True
 
     def is_older_than(self, seconds: float) -> bool:
-        """Whether something that old would be needed to make the state again."""
-        oldest = min((past.added_at for past in self._pasts if not past.is_covered), default=math.inf)
+        """Whether something that old would be needed to make the state again. Strikes against that are not."""
+        needed = (past for past in self._pasts if not past.is_covered and past.kind != REBUILD_STRIKE)
+        oldest = min((past.added_at for past in needed), default=math.inf)
         return oldest < time.monotonic() - seconds
 
     def cover(self, seq_id: int) -> None:

@@ -93,7 +93,9 @@ class Resuming:
         await self._begin()
         resumed = Resumed(first, self._state.first_window())
         for one in self._strikes:
-            if one.header.kind == STRIKE:
+            if one.header.kind == STRIKE and one.header.seq_id < first:
+                self._services.journal.release(one.place)
+            elif one.header.kind == STRIKE:
                 self._state.history.add(
                     Past(one.header.seq_id, STRIKE, one.place, outcome=Outcome.FAILED, is_answered=True)
                 )

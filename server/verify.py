@@ -22,7 +22,7 @@ from .checkpoints import directory_name
 from .claim import StartError, locked
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
-from .leases import live_directory
+from .leases import LIVE_STATE, live_directory
 from .manifest import MANIFEST, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
@@ -80,8 +80,10 @@ async def verify(
 ) -> int:
     """Says each problem in a line; returns how many are left. is_running: a server has the state directory.
 
-    Raises ValueError where there is to be repaired, and one of several servers works on it.
+    Raises ValueError where there is to be repaired, and a server works on it, or it is another database's.
     """
+    if repair:
+        await _check_epoch(store, state_dir)
     if not is_running and (holder := await _holder(store)) is not None:
         if repair:
             raise ValueError(f"the server at {holder} works on this state directory: stop all servers on it first")
@@ -100,6 +102,18 @@ async def verify(
         is_all = "all is whole" if verification.has_all_copies else "what is there is whole"
         say(f"{verification.counts}: {_num(num_left, 'problem') if num_left else is_all}")
         return num_left
+
+
+async def _check_epoch(store: Store, state_dir: Path) -> None:
+    """As a server does that takes the live state. Raises ValueError: another database's would all be left over."""
+    live = live_directory(state_dir)
+    epochs = [lease.epoch for lease in await store.list_leases() if lease.base_model == LIVE_STATE]
+    known = max(epochs, default=0)
+    if live != state_dir and int(live.name.removeprefix("live-")) > known:
+        raise ValueError(
+            f"state directory {state_dir} has {live.name}, but the database is at epoch {known}: it is another "
+            "database's; name those that belong together with --state-dir and --database-url"
+        )
 
 
 async def _holder(store: Store) -> str | None:

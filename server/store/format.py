@@ -29,7 +29,9 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
             PRIMARY KEY (base_model)
         )""",
     ),
-    3: ("ALTER TABLE samplers DROP COLUMN directory",),  # nothing ever used it
+    # From here on nothing makes samplers.directory, which nothing ever used. Where it is it stays, always NULL: SQLite
+    # drops columns only from 3.35 on, and Python may come with an older one.
+    3: (),
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 

@@ -50,3 +50,15 @@ async def test_a_save_that_was_cut_off_leaves_what_was_there(tmp_path: Path) -> 
     assert os.listdir(tmp_path) == ["run_inflight"]
     await weights.sweep(())
     assert not weights.has("run:inflight")
+
+
+async def test_weights_of_the_earlier_layout_are_taken_over(tmp_path: Path) -> None:
+    (tmp_path / "run_inflight").mkdir()
+    (tmp_path / "run_inflight" / "file").write_text("0")
+    for _ in range(2):
+        weights = EphemeralWeights(tmp_path)
+        assert weights.has("run:inflight")
+        await weights.sweep({"run:inflight"})
+        assert saved(weights) == "0"
+    await save(weights, "1")
+    assert saved(weights) == "1"

@@ -101,6 +101,20 @@ def test_keys_of_a_database_are_created_listed_and_revoked(
     assert not list(tmp_path.iterdir())
 
 
+def test_the_live_state_of_another_database_is_not_repaired(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, postgres_url: str
+) -> None:
+    weights = tmp_path / "live-3" / "ephemeral" / "one"
+    weights.mkdir(parents=True)
+    command = ["verify", "--repair", f"--state-dir={tmp_path}", f"--database-url={postgres_url}"]
+    assert main(command) == 1
+    assert "has live-3, but the database is at epoch 0: it is another database's" in capsys.readouterr().err
+    assert weights.exists()
+    (tmp_path / "live-3").rename(tmp_path / "live-0")
+    assert main(command) == 0
+    assert "ephemeral/one: left over: " in capsys.readouterr().out
+
+
 def test_a_database_that_is_not_there_is_said_in_one_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, tiny_models: dict[str, Path]
 ) -> None:

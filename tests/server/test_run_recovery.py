@@ -177,8 +177,7 @@ async def test_a_gap_where_the_journal_is_damaged_is_not_taken_for_what_changed_
     await bench.result(0)
     kinds = {0: "create_model", 1: "forward_backward", 3: "optim_step"}
     found = {
-        seq_id: Earlier(kind, await bench.journaled(kind, seq_id), outcome=Outcome.DONE)
-        for seq_id, kind in kinds.items()
+        seq_id: Earlier(kind, await bench.journaled(kind, 1), outcome=Outcome.DONE) for seq_id, kind in kinds.items()
     }
     async with resumed(bench, found):
         assert bench.run.standing(0).num_operations == 0
@@ -323,6 +322,22 @@ async def test_a_run_that_rests_needs_nothing_of_the_journal_once_it_is_settled(
         await bench.optim_step(5)
         assert await bench.result(5) == {"seq_id": 5}
     assert trained(bench) == ["make", "restore 2-copy", "clear", 4, 5]
+
+
+@pytest.mark.parametrize("kind", ["strike", "rebuild_strike"])
+async def test_a_run_that_rests_is_settled_whatever_struck_it(make_bench: MakeBench, kind: str) -> None:
+    bench = await make_bench()
+    await bench.optim_step(1)
+    await bench.result(1)
+    await bench.journaled(kind, 1)
+    await bench._all_stored()
+    await bench.run.settle(held_seconds=0)
+    await bench.restart()
+    bench.operations.performed.clear()
+    await bench.run.settle(held_seconds=0)
+    assert bench.operations.performed == []
+    is_held = kind == "rebuild_strike"  # it counts until there is another snapshot
+    assert any(bench.services.journal._held.values()) == is_held
 
 
 async def test_a_run_that_is_at_work_is_settled_behind_its_next_operation(make_bench: MakeBench) -> None:

@@ -406,7 +406,9 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
     await store.put_copy(CheckpointCopyRecord("/x", "s3://m", "s3://m/x", "waiting", None, 0, 1.0))
     store.close()
     SqliteStore(tmp_path / "fresh.db").close()
-    assert schema(path) == schema(tmp_path / "fresh.db")
+    migrated = schema(path)
+    migrated["samplers"].remove(("directory", "VARCHAR", 0, 0))  # old SQLite cannot drop what is not used any more
+    assert migrated == schema(tmp_path / "fresh.db")
     SqliteStore(path).close()  # nothing is migrated twice
 
 

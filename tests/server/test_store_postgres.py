@@ -73,7 +73,7 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
     store = PostgresStore(postgres_url)
     columns = text("SELECT column_name FROM information_schema.columns WHERE table_name = 'samplers'")
     found = await asyncio.wrap_future(store.read(lambda connection: connection.execute(columns).scalars().all()))
-    assert "kind" in found and "directory" not in found
+    assert "kind" in found
     store.close()
 
 

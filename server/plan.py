@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices
 from ..workers.parallel.choice import Choice, Remedy, least_layout, remedies, smallest_layout, usable_bytes
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
@@ -176,9 +177,9 @@ def _choice(shape: ModelShape, load: Load, device_bytes: int | None, num_devices
     memory = least.memory
     where = f" on {num_devices} devices" if num_devices else ""
     raise ValueError(
-        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {_gigabytes(memory.total)} on each rank "
-        f"(base {_gigabytes(memory.base)}, adapters {_gigabytes(memory.adapters.total)}, key/value cache "
-        f"{_gigabytes(memory.kv_cache)}, work {_gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
+        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {gigabytes(memory.total)} on each rank "
+        f"(base {gigabytes(memory.base)}, adapters {gigabytes(memory.adapters.total)}, key/value cache "
+        f"{gigabytes(memory.kv_cache)}, work {gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
         "or --kv-cache-bytes, or take more devices"
     )
 
@@ -242,48 +243,46 @@ def _table(plan: Plan) -> list[Parameters]:
 def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
     whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
     kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
-    return each.pattern, str(each.count), whole, own, kept, _gigabytes(each.kept * number_bytes)
+    return each.pattern, str(each.count), whole, own, kept, gigabytes(each.kept * number_bytes)
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     memory, load = plan.memory, plan.load
     adapters, activations = memory.adapters, memory.activations
-    yield "base parameters", _gigabytes(memory.base), ""
-    of_adapters = f"weights {_gigabytes(adapters.weights)}, gradients {_gigabytes(adapters.gradients)}, "
-    of_adapters += f"optimizer {_gigabytes(adapters.optimizer)}, copies {_gigabytes(adapters.copies)}"
+    yield "base parameters", gigabytes(memory.base), ""
+    of_adapters = f"weights {gigabytes(adapters.weights)}, gradients {gigabytes(adapters.gradients)}, "
+    of_adapters += f"optimizer {gigabytes(adapters.optimizer)}, copies {gigabytes(adapters.copies)}"
     slots = f"{load.adapter_slots} adapter{'s' if load.adapter_slots > 1 else ''} of rank {load.lora_rank}"
-    yield slots, _gigabytes(adapters.total), of_adapters
+    yield slots, gigabytes(adapters.total), of_adapters
     tokens = kv_cache_tokens(plan.shape, plan.spec, load)
     yield (
         "key/value cache",
-        _gigabytes(memory.kv_cache),
+        gigabytes(memory.kv_cache),
         f"{tokens} tokens" if load.samples else "samples are elsewhere",
     )
-    of_pass = f"kept {_gigabytes(activations.kept)}, the way back {_gigabytes(activations.working)}, "
-    of_pass += f"logits {_gigabytes(activations.head)}"
-    yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", _gigabytes(activations.total), of_pass
+    of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
+    of_pass += f"logits {gigabytes(activations.head)}"
+    yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
     if memory.gathered:
-        yield "a layer gathered along fsdp", _gigabytes(memory.gathered), "twice while it arrives"
+        yield "a layer gathered along fsdp", gigabytes(memory.gathered), "twice while it arrives"
     if memory.sampling:
-        yield "all layers gathered to sample", _gigabytes(memory.sampling), "when no pass runs"
+        yield "all layers gathered to sample", gigabytes(memory.sampling), "when no pass runs"
     if memory.step:
-        yield "gradients added up", _gigabytes(memory.step), "at a step, when no pass runs"
-    yield "at most at a time", _gigabytes(memory.total), ""
+        yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
+    yield "at most at a time", gigabytes(memory.total), ""
 
 
 def _verdict(plan: Plan) -> Iterator[str]:
     if plan.device_bytes is None:
-        yield f"{_gigabytes(plan.memory.total)} on each rank; --device-memory compares that with a device"
+        yield f"{gigabytes(plan.memory.total)} on each rank; --device-memory compares that with a device"
         return
     usable = usable_bytes(plan.device_bytes)
-    room = (
-        f"{_gigabytes(plan.device_bytes)}, of which {_gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
-    )
+    room = f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
     if plan.fits:
-        yield f"fits {room}: {_gigabytes(usable - plan.memory.total)} to spare"
+        yield f"fits {room}: {gigabytes(usable - plan.memory.total)} to spare"
         yield from _reason(plan)
     else:
-        yield f"does not fit {room}: {_gigabytes(plan.memory.total - usable)} too much"
+        yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
         yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
     if plan.filling is not None:
         yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
@@ -295,7 +294,7 @@ def _reason(plan: Plan) -> Iterator[str]:
         return
     smaller = plan.choice.smaller
     if smaller is not None:
-        yield f"no fewer ranks do: {smaller.spec} would need {_gigabytes(smaller.memory.total)} on each"
+        yield f"no fewer ranks do: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
     yield "of as many ranks it exchanges least: tp within a node, then ep, then sp; fsdp gathers weights for every pass"
 
 
@@ -303,7 +302,3 @@ def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator
     widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
     for row in (head, *rows):
         yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()
-
-
-def _gigabytes(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e8 else f"{num_bytes / 1e6:.1f} MB"

@@ -7,9 +7,8 @@ from collections.abc import Iterable, Iterator
 from math import prod
 from pathlib import Path
 
-from huggingface_hub import try_to_load_from_cache
-
 from .config import WorkerConfig
+from .parallel.shape import model_directory
 
 _BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
@@ -36,7 +35,7 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
 
 def loaded_bytes(model: WorkerConfig) -> int | None:
     """Bytes of the weights in the dtype they will be loaded in; None when there are none on this disk to count."""
-    directory = _directory(model.model.source)
+    directory = model_directory(model.model.source)
     files = sorted(directory.glob("*.safetensors")) if directory else []
     if not files:
         return None
@@ -58,15 +57,6 @@ def runs_on_cpu(model: WorkerConfig) -> bool:
 
 def gigabytes(num_bytes: int) -> str:
     return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
-
-
-def _directory(source: str) -> Path | None:
-    if Path(source).is_dir():
-        return Path(source)
-    if source.count("/") > 1 or source.startswith(("/", ".")):
-        return None
-    cached = try_to_load_from_cache(source, "config.json")
-    return Path(cached).parent if isinstance(cached, str) else None
 
 
 def _num_elements(file: Path) -> int:

@@ -29,7 +29,8 @@ def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logit
     assert four < 4096 * LOGIT_BYTES / 4
     # 1/2 on a line, give or take what the allocator keeps; 1/4 if memory grew with the square.
     assert 0.35 < two / four < 0.65
-    assert eight < 1.3 * four, "two micro-batches, one after the other"
+    # Seen: 1.24 to 1.31; it would be 2 if the first one were still there.
+    assert eight < 1.5 * four, "two micro-batches, one after the other"
 
 
 def test_a_head_that_takes_all_rows_at_once_shows_in_the_peak(model: Path) -> None:

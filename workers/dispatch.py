@@ -19,6 +19,8 @@ from .config import SamplingConfig, WorkerConfig
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .footprint import check_fit, runs_on_cpu
 from .group import Group, OnProgress
+from .parallel.checks import check_layout, cuda_devices
+from .parallel.shape import model_directory, read_model
 from .parallel.spec import SINGLE
 from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
@@ -72,7 +74,10 @@ class WorkerDispatch:
         self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
-        """Loads every base model. Raises ValueError: no such model, a bad one, or not enough memory."""
+        """Loads every base model. Raises ValueError: no such model, a bad one, a layout that it cannot have, or not
+        enough memory."""
+        for model in self._config.models:
+            _check_layout(model, is_local=self._cluster is None)
         copies = _copies(self._config)
         check_fit(copies)
         try:
@@ -265,6 +270,14 @@ def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfi
         return [] if sampling.vllm.urls else [replace(alone, device=devices)]
     devices = sampling.devices or (model.device,)
     return [replace(alone, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+
+
+def _check_layout(model: WorkerConfig, is_local: bool) -> None:
+    """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
+    if model.parallel == SINGLE or model_directory(model.model.source) is None:
+        return
+    num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
+    check_layout(model.parallel, read_model(model.model), num_devices, model.max_context_length, model.dtype)
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:

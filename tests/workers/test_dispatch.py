@@ -22,6 +22,7 @@ from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.group import Backoff
+from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.turns import Turns
 from trainhouse.workers.verbs import RunSpec, SampleJob, Step, WorkerLost
 
@@ -593,6 +594,17 @@ def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:
             await WorkerDispatch(DispatchConfig(models, worker=RECORDING)).start(lambda _: None)
 
     run(check())
+
+
+def test_a_layout_that_a_model_cannot_have_is_refused_before_it_is_loaded(tiny_models: dict[str, Path]) -> None:
+    async def check() -> None:
+        model = WorkerConfig(ServedModel("M", str(tiny_models["qwen3"])), parallel=ParallelSpec(tp=3))
+        dispatch, told = WorkerDispatch(DispatchConfig((model,))), []
+        with pytest.raises(ValueError, match="tp=3 does not divide 4 query heads of M; valid tp: 1, 2"):
+            await dispatch.start(told.append)
+        assert not told
+
+    asyncio.run(check())
 
 
 def test_a_name_served_twice_is_refused() -> None:

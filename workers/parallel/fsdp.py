@@ -4,7 +4,7 @@ layer runs. Nothing is reduced: frozen weights have no gradients.
 Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -65,14 +65,14 @@ class ShardedLayers:
         if self._are_held or not self._layers:
             return hidden, update
         self._layers[number].gather()
-        return _passed(_Entered, self._layers[number], hidden, update)
+        return _passed(self._layers[number].free, hidden, update)
 
     def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives."""
         if self._are_held or not self._layers:
             return hidden, update
         self._layers[number].free()
-        return _passed(_Left, self._layers[number], hidden, update)
+        return _passed(self._layers[number].gather, hidden, update)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -88,29 +88,18 @@ class ShardedLayers:
                 layer.free()
 
 
-def _passed(function: Any, layer: ShardedLayer, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    return function.apply(layer, hidden, update) if torch.is_grad_enabled() else (hidden, update)
+def _passed(then: Callable[[], None], hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """then: is called when the gradients of both come back here."""
+    return _Passed.apply(then, hidden, update) if torch.is_grad_enabled() else (hidden, update)  # pyright: ignore
 
 
-class _Entered(torch.autograd.Function):
+class _Passed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, layer: ShardedLayer, *states: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer = layer
+    def forward(ctx: Any, then: Callable[[], None], *states: Tensor | None) -> tuple[Tensor | None, ...]:
+        ctx.then = then
         return tuple(None if state is None else state.view_as(state) for state in states)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.free()
-        return (None, *grads)
-
-
-class _Left(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, layer: ShardedLayer, *states: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer = layer
-        return tuple(None if state is None else state.view_as(state) for state in states)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        ctx.layer.gather()
+        ctx.then()
         return (None, *grads)

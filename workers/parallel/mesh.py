@@ -116,10 +116,6 @@ class Mesh:
         """Whether this rank writes files for all of them."""
         return self.rank == 0
 
-    @property
-    def all(self) -> Team:
-        return self.along(*AXES)
-
     def exchange(self, value: Value) -> list[Value]:
         """What each rank gives, by rank: small values, from host to host."""
         if self._words is None:

@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import random
+import ssl
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -111,6 +112,11 @@ class Connection:
                     f"{self.base_url!r} is no base URL: it begins with http:// or https://"
                 ) from error
             except httpx.TransportError as error:
+                if (untrusted := _certificate_error(error)) is not None:
+                    raise APIConnectionError(
+                        f"the certificate of {self.base_url} is not trusted ({untrusted.verify_message}): name a file "
+                        "of its authority in the environment variable SSL_CERT_FILE"
+                    ) from error
                 failure = APIConnectionError(f"no answer from {self.base_url}: {error!r}. Is it running there?")
                 await backoff.pause(failure)
                 continue
@@ -193,6 +199,13 @@ class Backoff:
             log.warning("%s Trying again for up to %.0f s.", failure, self._limit_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, 10.0)
         await asyncio.sleep(pause)
+
+
+def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
+    """Among what has led to this error."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    return error
 
 
 def to_json(body: Wire) -> bytes:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .cache import STAGING
 from .checkpoint_files import link_or_copy
+from .directories import STAGING
 from .leases import live_directory
 from .places import is_url, key_of
 from .segments import Place, cut, whole_bytes

@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import os
-import secrets
 import shutil
 import threading
 import time
@@ -13,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-STAGING = ".staging-"
+from .directories import STAGING, staging_in
 
 _SPARED_SECONDS = 60.0
 """Since its last use: a download may be about to open it. What is open stays readable."""
@@ -61,7 +60,7 @@ class Cache:
 
     def _take_away(self, path: Path) -> bool:
         """Unless somebody holds it."""
-        aside = path.with_name(f"{STAGING}{secrets.token_hex(8)}")
+        aside = staging_in(self._root)
         with self._lock:
             if self._num_holders[path]:
                 return False

@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.errors import OperationError
-from .cache import STAGING, Cache
-from .manifest import MANIFEST, check, listed_files, make_directory, read_manifest, seal, sync_directory
+from .cache import Cache
+from .directories import STAGING, make_directory, move_into_place, staging_in
+from .manifest import MANIFEST, check, listed_files, read_manifest, seal
 from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
 
 logger = logging.getLogger(__name__)
@@ -74,7 +75,7 @@ class CheckpointFiles:
     async def staging(self, directory: str) -> AsyncIterator[Path]:
         """An empty local directory to write into, for as long as the block lasts. Raises OSError."""
         beside = self._staging if is_url(directory) else Path(directory).parent
-        staging = beside / f"{STAGING}{secrets.token_hex(8)}"
+        staging = staging_in(beside)
         self._being_written.add(directory)
         try:
             await asyncio.to_thread(make_directory, staging, sync=True)
@@ -208,15 +209,16 @@ class CheckpointFiles:
         await asyncio.shield(self._being_made_whole[here])
 
     async def _make_whole_now(self, directory: str, here: Path) -> None:
-        try:
-            await asyncio.to_thread(self._check, here)
-        except ValueError as error:
-            sources = [directory] if is_url(directory) else []
-            sources += await self._copies(directory)
-            await self._bring(directory, here, sources, str(error))
-            await asyncio.to_thread(self._check, here)
-        if is_url(directory):
-            await asyncio.to_thread(self._cache.used, here)
+        with self._cache.held(here):
+            try:
+                await asyncio.to_thread(self._check, here)
+            except ValueError as error:
+                sources = [directory] if is_url(directory) else []
+                sources += await self._copies(directory)
+                await self._bring(directory, here, sources, str(error))
+                await asyncio.to_thread(self._check, here)
+            if is_url(directory):
+                await asyncio.to_thread(self._cache.used, here)
 
     def _check(self, here: Path) -> None:
         """Its hashes, unless its files are those that were seen to have them. Raises ValueError."""
@@ -228,7 +230,7 @@ class CheckpointFiles:
 
     async def _bring(self, directory: str, here: Path, sources: Collection[str], reason: str) -> None:
         """From the first source that has it whole."""
-        staging = here.with_name(f"{STAGING}{secrets.token_hex(8)}")
+        staging = staging_in(here.parent)
         reasons = [] if is_url(directory) else [reason]
         for source in sources:
             try:
@@ -239,7 +241,8 @@ class CheckpointFiles:
                 reasons.append(str(error))
             else:
                 if source != directory:
-                    logger.warning("%s was brought back from %s (%s)", directory, source, "; ".join(reasons))
+                    done = "is read from its copy at" if is_url(directory) else "was brought back from"
+                    logger.warning("%s %s %s (%s)", directory, done, source, "; ".join(reasons))
                 return
             finally:
                 await asyncio.to_thread(_remove, staging)
@@ -248,9 +251,7 @@ class CheckpointFiles:
 
     def _seal_and_rename(self, staging: Path, directory: Path, about: Mapping[str, object]) -> int:
         size_bytes = seal(staging, about)
-        staging.rename(directory)
-        for above in directory.parents[:KEY_PARTS]:
-            sync_directory(above)
+        move_into_place(staging, directory, root=directory.parents[KEY_PARTS - 1])
         return size_bytes
 
     def _moves(self, directories: Collection[str]) -> Mapping[str, str]:

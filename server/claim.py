@@ -6,8 +6,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from .directories import make_directory
 from .leases import live_directory
-from .manifest import make_directory
 from .store import DATABASE_NAME, StoreConfig
 
 

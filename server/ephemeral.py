@@ -5,16 +5,13 @@ they are written. The one before stays until the next, for whoever reads it.
 """
 
 import asyncio
-import secrets
 import shutil
 from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 from .checkpoints import directory_name
-from .manifest import make_directory, sync_directory, sync_files
-
-_STAGING = ".staging-"
+from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
 
 
 class EphemeralWeights:
@@ -36,7 +33,7 @@ class EphemeralWeights:
     @asynccontextmanager
     async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
         """An empty directory to write into; on leaving the block it has the newest weights."""
-        staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
+        staging = staging_in(self._root)
         try:
             await asyncio.to_thread(make_directory, staging, self._sync)
             yield staging
@@ -58,9 +55,9 @@ class EphemeralWeights:
     def _number_earlier(self) -> None:
         """Weights that an earlier trainhouse left, which had no numbers: they lay in ADAPTER itself."""
         for of_adapter in list(self._root.glob("*")):
-            is_staging = of_adapter.name.startswith(_STAGING)
+            is_staging = of_adapter.name.startswith(STAGING)
             if not is_staging and not _numbers(of_adapter) and any(path.is_file() for path in of_adapter.glob("*")):
-                staging = self._root / f"{_STAGING}{secrets.token_hex(8)}"
+                staging = staging_in(self._root)
                 of_adapter.rename(staging)
                 of_adapter.mkdir()
                 staging.rename(of_adapter / "0")
@@ -71,10 +68,8 @@ class EphemeralWeights:
             sync_files(staging)
         of_adapter.mkdir(exist_ok=True)
         earlier = _numbers(of_adapter)
-        staging.rename(of_adapter / str(earlier[-1] + 1 if earlier else 0))
-        if self._sync:
-            for above in (of_adapter, self._root):
-                sync_directory(above)
+        place = of_adapter / str(earlier[-1] + 1 if earlier else 0)
+        move_into_place(staging, place, root=self._root if self._sync else None)
         for number in earlier[:-1]:
             shutil.rmtree(of_adapter / str(number), ignore_errors=True)
 

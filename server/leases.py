@@ -20,7 +20,7 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from .manifest import sync_directory
+from .directories import sync_directory
 from .segments import shut_out
 from .store import LeaseLost, LeaseRecord, Store
 

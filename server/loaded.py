@@ -5,16 +5,15 @@ Layout below state_dir/loaded: RUN/SEQ_ID of the operation, with .staging-* besi
 """
 
 import asyncio
-import secrets
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ..schemas.errors import OperationError
-from .cache import STAGING
 from .checkpoint_files import link_files, link_or_copy
 from .checkpoints import directory_name
-from .manifest import MANIFEST, check, make_directory, sync_directory, sync_files
+from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
+from .manifest import MANIFEST, check
 
 
 class Loaded:
@@ -25,20 +24,22 @@ class Loaded:
         self._sync = sync
 
     async def find(self, run_id: str, seq_id: int) -> Path | None:
-        """What the operation has loaded, if it has. Raises OperationError (server) where that is damaged."""
+        """What the operation has loaded, if it has. Raises ValueError where that is damaged."""
         directory = self._of(run_id) / str(seq_id)
         if not await asyncio.to_thread(directory.exists):
             return None
-        try:
-            await asyncio.to_thread(check, directory)
-        except ValueError as error:
-            raise OperationError(f"what was loaded is damaged on the server's disk: {error}", "server") from None
+        await asyncio.to_thread(check, directory)
         return directory
 
     async def keep(self, run_id: str, seq_id: int, checkpoint: Path) -> Path:
-        """checkpoint: a whole one, with its manifest. Raises OperationError (server) where it cannot be kept."""
+        """In place of what was kept before. checkpoint: a whole one, with its manifest.
+
+        Raises OperationError: by the user where it was deleted meanwhile, by the server where there is no room for it.
+        """
         try:
             return await asyncio.to_thread(self._keep, self._of(run_id), str(seq_id), checkpoint)
+        except FileNotFoundError as error:
+            raise OperationError(f"the checkpoint was not loaded, for it was deleted meanwhile ({error})") from error
         except OSError as error:
             reason = f"the checkpoint was not loaded, for it cannot be kept for a crash ({error}): free space there"
             raise OperationError(reason, "server") from error
@@ -65,19 +66,18 @@ class Loaded:
         return self._root / directory_name(run_id)
 
     def _keep(self, of_run: Path, name: str, checkpoint: Path) -> Path:
-        staging = of_run / f"{STAGING}{secrets.token_hex(8)}"
+        staging = staging_in(of_run)
         try:
             make_directory(staging, self._sync)
             link_files(checkpoint, staging)
             link_or_copy(checkpoint / MANIFEST, staging / MANIFEST)
             if self._sync:
                 sync_files(staging)
-            staging.rename(of_run / name)
+            shutil.rmtree(of_run / name, ignore_errors=True)
+            move_into_place(staging, of_run / name, root=of_run if self._sync else None)
         except OSError:
             shutil.rmtree(staging, ignore_errors=True)
             raise
-        if self._sync:
-            sync_directory(of_run)
         return of_run / name
 
     def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:

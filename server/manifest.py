@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .directories import sync_directory
+
 MANIFEST = "manifest.json"
 
 _READ_BYTES = 1 << 20
@@ -51,31 +53,6 @@ def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) ->
     same_size = path.stat().st_size == listed["size_bytes"]
     if not same_size or (hashes and _hash(path, sync=False) != listed["sha256"]):
         raise ValueError(f"{path} is not as its manifest says")
-
-
-def make_directory(directory: Path, sync: bool, mode: int = 0o777) -> None:
-    """And those above it that are missing. sync: whether they survive the death of the machine. Raises OSError."""
-    missing = [one for one in (directory, *directory.parents) if not one.exists()]
-    directory.mkdir(mode, parents=True, exist_ok=True)
-    if sync:
-        for one in missing:
-            sync_directory(one.parent)
-
-
-def sync_files(directory: Path) -> None:
-    """What is directly in it, and that it is."""
-    for path in directory.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
-    sync_directory(directory)
-
-
-def sync_directory(directory: Path) -> None:
-    handle = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _hash(path: Path, sync: bool) -> str:

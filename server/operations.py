@@ -158,7 +158,7 @@ class Operations:
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
         """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
         if isinstance(operation, LoadWeights):
-            await self._load(run, operation, seq_id, partial(self._known, operation.path))
+            await self._load(run, operation, seq_id, partial(self._known, operation.path), again=True)
         else:
             await self.perform(run, operation, seq_id)
 
@@ -172,14 +172,14 @@ class Operations:
         self.infos.pop(run.run_id, None)
         await self._dispatch.drop_run(run.run_id)
 
-    async def make(self, run: RunRecord, operation: CreateRun) -> None:
-        """In the workers, as it is created. Raises OperationError."""
+    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> None:
+        """In the workers, as it is created, or as it once was. Raises OperationError."""
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
         info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), tenant.name)
         if operation.path is not None:
-            await self._load(run, operation, 0, partial(self._known, operation.path))
+            await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
         self.infos[run.run_id] = info
 
     async def discard(self, run: RunRecord) -> None:
@@ -196,7 +196,7 @@ class Operations:
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
         await self.discard(run)  # of an earlier try, for which the database had no room
-        await self.make(run, operation)
+        await self.make(run, operation, again=False)
         if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
             await self._store.insert_run(run)
         if operation.path is not None:
@@ -270,7 +270,8 @@ class Operations:
     async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:
         """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""
         readers = {run.tenant_id, operation.reader}
-        await self._load(run, operation, seq_id, partial(self._checkpoints.readable, operation.path, readers))
+        find = partial(self._checkpoints.readable, operation.path, readers)
+        await self._load(run, operation, seq_id, find, again=False)
         return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
 
     async def _known(self, path: str) -> CheckpointRecord:
@@ -286,9 +287,16 @@ class Operations:
         operation: CreateRun | LoadWeights,
         seq_id: int,
         find: Callable[[], Awaitable[CheckpointRecord]],
+        *,
+        again: bool,
     ) -> None:
-        """The first time what is found; from then on that very version, whatever becomes of it."""
-        directory = await self._loaded.find(run.run_id, seq_id)
+        """What is found; again: that very version, whatever has become of it."""
+        try:
+            directory = await self._loaded.find(run.run_id, seq_id)
+        except ValueError as error:
+            if again:
+                raise OperationError(f"what was loaded is damaged on the server's disk: {error}", "server") from None
+            directory = None  # kept by a try that was never answered
         if directory is None:
             directory = await self._keep(run, operation, seq_id, await find())
         await self._dispatch.load_run(run.run_id, directory, operation.optimizer)

@@ -170,7 +170,7 @@ class RunState:
             try:
                 await self._make()
             except WorkerLost as lost:
-                logger.warning("%s was not made again: %s", self._record.run_id, lost)
+                logger.warning("%s is being made again once more: %s", self._record.run_id, lost)
                 await self._strikes.add(lost)
             else:
                 self._is_live = True
@@ -256,9 +256,9 @@ class RunState:
         await operations.discard(record)
         if snapshot is None:
             assert self._created is not None
-            await operations.make(record, self._created)
+            await operations.make(record, self._created, again=True)
         else:
-            await operations.make(record, CreateRun())
+            await operations.make(record, CreateRun(), again=True)
             await operations.restore(record, snapshot.directory)
         after, is_tainted = (-1, False) if snapshot is None else (snapshot.seq_id, snapshot.tainted_by is not None)
         repeats = list(self.history.repeats(after, is_tainted))
@@ -285,7 +285,10 @@ class RunState:
             if not chained or len(under_way) >= _MOST_AT_ONCE:
                 await _all(under_way)
                 under_way = []
-            under_way.append(asyncio.create_task(self._repeat_one(past, operation)))
+            repeating = asyncio.create_task(self._repeat_one(past, operation))
+            # Of several that fail only the first is told of.
+            repeating.add_done_callback(lambda task: task.cancelled() or task.exception())
+            under_way.append(repeating)
             # It takes its first step, by which it is handed over.
             await asyncio.sleep(0)
             if not chained:

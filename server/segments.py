@@ -22,7 +22,7 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import BinaryIO
 
-from .manifest import make_directory, sync_directory
+from .directories import make_directory, sync_directory
 
 logger = logging.getLogger(__name__)
 

@@ -6,18 +6,17 @@ whose files are not as its manifest says counts as absent.
 
 import asyncio
 import logging
-import secrets
 import shutil
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from .checkpoints import directory_name
-from .manifest import MANIFEST, check, listed_files, read_manifest, seal, sync_directory
+from .directories import STAGING, move_into_place, staging_in
+from .manifest import MANIFEST, check, listed_files, read_manifest, seal
 
 logger = logging.getLogger(__name__)
 
-_STAGING = ".staging-"
 _COPY = "-copy"
 
 
@@ -43,7 +42,7 @@ class Snapshots:
         for directory in self._root.glob("*"):
             if directory.name not in names:
                 shutil.rmtree(directory, ignore_errors=True)
-        for staging in self._root.glob(f"*/{_STAGING}*"):
+        for staging in self._root.glob(f"*/{STAGING}*"):
             shutil.rmtree(staging, ignore_errors=True)
 
     def stage(self, run_id: str) -> Path:
@@ -51,7 +50,7 @@ class Snapshots:
 
         Blocking, since a snapshot is handed over before anything is awaited: 40 us, 200 for the first of a run.
         """
-        staging = self._of(run_id) / f"{_STAGING}{secrets.token_hex(8)}"
+        staging = staging_in(self._of(run_id))
         staging.mkdir(parents=True)
         return staging
 
@@ -116,7 +115,5 @@ class Snapshots:
         if (snapshot.directory / MANIFEST).exists():  # of this very state, made before a crash
             shutil.rmtree(snapshot.directory)
         seal(staging, {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by}, sync=self._sync)
-        staging.rename(snapshot.directory)
-        if self._sync:
-            for above in (snapshot.directory.parent, self._root, self._root.parent):  # the first one makes all of them
-                sync_directory(above)
+        # The first one makes all of them.
+        move_into_place(staging, snapshot.directory, root=self._root.parent if self._sync else None)

@@ -16,10 +16,10 @@ from typing import TypeVar
 from sqlalchemy import Connection, Row, Table, delete, select
 
 from ..schemas.errors import OperationError
-from .cache import STAGING
 from .checkpoint_files import UNLISTED_DAYS, CheckpointFiles, PlaceConfig, is_whole
 from .checkpoints import directory_name
 from .claim import StartError, locked
+from .directories import STAGING
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
 from .leases import LIVE_STATE, live_directory

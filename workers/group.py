@@ -107,7 +107,8 @@ class Group:
         except (WorkerDied, WorkerError, OSError, EOFError) as error:
             raise ValueError(f"base model {self.name} does not load from {source}: {error}") from error
         seconds = time.monotonic() - started
-        on_progress(f"{self.name} ready in {seconds:.1f} s: {self.info.dtype} on {self.info.device}")
+        place = f"{self.info.dtype} on {self.info.device}, {self._processes()}"
+        on_progress(f"{self.name} ready in {seconds:.1f} s: {place}")
         self._lane = asyncio.create_task(self._run_lane())
         self._lane.add_done_callback(self._lane_ended)
 
@@ -475,7 +476,7 @@ class Group:
             self._no_place = None
             return False
         self._no_place = None
-        logger.warning("base model %s is back", self.name)
+        logger.warning("base model %s is back: %s", self.name, self._processes())
         return True
 
     async def _open_ranks(self) -> None:
@@ -485,6 +486,10 @@ class Group:
         self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
         self.info = await self._verb(self._ranks, "info")
+
+    def _processes(self) -> str:
+        pids = ", ".join(map(str, self.pids()))
+        return f"processes {pids}" if "," in pids else f"process {pids}"
 
     def _opened(self) -> Ranks:
         assert self._ranks is not None, "the lane runs only after start()"

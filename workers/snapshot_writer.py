@@ -45,7 +45,12 @@ class SnapshotWriter:
             with torch.cuda.stream(torch.cuda.Stream(self._device)):
                 torch.cuda.current_stream(self._device).wait_event(copied)
                 learned = learned.mapped(Tensor.cpu)
-        save_adapter(learned, directory, optimizer=True, base_name=self._base_name)
+        try:
+            save_adapter(learned, directory, optimizer=True, base_name=self._base_name)
+        except Exception:
+            if directory.exists():
+                raise
+            raise FileNotFoundError(f"{directory} was removed meanwhile") from None
 
 
 def _compute_alone() -> None:
@@ -68,5 +73,6 @@ def _outcome(writing: "Future[None]") -> Failure | None:
     error = writing.exception()
     if error is None:
         return None
-    logger.error("a snapshot failed", exc_info=error)
+    if not isinstance(error, OSError):  # of disks the message says enough
+        logger.error("a snapshot failed", exc_info=error)
     return Failure(f"a snapshot of the run cannot be written: {type(error).__name__}: {error}", "server")

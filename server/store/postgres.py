@@ -185,7 +185,7 @@ def _engine(url: URL) -> Engine:
     try:
         engine = create_engine(url, pool_size=NUM_READERS + 1, max_overflow=0, hide_parameters=True)
     except ModuleNotFoundError:
-        raise ValueError("database_url needs the driver psycopg: pip install 'trainhouse[postgres]'") from None
+        raise ValueError("--database-url needs the driver psycopg: pip install 'psycopg[binary]'") from None
     event.listen(engine, "connect", _configure)
     return engine
 

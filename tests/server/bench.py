@@ -58,7 +58,7 @@ class Noting:
     async def discard(self, run: RunRecord) -> None:
         self.performed.append("discard")
 
-    async def make(self, run: RunRecord, operation: CreateRun) -> None:
+    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> None:
         self.performed.append("make")
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:

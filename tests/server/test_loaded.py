@@ -137,20 +137,48 @@ async def test_what_is_kept_outlives_the_checkpoint(checkpoint: Path, tmp_path: 
     assert await loaded.find(RUN_ID, 3) is None
 
 
+async def test_a_kept_copy_that_is_damaged_is_told_of_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
+    loaded = Loaded(tmp_path / "loaded", sync=True)
+    kept = await loaded.keep(RUN_ID, 3, checkpoint) / "adapter_model.safetensors"
+    kept.unlink()
+    with pytest.raises(ValueError, match="not whole"):
+        await loaded.find(RUN_ID, 3)
+    assert await loaded.keep(RUN_ID, 3, checkpoint) == kept.parent
+    assert await loaded.find(RUN_ID, 3) == kept.parent
+    assert kept.read_bytes() == b"weights"
+
+
+async def test_a_checkpoint_that_is_deleted_meanwhile_is_no_full_disk(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "adapter_model.safetensors").unlink()
+    with pytest.raises(OperationError, match="deleted meanwhile") as raised:
+        await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
+    assert raised.value.category == "user"
+
+
+async def test_a_load_that_was_never_answered_is_tried_with_a_new_copy(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    """What an earlier try had kept is damaged; the run that has loaded it may not go on from something else."""
+    async with running_server(config, dispatch) as server:
+        source = await server.create_run()
+        path = (await source.do("save_weights", path="a"))["path"]
+        run = await server.create_run()
+        kept = config.state_dir / "loaded" / run.model_id.replace(":", "_") / "1"
+        kept.mkdir(parents=True)
+        assert (await run.do("load_weights", path=path, optimizer=True))["path"] == path
+        (kept / "adapter_model.safetensors").unlink()
+    shutil.rmtree(config.state_dir / "snapshots")
+    async with running_server(config, dispatch) as server:
+        run.server = server
+        assert "what was loaded is damaged" in (await run.optim_step())["error"]
+
+
 async def test_what_the_journal_has_lost_was_not_loaded(checkpoint: Path, tmp_path: Path) -> None:
     """The next operation of that seq_id may be another one."""
     loaded = Loaded(tmp_path / "loaded", sync=False)
     await loaded.keep(RUN_ID, 3, checkpoint)
     await loaded.retain(RUN_ID, {2})
     assert await loaded.find(RUN_ID, 3) is None
-
-
-async def test_damage_to_what_is_kept_is_told(checkpoint: Path, tmp_path: Path) -> None:
-    loaded = Loaded(tmp_path / "loaded", sync=False)
-    kept = await loaded.keep(RUN_ID, 3, checkpoint)
-    (kept / "adapter_model.safetensors").write_bytes(b"WEIGHTS")
-    with pytest.raises(OperationError, match="what was loaded is damaged"):
-        await loaded.find(RUN_ID, 3)
 
 
 async def test_what_cannot_be_kept_is_not_loaded(checkpoint: Path, tmp_path: Path) -> None:

@@ -399,7 +399,7 @@ async def test_a_run_that_cannot_be_made_again_says_so(make_bench: MakeBench) ->
     bench = await make_bench()
     Dying(bench, (1,))
 
-    async def make(run, operation) -> None:
+    async def make(run, operation, *, again: bool) -> None:
         raise OperationError("no memory", "server")
 
     bench.operations.make = make  # pyright: ignore[reportAttributeAccessIssue]
@@ -418,13 +418,13 @@ class Killing:
         self.may_go_on = asyncio.Event()
         make = bench.operations.make
 
-        async def killing(run: RunRecord, operation: CreateRun) -> None:
+        async def killing(run: RunRecord, operation: CreateRun, *, again: bool) -> None:
             self.num_tries += 1
             if self.left > 0:
                 self.left -= 1
                 raise WorkerLost("the worker died", alone=True)
             await self.may_go_on.wait()
-            await make(run, operation)
+            await make(run, operation, again=again)
 
         bench.operations.make = killing  # pyright: ignore[reportAttributeAccessIssue]
 

@@ -89,6 +89,14 @@ def test_old_versions_of_tls_and_plain_http_are_not_spoken(server: LiveServer, f
         client.get("/api/v1/healthz")
 
 
+def test_our_client_says_at_once_that_it_does_not_trust_the_certificate(server: LiveServer) -> None:
+    with (
+        trainhouse.ServiceClient(server.url, "tml-me", retry_seconds=3600) as service,
+        pytest.raises(trainhouse.APIConnectionError, match=r"is not trusted \(.*SSL_CERT_FILE"),
+    ):
+        service.get_server_capabilities()
+
+
 def test_our_client_and_the_sdk_trust_what_the_environment_names(
     server: LiveServer, files: Files, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -66,9 +66,21 @@ class Lease:
         self._rests_until = -math.inf
 
     async def prepare(self, state_dir: Path) -> None:
-        """Before it is first tried for: where nobody has ever had it, the live state is empty. Raises OSError."""
-        if not any(lease.base_model == LIVE_STATE for lease in await self._store.list_leases()):
-            _directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
+        """Before it is first tried for: where nobody has ever had it, the live state is empty.
+
+        Raises OSError, and ValueError where there is some of another database.
+        """
+        # In this order: who takes it has his lease before his live state.
+        found = max(_epochs(state_dir), default=0)
+        if any(lease.base_model == LIVE_STATE for lease in await self._store.list_leases()):
+            return
+        if found > 0:
+            raise ValueError(
+                f"state directory {state_dir} has live state of epoch {found}, but no server has ever worked on this "
+                "database: it is another database's; name those that belong together with --state-dir and "
+                "--database-url"
+            )
+        _directory(state_dir, 0).mkdir(mode=0o700, exist_ok=True)
 
     async def taken(self) -> "Tenure":
         """As soon as nobody else has it: who has it gives it back, or does not renew it in time."""

@@ -176,6 +176,8 @@ async def _prepare(lease: Lease, state_dir: Path) -> None:
         await lease.prepare(state_dir)
     except OSError as error:
         raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(str(error)) from None
     except SQLAlchemyError as error:
         raise StartError(f"the leases cannot be read: {error}") from None
 

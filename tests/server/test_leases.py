@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header, Journal
 from trainhouse.server.leases import LIVE_STATE, Lease, Tenure, TenureOver, awake_seconds, live_directory
 from trainhouse.server.segments import Segments, read_segment, shut_out
-from trainhouse.server.store import LeaseLost, PostgresStore, Store, TenantRecord
+from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
 
 pytestmark = pytest.mark.anyio
 
@@ -316,6 +317,17 @@ async def test_a_directory_without_live_state_is_not_the_shared_one(open_store: 
     with pytest.raises(ValueError, match=r"unmounted has no live state.*mount it before"):
         await taken_with(open_store(), unmounted)
     assert os.listdir(unmounted) == []
+
+
+async def test_live_state_of_another_database_is_left_alone(open_store: OpenStore, tmp_path: Path) -> None:
+    """Also of the epoch that this one is to have next."""
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    await taken_with(open_store(), shared)
+    words = "live state of epoch 1, but no server has ever worked on this database"
+    with closing(SqliteStore(tmp_path / "new.db")) as new, pytest.raises(ValueError, match=words):
+        await lease(new).prepare(shared)
+    assert os.listdir(shared) == ["live-1"]
 
 
 async def test_a_holder_whose_time_is_up_takes_nothing(store: Store, tmp_path: Path) -> None:

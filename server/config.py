@@ -146,7 +146,15 @@ class ServerConfig:
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
-    parallel: ParallelSpec = knob(SINGLE, "ranks of each base model, such as replicas=2,tp=4 (docs/parallel.md)")  # noqa: RUF009
+    parallel: ParallelSpec | None = knob(  # noqa: RUF009
+        SINGLE, "ranks of each base model, such as replicas=2,tp=4; auto: the fewest that fit (docs/parallel.md)"
+    )
+    device_memory_bytes: int | None = knob(
+        None,
+        "of each, for --parallel auto (default: what nvidia-smi says)",
+        check=POSITIVE,
+        flag="--device-memory",
+    )
     tp_activations: Literal["sharded", "whole"] = knob(
         "sharded", "what tp ranks have of a pass's tokens between layers"
     )
@@ -259,7 +267,8 @@ class ServerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
         # On another machine of a Ray cluster our directories may not be there.
         pages = None if self.pool == "ray" else str((self.state_dir / "pages").absolute())
-        return replace(WorkerConfig(model=model, **_shared(self, WorkerConfig)), device=device, page_directory=pages)
+        shared: dict[str, typing.Any] = _shared(self, WorkerConfig) | {"parallel": self.parallel or SINGLE}
+        return replace(WorkerConfig(model=model, **shared), device=device, page_directory=pages)
 
     @property
     def _devices(self) -> list[str]:
@@ -422,7 +431,10 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
         raise ConfigError(f"{place} is {text!r}: expected {_type_words(knob_field)}") from None
 
 
-def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec:
+def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec | None:
+    """None: auto."""
+    if text == "auto":
+        return None
     try:
         return ParallelSpec.parse(text if isinstance(text, str) else ",".join(text))
     except ValueError as error:
@@ -482,7 +494,7 @@ def _type_words(knob_field: Field) -> str:
     if knob_field.name.endswith("_bytes"):
         return "a number of bytes, such as 268435456 or 256MiB"
     if knob_field.name == "parallel":
-        return "axes and their ranks, such as tp=2"
+        return "axes and their ranks, such as tp=2, or auto"
     return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
 
 

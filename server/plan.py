@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices
-from ..workers.parallel.choice import Choice, Remedy, least_layout, remedies, smallest_layout, usable_bytes
+from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, remedies, usable_bytes
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
@@ -170,18 +170,7 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
 def _choice(shape: ModelShape, load: Load, device_bytes: int | None, num_devices: int | None) -> Choice:
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-    choice = smallest_layout(shape, load, device_bytes, num_devices)
-    if choice is not None:
-        return choice
-    least = least_layout(shape, load, num_devices)
-    memory = least.memory
-    where = f" on {num_devices} devices" if num_devices else ""
-    raise ValueError(
-        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {gigabytes(memory.total)} on each rank "
-        f"(base {gigabytes(memory.base)}, adapters {gigabytes(memory.adapters.total)}, key/value cache "
-        f"{gigabytes(memory.kv_cache)}, work {gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
-        "or --kv-cache-bytes, or take more devices"
-    )
+    return layout_that_fits(shape, load, device_bytes, num_devices)
 
 
 def _number(options: argparse.Namespace, name: str) -> int | None:

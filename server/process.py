@@ -30,6 +30,7 @@ from ..schemas.errors import OperationError
 from ..workers.dispatch import WorkerDispatch
 from .app import LiveState, create_app
 from .auth import require_keys
+from .auto_layout import with_layouts
 from .claim import StartError, locked, made
 from .config import ServerConfig
 from .connections import Connection
@@ -381,7 +382,10 @@ def _opened_store(config: ServerConfig) -> Store:
 async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
     """The workers with their models loaded; ended on leaving. Raises StartError."""
     try:
-        dispatch = WorkerDispatch(config.dispatch_config())
+        settings = config.dispatch_config()
+        if config.parallel is None:
+            settings = with_layouts(settings, config.device_memory_bytes, say)
+        dispatch = WorkerDispatch(settings)
         await dispatch.start(say)
     except (ValueError, OSError, OperationError) as error:
         raise StartError(str(error)) from None

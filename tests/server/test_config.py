@@ -6,6 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from trainhouse.server.auto_layout import with_layouts
 from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.config import (
     ConfigError,
@@ -23,6 +24,7 @@ from trainhouse.workers.dispatch import DispatchConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"base_models": ["a/b"]}
+CONFIGS = ROOT / "tests" / "workers" / "parallel" / "configs"
 
 
 def config_of(**flags: str) -> ServerConfig:
@@ -200,6 +202,40 @@ def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_pa
     assert dispatch.models[0].adapter_slots == 3
     assert dispatch.models[0].page_directory == str(tmp_path / "pages")
     assert config_of(pool="ray").dispatch_config().models[0].page_directory is None
+
+
+def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -> None:
+    small = f"small={CONFIGS}/Llama-3.1-8B.json"
+    large = f"large={CONFIGS}/Llama-3.1-70B.json"
+    flags = {"base_models": [small, large], "parallel": "auto", "max_context_length": "8192", "adapter_slots": "4"}
+    config = load_config({**flags, "device": "cpu", "dtype": "bfloat16"}, {}, None)
+    said: list[str] = []
+    chosen = with_layouts(config.dispatch_config(), 80 * 10**9, said.append)
+    assert [str(model.parallel) for model in chosen.models] == ["single", "sp=2,tp=8"]
+    assert said[0].startswith("small: --parallel single (7")
+    assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
+    assert chosen.models[1].model == config.base_models[1]
+    with pytest.raises(ValueError, match=r"no layout of small fits: .* lower --adapter-slots"):
+        with_layouts(config.dispatch_config(), 10**9, said.append)
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    other = load_config({"base_models": f"other={tmp_path}", "parallel": "auto"}, {}, None)
+    with pytest.raises(ValueError, match=r"nothing is known of gpt2 models such as other.*name a layout"):
+        with_layouts(other.dispatch_config(), 10**9, said.append)
+
+
+def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = f"m={CONFIGS}/Llama-3.1-8B.json"
+    config = config_of(parallel="auto", base_models=model, max_context_length="4096", adapter_slots="1")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(ValueError, match="nvidia-smi tells of none here: give --device-memory"):
+        with_layouts(config.dispatch_config(), config.device_memory_bytes, print)
+    asked = tmp_path / "nvidia-smi"
+    asked.write_text("#!/bin/sh\necho 81559\necho 24564\n")
+    asked.chmod(0o755)
+    said: list[str] = []
+    with_layouts(config.dispatch_config(), config.device_memory_bytes, said.append)
+    assert " of 25.8 GB on each rank" in said[0]
+    assert config_of(parallel="auto", device_memory_bytes="80GB").device_memory_bytes == 80 * 10**9
 
 
 def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from ..footprint import gigabytes
 from .checks import valid_ep, valid_sp, valid_tp
 from .estimate import Memory, estimate
 from .load import Load
@@ -47,6 +48,22 @@ def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_device
 def least_layout(shape: ModelShape, load: Load, num_devices: int | None = None) -> Choice:
     """The one whose ranks need least."""
     return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
+
+
+def layout_that_fits(shape: ModelShape, load: Load, device_bytes: int, num_devices: int | None = None) -> Choice:
+    """As `smallest_layout`. Raises ValueError where none fits."""
+    choice = smallest_layout(shape, load, device_bytes, num_devices)
+    if choice is not None:
+        return choice
+    least = least_layout(shape, load, num_devices)
+    memory = least.memory
+    where = f" on {num_devices} devices" if num_devices else ""
+    raise ValueError(
+        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {gigabytes(memory.total)} on each rank "
+        f"(base {gigabytes(memory.base)}, adapters {gigabytes(memory.adapters.total)}, key/value cache "
+        f"{gigabytes(memory.kv_cache)}, work {gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
+        "or --kv-cache-bytes, or take more devices"
+    )
 
 
 @dataclass(frozen=True)

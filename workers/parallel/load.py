@@ -6,6 +6,8 @@ from ..config import WorkerConfig
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
+_KNOBS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "kv_cache_bytes", "tp_activations")
+
 
 @dataclass(frozen=True)
 class Load:
@@ -24,6 +26,12 @@ class Load:
     kv_cache_bytes: int = WorkerConfig.kv_cache_bytes
     tp_activations: str = WorkerConfig.tp_activations
     samples: bool = True
+
+    @staticmethod
+    def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
+        """With adapters of the usual rank."""
+        knobs = {name: getattr(config, name) for name in _KNOBS}
+        return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
 
     @property
     def tokens(self) -> int:

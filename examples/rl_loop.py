@@ -15,10 +15,10 @@ PROMPTS = [[10, 11, 12], [20, 21], [30, 31, 32, 33], [40, 41, 42]]
 
 def main() -> None:
     options = parse_options()
-    params = SamplingParams(max_tokens=options.tokens, stop=[])
     with trainhouse.ServiceClient(options.base_url, options.api_key) as service:
-        client = service.create_lora_training_client(options.model, rank=8, seed=0)
+        client = service.create_lora_training_client(options.model, rank=8, seed=options.seed)
         for step in range(options.steps):
+            params = SamplingParams(max_tokens=options.tokens, stop=[], seed=options.seed + step)
             sampler = client.save_weights_and_get_sampling_client()
             futures = [sampler.sample(prompt, options.samples, params) for prompt in PROMPTS]
             groups = [future.result().sequences for future in futures]
@@ -40,6 +40,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=16, help="per prompt")
     parser.add_argument("--tokens", type=int, default=8, help="per sample")
     parser.add_argument("--learning-rate", type=float, default=5e-3)
+    parser.add_argument("--seed", type=int, default=0, help="of the adapter and of what is sampled")
     return parser.parse_args()
 
 

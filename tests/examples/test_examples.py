@@ -53,7 +53,7 @@ def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server
 @pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
 def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -> None:
     command = [sys.executable, "examples/rl_loop.py", "--base-url", shared_server.url, "--model", MODEL]
-    output = run(*command, "--loss", loss, "--steps", 12, "--samples", 10, "--tokens", 6, "--learning-rate", 1e-2)
+    output = run(*command, "--loss", loss, "--steps", 15, "--samples", 16, "--tokens", 6, "--learning-rate", 1e-2)
     rewards = values(r"reward ([\d.]+)", output)
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 

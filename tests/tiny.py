@@ -4,9 +4,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedConfig, Qwen2Config, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    Cohere2Config,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GptOssConfig,
+    LlamaConfig,
+    MistralConfig,
+    MixtralConfig,
+    Olmo2Config,
+    Phi3Config,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
+MORE_KINDS = ("qwen3_moe_mixed", "mistral", "mixtral", "phi3", "olmo2", "gemma3")
+REFUSED_KINDS = ("gpt_oss", "deepseek_v3", "cohere2")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -37,6 +54,7 @@ LLAMA3_ROPE = {
 def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
     shape = TINY_SHAPE | overrides
     of_qwen3 = {"head_dim": 16} | shape
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     match kind:
         case "llama":
             return LlamaConfig(**shape)
@@ -47,10 +65,30 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "qwen3_tied":
             return Qwen3Config(**(of_qwen3 | {"tie_word_embeddings": True}))
         case "qwen3_moe":
-            experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
             return Qwen3MoeConfig(**(experts | of_qwen3))
+        case "qwen3_moe_mixed":
+            return Qwen3MoeConfig(**(experts | {"mlp_only_layers": [0]} | of_qwen3))
+        case "mistral":
+            return MistralConfig(**({"sliding_window": 5} | shape))
+        case "mixtral":
+            return MixtralConfig(**({"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 5} | shape))
+        case "phi3":
+            return Phi3Config(**({"sliding_window": 7} | shape))
+        case "olmo2":
+            return Olmo2Config(**shape)
+        case "gemma3":
+            kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+            return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | of_qwen3))
+        case "gpt_oss":
+            rope = {"rope_type": "default", "rope_theta": 10000.0}
+            of_experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}
+            return GptOssConfig(**(of_experts | of_qwen3))
+        case "deepseek_v3":
+            return DeepseekV3Config(**({"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 8} | shape))
+        case "cohere2":
+            return Cohere2Config(**shape)
         case _:
-            raise ValueError(f"unknown kind {kind!r}: one of {KINDS}")
+            raise ValueError(f"unknown kind {kind!r}: one of {(*KINDS, *MORE_KINDS, *REFUSED_KINDS)}")
 
 
 def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -> Path:

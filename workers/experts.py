@@ -108,7 +108,7 @@ def _expert_of_each(arriving: Tensor) -> Tensor:
 def _weighted(of_pairs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
     """[pairs, hidden] of the pairs in this order -> their weighted sum [tokens, hidden] by token."""
     by_token = _scattered(of_pairs, order).view(*weights.shape, -1)
-    return (by_token * weights.unsqueeze(-1)).sum(1)
+    return (by_token * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
 
 def _scattered(x: Tensor, order: Tensor) -> Tensor:

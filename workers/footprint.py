@@ -8,7 +8,9 @@ from math import prod
 from pathlib import Path
 
 from .config import WorkerConfig
-from .parallel.shape import model_directory
+from .parallel.parameters import num_parameters, parameters
+from .parallel.shape import ModelShape, model_directory, read_model
+from .parallel.spec import SINGLE
 
 _BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
@@ -21,8 +23,8 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
     """
     needs: Counter[str] = Counter()
     for model in copies:
-        parts = model.parallel.fsdp * model.parallel.tp  # of most of a model
-        needs[model.model.name] += (loaded_bytes(model) or 0) // parts if runs_on_cpu(model) else 0
+        whole = loaded_bytes(model) if runs_on_cpu(model) else None
+        needs[model.model.name] += int(whole * _share(model)) if whole else 0
     needed, available = needs.total(), available_bytes()
     if available is None or needed <= available:
         return
@@ -31,6 +33,16 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
         f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
         "serve fewer or smaller models, or load them with --dtype bfloat16"
     )
+
+
+def _share(model: WorkerConfig) -> float:
+    """Of the base model, what a rank of its layout keeps."""
+    if model.parallel == SINGLE:
+        return 1.0
+    shape = read_model(model.model)
+    if not isinstance(shape, ModelShape):
+        return 1.0
+    return sum(each.kept for each in parameters(shape, model.parallel)) / num_parameters(shape)
 
 
 def loaded_bytes(model: WorkerConfig) -> int | None:

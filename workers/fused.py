@@ -1,16 +1,17 @@
-"""What lies between the matrix products of a Llama-shaped layer, in few passes over memory: norms, rotation, SwiGLU.
+"""What lies between the matrix products of a Llama-shaped layer, in few passes over memory: norms, rotation, gates.
 
 Every function treats each token by itself and has a gradient written by hand; the frozen weights of norms get none.
 Norms and rotation compute in float32 whatever dtype comes in.
 """
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 
 from .kernels import kernels_for
 
@@ -110,6 +111,17 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
     return silu(gate).mul_(up)
 
 
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up, gelu by its approximation with tanh: Shazeer, https://arxiv.org/abs/2002.05202."""
+    if torch.is_grad_enabled():
+        return _GeGlu.apply(gate, up)  # pyright: ignore[reportReturnType]
+    return gelu(gate, approximate="tanh").mul_(up)
+
+
+# By the name that transformers has for the activation.
+GATES: Mapping[str, Callable[[Tensor, Tensor], Tensor]] = {"silu": swiglu, "gelu_pytorch_tanh": geglu}
+
+
 class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
@@ -176,6 +188,22 @@ class _SwiGlu(torch.autograd.Function):
         (grad,) = grads
         grad_active = up.mul_(grad)
         grad_gate = torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=grad_active)
+        return grad_gate, active.mul_(grad)
+
+
+class _GeGlu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        active = gelu(gate, approximate="tanh")
+        ctx.save_for_backward(gate, up, active)
+        return active * up
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        """In the memory of what was kept, as of _SwiGlu."""
+        gate, up, active = ctx.saved_tensors
+        (grad,) = grads
+        grad_gate = torch.ops.aten.gelu_backward(up.mul_(grad), gate, approximate="tanh")
         return grad_gate, active.mul_(grad)
 
 

@@ -27,16 +27,11 @@ from .parallel.fsdp import ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
+from .parallel.shape import longest_context, refusal_of, rope_of
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .threads import Threads
 from .trunk import Merge, fused_trunk
-
-# Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
-_UNSUPPORTED = ("final_logit_softcapping", "attn_logit_softcapping", "logit_scale", "logits_scaling", "kv_lora_rank")
-
-# Layers of other kinds carry a state along the row, from one packed sequence into the next.
-_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -97,11 +92,8 @@ class BaseModel:
     @property
     def num_positions(self) -> int | None:
         """The longest context, None where the model's config does not say."""
-        rope = getattr(self.config, "rope_parameters", None) or {}
-        if rope.get("rope_type") == "longrope":
-            # Beyond this a sequence's rotations would depend on the longest one in its batch.
-            return rope["original_max_position_embeddings"]
-        return getattr(self.config, "max_position_embeddings", None)
+        longest = getattr(self.config, "max_position_embeddings", None)
+        return longest_context(longest, rope_of(self.config.to_dict()))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -213,7 +205,7 @@ def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed)
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"
         )
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        raise ValueError(f"{source}: {model.config.model_type} models with attention sinks are not supported")
+        raise ValueError(f"{source}: models with attention sinks are not supported")
     model.requires_grad_(False)
     nn.Module.to(model, device)
     return model.eval()
@@ -221,11 +213,8 @@ def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed)
 
 def _refuse_other_arithmetic(source: str, config: PreTrainedConfig) -> None:
     """What would run, and give other numbers than transformers does."""
-    for name in _UNSUPPORTED:
-        if getattr(config, name, None):
-            raise ValueError(f"{source}: {config.model_type} models with {name} are not supported")
-    if others := set(getattr(config, "layer_types", None) or ()) - _LAYERS:
-        raise ValueError(f"{source}: {config.model_type} models with {sorted(others)[0]} layers are not supported")
+    if (refusal := refusal_of(config.to_dict())) is not None:
+        raise ValueError(f"{source}: {refusal}")
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if architecture is not None and not architecture._supports_attention_backend:
         raise ValueError(f"{source}: {config.model_type} models bring attention of their own and are not supported")

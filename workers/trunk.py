@@ -2,7 +2,7 @@
 over memory and less Python. What is not recognised to the last module runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -11,16 +11,12 @@ from torch import Tensor, nn
 
 from .attention import AttentionKind, CachedPacking, Packing, attend
 from .experts import RoutedExperts
-from .fused import RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads, swiglu
+from .fused import GATES, RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads
 from .parallel.collectives import Stream
+from .parallel.families import FAMILIES, FIXED_ROTATIONS, Family
 from .parallel.fsdp import ShardedLayers
 from .parallel.mesh import Mesh
-
-# The name that a family's classes begin with -> the module of transformers that holds them.
-_FAMILIES = {"Llama": "llama", "Mistral": "mistral", "Qwen2": "qwen2", "Qwen3": "qwen3", "Qwen3Moe": "qwen3_moe"}
-
-# Rotations that do not depend on the lengths in a batch.
-_FIXED_ROTATIONS = {"default", "linear", "llama3", "yarn"}
+from .parallel.norms import JointNorms
 
 # With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart in memory.
 _MOST_MERGED_TOKENS = 256
@@ -35,14 +31,13 @@ class FusedTrunk:
     Its linear layers are looked up at each call: `lora` replaces them.
     """
 
-    def __init__(self, trunk: Any, family: str, mesh: Mesh) -> None:
+    def __init__(self, trunk: Any, family: Family, mesh: Mesh) -> None:
         self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
         self._sharded = ShardedLayers([])
         self._embedding = trunk.embed_tokens
         self._layers = [_Layer(layer, family, mesh) for layer in trunk.layers]
-        self._norm = _rms_norm(trunk.norm)
-        rotary = trunk.rotary_emb
-        self._rotary = RotaryTable(rotary.inv_freq, rotary.attention_scaling)
+        self._norm = _rms_norm(trunk.norm, family)
+        self._tables = _rotary_tables(trunk.rotary_emb, family)
 
     def merge(self, merge: Merge) -> None:
         """Has the linear layers of one input run as one where that is faster."""
@@ -80,32 +75,49 @@ class FusedTrunk:
         if self._is_coupled and torch.is_grad_enabled():
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
             hidden.requires_grad_()
-        rotation = self._rotary.at(positions, packing.longest)
+        rotations = {kind: table.at(positions, packing.longest) for kind, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
+            rotation = rotations[layer.rotation_kind]
             hidden, update = self._sharded.enter(number, hidden, update)
             hidden, update = self._sharded.leave(number, *layer.forward(hidden, update, rotation, packing, stream))
         return _add_norm(hidden, update, self._norm)[1]
 
 
 class _Layer:
-    def __init__(self, layer: Any, family: str, mesh: Mesh) -> None:
+    """rotation_kind: which of the rotary tables is its own."""
+
+    def __init__(self, layer: Any, family: Family, mesh: Mesh) -> None:
         attention = layer.self_attn
-        self._attention, self._mlp = attention, layer.mlp
+        self._attention, self._mlp, self._family = attention, layer.mlp, family
         self._head_dim = attention.head_dim
-        self._kind = AttentionKind(attention.layer_idx, attention.scaling, _window(attention))
-        self._input_norm = _rms_norm(layer.input_layernorm)
-        self._mlp_norm = _rms_norm(layer.post_attention_layernorm)
-        self._query_norm = _rms_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self._key_norm = _rms_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        self._kind = AttentionKind(attention.layer_idx, attention.scaling, _window(attention, family))
+        self.rotation_kind = attention.layer_type if family.rotates_by_kind else ""
+        self._norms = {name: _rms_norm(getattr(layer, name), family) for name in family.norms.names}
+        self._set_head_norms(mesh)
         self._is_dense = _is(layer.mlp, family, "MLP")
         self._experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
+        self._activated = GATES[family.activation]
+        config, tp = attention.config, mesh.along("tp").size
+        heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
+        self._qkv_features = [number * self._head_dim for number in (heads[0], heads[1], heads[1])]
         self._merged_qkv: Any = None
         self._merged_gate_up: Any = None
         self._merged_norm: RmsNorm | None = None
 
+    def _set_head_norms(self, mesh: Mesh) -> None:
+        attention, how = self._attention, self._family.norms_heads
+        norms = (
+            [] if how == "none" else [_rms_norm(norm, self._family) for norm in (attention.q_norm, attention.k_norm)]
+        )
+        self._query_norm, self._key_norm = norms if how == "each" else (None, None)
+        self._joint_norms = JointNorms(*norms, mesh.along("tp")) if how == "together" else None
+
     def merge(self, merge: Merge) -> None:
         attention, mlp = self._attention, self._mlp
-        self._merged_qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
+        if self._family.is_fused:
+            return
+        if self._joint_norms is None:
+            self._merged_qkv = merge([attention.q_proj, attention.k_proj, attention.v_proj])
         if self._query_norm is not None and self._key_norm is not None:
             heads = [size // self._head_dim for size in self._merged_qkv.out_features]
             weights = [self._query_norm.weight.expand(heads[0], -1), self._key_norm.weight.expand(heads[1], -1)]
@@ -122,10 +134,18 @@ class _Layer:
         stream: Stream,
     ) -> tuple[Tensor, Tensor]:
         """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
-        hidden, x = _add_norm(hidden, update, self._input_norm)
+        norms = self._family.norms
+        hidden, x = self._add_norm(hidden, update, norms.before_attention)
         update = stream.leave(self._attend(stream.enter(x), rotation, packing))
-        hidden, x = add_rms_norm(hidden, update, self._mlp_norm)
-        return hidden, stream.leave(self._feed_forward(stream.enter(x), stream))
+        hidden, x = self._add_norm(hidden, self._normed(update, norms.behind_attention), norms.before_mlp)
+        update = stream.leave(self._feed_forward(stream.enter(x), stream))
+        return hidden, self._normed(update, norms.behind_mlp)
+
+    def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:
+        return _add_norm(hidden, update, None if name is None else self._norms[name])
+
+    def _normed(self, update: Tensor, name: str | None) -> Tensor:
+        return update if name is None else rms_norm(update, self._norms[name])
 
     def _attend(self, x: Tensor, rotation: Rotation, packing: Packing | CachedPacking) -> Tensor:
         rotated = self._merged_heads if self._merges(self._merged_qkv, x) else self._heads
@@ -134,11 +154,21 @@ class _Layer:
 
     def _heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
         """Query, key and value [tokens, heads, head_dim], normed and rotated."""
-        attention = self._attention
-        linears = attention.q_proj, attention.k_proj, attention.v_proj
-        query, key, value = (linear(x).unflatten(-1, (-1, self._head_dim)) for linear in linears)
+        query, key, value = self._projected(x)
+        if self._joint_norms is not None:
+            query, key = self._joint_norms.normed(query, key)
+        query, key, value = (each.unflatten(-1, (-1, self._head_dim)) for each in (query, key, value))
         query = rotate_heads(query, rotation, self._query_norm)
         return query, rotate_heads(key, rotation, self._key_norm), value
+
+    def _projected(self, x: Tensor) -> Sequence[Tensor]:
+        """Query, key and value [tokens, features]."""
+        attention = self._attention
+        if not self._family.is_fused:
+            return [linear(x) for linear in (attention.q_proj, attention.k_proj, attention.v_proj)]
+        query, key, value = attention.qkv_proj(x).split(self._qkv_features, dim=-1)
+        # What backward keeps of values would hold queries and keys, too.
+        return query, key, value.clone() if torch.is_grad_enabled() else value
 
     def _merged_heads(self, x: Tensor, rotation: Rotation) -> Sequence[Tensor]:
         heads = self._merged_qkv(x).view(x.shape[0], -1, self._head_dim)
@@ -147,14 +177,17 @@ class _Layer:
         return *rotated.split((queries, keys), dim=1), heads[:, -values:]
 
     def _feed_forward(self, x: Tensor, stream: Stream) -> Tensor:
-        mlp = self._mlp
         if self._experts is not None:
             return self._experts.forward(x, stream.are_alike)
+        return self._mlp.down_proj(self._activated(*self._gate_and_up(x)))
+
+    def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:
+        mlp = self._mlp
+        if self._family.is_fused:
+            return mlp.gate_up_proj(x).chunk(2, dim=-1)
         if self._merges(self._merged_gate_up, x):
-            gate, up = self._merged_gate_up(x).split(self._merged_gate_up.out_features, dim=-1)
-        else:
-            gate, up = mlp.gate_proj(x), mlp.up_proj(x)
-        return mlp.down_proj(swiglu(gate, up))
+            return self._merged_gate_up(x).split(self._merged_gate_up.out_features, dim=-1)
+        return mlp.gate_proj(x), mlp.up_proj(x)
 
     def _merges(self, merged: Any, x: Tensor) -> bool:
         """Whether one product of a merged weight is better for x than several of its parts."""
@@ -166,42 +199,57 @@ class _Layer:
 def fused_trunk(trunk: nn.Module, mesh: Mesh | None = None) -> FusedTrunk | None:
     """None for a model that this file does not know through and through. mesh: of the ranks that have it together, None
     = there is one."""
-    family = type(trunk).__name__.removesuffix("Model")
-    if family not in _FAMILIES or not _recognised(trunk, family):
+    config: Any = getattr(trunk, "config", None)
+    family = FAMILIES.get(getattr(config, "model_type", ""))
+    if family is None or not _recognised(trunk, family):
         return None
     return FusedTrunk(trunk, family, mesh or Mesh())
 
 
-def _recognised(trunk: Any, family: str) -> bool:
+def _recognised(trunk: Any, family: Family) -> bool:
     if any(_is_altered(module) for module in trunk.modules()):
         return False
+    embedding, config = trunk.embed_tokens, trunk.config
     return (
-        _is(trunk, family, "Model")
-        and type(trunk.embed_tokens) is nn.Embedding
+        _is(trunk, family, family.trunk)
+        and (type(embedding) is nn.Embedding if family.embedding is None else _is(embedding, family, family.embedding))
         and _is(trunk.norm, family, "RMSNorm")
-        and _is(trunk.rotary_emb, family, "RotaryEmbedding")
-        and trunk.rotary_emb.rope_type in _FIXED_ROTATIONS
-        and all(_is_layer(layer, family, trunk.rotary_emb) for layer in trunk.layers)
+        and getattr(config, family.activation_key) == family.activation
+        and _has_fixed_rotations(trunk, family)
+        and all(_is_layer(layer, family) for layer in trunk.layers)
     )
 
 
-def _is_layer(layer: Any, family: str, rotary: Any) -> bool:
+def _has_fixed_rotations(trunk: Any, family: Family) -> bool:
+    """Of whole heads."""
+    rotary = trunk.rotary_emb
+    kinds = rotary.rope_type.values() if family.rotates_by_kind else [rotary.rope_type]
+    return (
+        _is(rotary, family, "RotaryEmbedding")
+        and FIXED_ROTATIONS.issuperset(kinds)
+        and {2 * len(each) for each, _ in _frequencies(rotary, family).values()}
+        == {layer.self_attn.head_dim for layer in trunk.layers}
+    )
+
+
+def _is_layer(layer: Any, family: Family) -> bool:
     attention, mlp = layer.self_attn, layer.mlp
-    norms = [layer.input_layernorm, layer.post_attention_layernorm]
+    norms = [getattr(layer, name, None) for name in family.norms.names]
     norms += [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     return (
         _is(layer, family, "DecoderLayer")
         and _is(attention, family, "Attention")
-        and 2 * len(rotary.inv_freq) == attention.head_dim
+        and hasattr(attention, "q_norm") == (family.norms_heads != "none")
+        and hasattr(attention, "qkv_proj") == family.is_fused
         and all(_is(norm, family, "RMSNorm") for norm in norms)
-        and (_is(mlp, family, "SparseMoeBlock") or (_is(mlp, family, "MLP") and mlp.config.hidden_act == "silu"))
+        and (_is(mlp, family, "SparseMoeBlock") or _is(mlp, family, "MLP"))
     )
 
 
-def _is(module: nn.Module, family: str, role: str) -> bool:
-    kind, directory = type(module), _FAMILIES[family]
-    home = f"transformers.models.{directory}.modeling_{directory}"
-    return kind.__name__ == family + role and kind.__module__ == home
+def _is(module: Any, family: Family, role: str) -> bool:
+    kind = type(module)
+    home = f"transformers.models.{family.module}.modeling_{family.module}"
+    return kind.__name__ == family.name + role and kind.__module__ == home
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -209,18 +257,37 @@ def _is_altered(module: nn.Module) -> bool:
     return bool("forward" in vars(module) or module._forward_hooks or module._forward_pre_hooks)
 
 
-def _window(attention: Any) -> int | None:
-    """Mistral alone keeps it in the config; Llama has none."""
+def _window(attention: Any, family: Family) -> int | None:
+    """Some families keep it in the config alone."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
-    return attention.config.sliding_window if _is(attention, "Mistral", "Attention") else None
+    return attention.config.sliding_window if family.windows == "every" else None
 
 
-def _rms_norm(module: Any) -> RmsNorm:
-    return RmsNorm(module.weight, torch.tensor(module.variance_epsilon, device=module.weight.device))
+def _frequencies(rotary: Any, family: Family) -> Mapping[str, tuple[Tensor, float]]:
+    """By kind of layer, inverse frequencies and the scale of cosines and sines; "" where all have the same."""
+    if not family.rotates_by_kind:
+        return {"": (rotary.inv_freq, rotary.attention_scaling)}
+    return {
+        kind: (getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling"))
+        for kind in rotary.rope_type
+    }
 
 
-def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm) -> tuple[Tensor, Tensor]:
+def _rotary_tables(rotary: Any, family: Family) -> dict[str, RotaryTable]:
+    return {kind: RotaryTable(*of_kind) for kind, of_kind in _frequencies(rotary, family).items()}
+
+
+def _rms_norm(module: Any, family: Family) -> RmsNorm:
+    eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
+    weight = module.weight.float() + 1 if family.adds_one else module.weight
+    return RmsNorm(weight, torch.tensor(eps, device=module.weight.device))
+
+
+def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:
+    if norm is None:
+        total = hidden if update is None else hidden + update
+        return total, total
     if update is None:
         return hidden, rms_norm(hidden, norm)
     return add_rms_norm(hidden, update, norm)

@@ -18,6 +18,10 @@ from .adapted import LENGTHS, Adapted, Dtype, relative_error, sequences
 
 SHAPE: dict[str, Any] = TINY_SHAPE | {"head_dim": 16}
 YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+ROPE_BY_KIND = {
+    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 1000000.0},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+}
 CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "llama": lambda: LlamaConfig(**SHAPE, attention_bias=True),
     "llama with scaled rotation": lambda: LlamaConfig(**SHAPE, rope_parameters=LLAMA3_ROPE),
@@ -33,8 +37,12 @@ CONFIGS: dict[str, Callable[[], PreTrainedConfig]] = {
     "qwen3": lambda: tiny_config("qwen3"),
     "qwen3 with yarn": lambda: tiny_config("qwen3", rope_parameters=YARN),
     "qwen3_moe": lambda: tiny_config("qwen3_moe"),
-    "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe", mlp_only_layers=[0]),
+    "qwen3_moe with a dense layer": lambda: tiny_config("qwen3_moe_mixed"),
+    **{kind: lambda kind=kind: tiny_config(kind) for kind in ("mixtral", "phi3", "olmo2", "gemma3")},
+    "gemma3 with scaled rotation": lambda: tiny_config("gemma3", rope_parameters=ROPE_BY_KIND),
 }
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "phi3", "olmo2", "gemma3")
 
 
 def adapted(config: PreTrainedConfig, directory: Path, dtype: Dtype = "float32") -> Adapted:
@@ -87,7 +95,7 @@ def test_hidden_states_and_gradients_are_those_of_transformers(name: str, tmp_pa
 
 def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path: Path) -> None:
     """On average: a single model's errors are as its rounding falls."""
-    ratios = [ratio for name in ("llama", "mistral", "qwen2", "qwen3") for ratio in error_ratios(name, tmp_path / name)]
+    ratios = [ratio for name in DENSE for ratio in error_ratios(name, tmp_path / name)]
     assert sum(ratios) / len(ratios) < 1.05
     assert max(ratios) < 1.5
 

@@ -306,9 +306,18 @@ def test_a_model_that_cannot_be_served_is_refused_with_the_reason(tiny_models: d
 DEFAULT_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 OTHER_ARITHMETIC = {
-    "gemma2": ({"model_type": "gemma2"}, "gemma2 models with final_logit_softcapping"),
-    "recurrent layers": ({"model_type": "qwen3_next"}, "qwen3_next models with linear_attention layers"),
-    "latent attention": ({"model_type": "deepseek_v3"}, "deepseek_v3 models with kv_lora_rank"),
+    "gemma2": ({"model_type": "gemma2"}, "models with final_logit_softcapping"),
+    "recurrent layers": ({"model_type": "qwen3_next"}, "models with linear_attention layers"),
+    "latent attention": ({"model_type": "deepseek_v3"}, "models with kv_lora_rank"),
+    "other logits": ({"model_type": "cohere2"}, "models with logit_scale"),
+    "both directions": (
+        {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "models with use_bidirectional_attention",
+    ),
+    "quantized weights": (
+        {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
+        "models with fp8 weights are not supported: use the release in bfloat16",
+    ),
     "position biases": ({"model_type": "bloom"}, "bloom models bring attention of their own"),
 }
 
@@ -327,7 +336,7 @@ def test_attention_sinks_are_refused(tmp_path: Path) -> None:
     tokens = {"eos_token_id": 2, "pad_token_id": 0, "max_position_embeddings": 64, "rope_parameters": DEFAULT_ROPE}
     gpt_oss = GptOssConfig.from_dict(shape | heads | tokens)
     AutoModelForCausalLM.from_config(gpt_oss).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="gpt_oss models with attention sinks"):
+    with pytest.raises(ValueError, match="models with attention sinks"):
         Worker(config(tmp_path))
 
 

@@ -50,6 +50,8 @@ class _Pass:
         self._stream_parts = spec.tp if load.tp_activations == "sharded" else 1
         # A state of the residual stream, and the inverse of its norm.
         self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
+        # What norms around attention keep, or around the feed-forward part.
+        self._norms = self._stream * len(shape.family.norms.names) / 2
 
     def kept(self) -> float:
         """For the way back.
@@ -58,7 +60,8 @@ class _Pass:
         and its result. Behind them: cosines and sines, tokens, positions.
         """
         shape = self._shape
-        rotation = _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
+        rotations = 2 if shape.family.rotates_by_kind else 1
+        rotation = rotations * _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
         of_layers = shape.num_layers * self._kept_by_attention() + shape.num_dense_layers * self._kept_by_dense()
         if shape.experts:
             of_layers += len(shape.experts.layers) * self._kept_by_experts(shape.experts)
@@ -77,22 +80,25 @@ class _Pass:
         repeated = max(1.0, self._spec.sp / own.kv_heads)  # each rank along sp has a head at least
         queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
         norms = 0
-        if self._shape.family.norms_heads:
+        how = self._shape.family.norms_heads
+        if how != "none":
             queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
-            norms = _FLOAT32 * (own.heads + own.kv_heads)
+            norms = _FLOAT32 * (own.heads + own.kv_heads if how == "each" else 2)
         if self._spec.sp > 1:
             queries += own.queries  # what attention gives, once more by tokens
         sums = _FLOAT32 * own.heads  # of the scores' exponentials
-        return self._stream + self._inputs(4) + self._number * (queries + keys) + norms + sums
+        inputs = self._inputs(2 if self._shape.family.is_fused else 4)
+        return self._norms + inputs + self._number * (queries + keys) + norms + sums
 
     def _kept_by_dense(self) -> float:
         """Gate, up, the gate's activation and the product with it."""
-        return self._stream + self._inputs(3) + self._number * 4 * self._own.features
+        inputs = self._inputs(2 if self._shape.family.is_fused else 3)
+        return self._norms + inputs + self._number * 4 * self._own.features
 
     def _kept_by_experts(self, experts: Experts) -> float:
         """Of each expert that a token takes: gate and up, the gate's activation, and the result before its weight."""
         of_each = self._number * (3 * self._own.expert_features + self._shape.hidden) + 4 * _INT64
-        return self._stream + experts.per_token * of_each + _FLOAT32 * experts.num
+        return self._norms + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
         """Of linear layers that adapters adapt, and what their first matrices make of it."""

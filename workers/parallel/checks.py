@@ -94,8 +94,8 @@ def _check_family(spec: ParallelSpec, model: Model) -> None:
         )
     if not model.is_regular:
         raise ValueError(
-            f"{wanted[0]}: {model.name} has another activation than silu, or rotates a part of each head only; such "
-            f"models run with {any_model} alone"
+            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates a part of "
+            f"each head only; such models run with {any_model} alone"
         )
 
 

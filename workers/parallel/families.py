@@ -1,22 +1,62 @@
-"""The families of models that run by our own layers (workers/trunk.py), under every layout. Imports no torch."""
+"""The families of models that run by our own layers (workers/trunk.py), under every layout: what sets them apart.
+
+Imports no torch.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Norms:
+    """Names of the norms of a layer, by where they stand: before and behind attention and the feed-forward part. None
+    where there is none."""
+
+    before_attention: str | None = "input_layernorm"
+    behind_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    behind_mlp: str | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        every = (self.before_attention, self.behind_attention, self.before_mlp, self.behind_mlp)
+        return tuple(name for name in every if name is not None)
 
 
 @dataclass(frozen=True)
 class Family:
-    """Models of one `model_type`.
+    """Models of one `model_type`, with Llama's arithmetic unless said otherwise.
 
-    name: what the classes of transformers begin with. defaults: what a config.json may leave out.
-    norms_heads: whether each head of queries and keys goes through a norm. query_bias: whether the projections to
-    queries, keys and values have a bias whatever the config says.
+    name: what the classes of transformers begin with. module: the one of transformers that holds them. trunk,
+    embedding: what the classes of the model without its head and of its embedding end with; None = torch's own.
+    defaults: what a config.json may leave out.
+
+    norms_heads: whether queries and keys go through a norm, each head by itself or all heads together. adds_one:
+    whether the weights of norms are to be added to 1. biases: settings of the config that give biases to all
+    projections of attention, or of the feed-forward part. query_bias: whether those to queries, keys and values have
+    one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and
+    ups of another. windows: which layers have the config's sliding window: no, every one, or those that it names.
+    rotates_by_kind: whether layers with and without a window have rotations of their own. activation,
+    activation_key: of gates, and where the config names it. sparsity: which layers have experts.
     """
 
     name: str
+    module: str
     defaults: Mapping[str, object] = field(default_factory=dict)
-    norms_heads: bool = False
+    trunk: str = "Model"
+    embedding: str | None = None
+    norms: Norms = Norms()
+    norms_heads: Literal["none", "each", "together"] = "none"
+    adds_one: bool = False
+    biases: tuple[str, ...] = ()
     query_bias: bool = False
+    is_fused: bool = False
+    windows: Literal["none", "every", "by_layer"] = "none"
+    rotates_by_kind: bool = False
+    activation: str = "silu"
+    activation_key: str = "hidden_act"
+    sparsity: Literal["none", "some", "all"] = "none"
 
 
 _OF_ALL: Mapping[str, object] = {
@@ -41,17 +81,40 @@ _OF_QWEN: Mapping[str, object] = {
 # Windows from some layer on, or in those that `layer_types` names.
 _BY_LAYER: Mapping[str, object] = {"max_window_layers": 28, "layer_types": None}
 
-# By model_type, which is also the module of transformers that holds the classes.
+_ATTENTION = ("attention_bias",)
+
+# By model_type.
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family("Llama", {**_OF_ALL, "max_position_embeddings": 2048}),
+    "llama": Family(
+        "Llama", "llama", {**_OF_ALL, "max_position_embeddings": 2048}, biases=("attention_bias", "mlp_bias")
+    ),
     "mistral": Family(
         "Mistral",
+        "mistral",
         {**_OF_ALL, "max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        windows="every",
     ),
-    "qwen2": Family("Qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True),
-    "qwen3": Family("Qwen3", {**_OF_QWEN, **_BY_LAYER, "head_dim": 128}, norms_heads=True),
+    "mixtral": Family(
+        "Mixtral",
+        "mixtral",
+        {
+            **_OF_ALL,
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 8,
+            "num_experts": 8,
+            "num_experts_per_tok": 2,
+        },
+        windows="every",
+        sparsity="all",
+    ),
+    "phi3": Family("Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, is_fused=True, windows="every"),
+    "qwen2": Family("Qwen2", "qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True, windows="by_layer"),
+    "qwen3": Family(
+        "Qwen3", "qwen3", {**_OF_QWEN, **_BY_LAYER, "head_dim": 128}, norms_heads="each", windows="by_layer"
+    ),
     "qwen3_moe": Family(
         "Qwen3Moe",
+        "qwen3_moe",
         {
             **_OF_QWEN,
             "num_key_value_heads": 4,
@@ -61,7 +124,45 @@ FAMILIES: Mapping[str, Family] = {
             "decoder_sparse_step": 1,
             "mlp_only_layers": None,
         },
-        norms_heads=True,
+        norms_heads="each",
+        biases=_ATTENTION,
+        windows="every",
+        sparsity="some",
+    ),
+    "olmo2": Family(
+        "Olmo2",
+        "olmo2",
+        {**_OF_ALL, "max_position_embeddings": 2048},
+        norms=Norms(None, "post_attention_layernorm", None, "post_feedforward_layernorm"),
+        norms_heads="together",
+        biases=_ATTENTION,
+    ),
+    "gemma3_text": Family(
+        "Gemma3",
+        "gemma3",
+        {
+            **_OF_ALL,
+            "hidden_activation": "gelu_pytorch_tanh",
+            "max_position_embeddings": 131072,
+            "num_key_value_heads": 4,
+            "head_dim": 256,
+            "sliding_window": 4096,
+            "sliding_window_pattern": 6,
+            "layer_types": None,
+            "tie_word_embeddings": True,
+        },
+        trunk="TextModel",
+        embedding="TextScaledWordEmbedding",
+        norms=Norms(
+            "input_layernorm", "post_attention_layernorm", "pre_feedforward_layernorm", "post_feedforward_layernorm"
+        ),
+        norms_heads="each",
+        adds_one=True,
+        biases=_ATTENTION,
+        windows="by_layer",
+        rotates_by_kind=True,
+        activation="gelu_pytorch_tanh",
+        activation_key="hidden_activation",
     ),
 }
 
@@ -75,6 +176,7 @@ OTHER_ARITHMETIC = (
     "logit_scale",
     "logits_scaling",
     "kv_lora_rank",
+    "use_bidirectional_attention",
 )
 
 # Layers of other kinds carry a state along the row, from one packed sequence into the next.

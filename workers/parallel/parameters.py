@@ -56,31 +56,34 @@ def _layer_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
         yield from _dense_parameters(shape, spec)
     if shape.experts:
         yield from _expert_parameters(shape, spec)
-    for norm in ("input_layernorm", "post_attention_layernorm"):
+    for norm in shape.family.norms.names:
         yield _whole(f"model.layers.*.{norm}.weight", shape.hidden, count=shape.num_layers)
 
 
 def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
     hidden, attention = shape.hidden, "model.layers.*.self_attn"
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    for name, size in (("q_proj", queries), ("k_proj", keys), ("v_proj", keys)):
+    apart = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
+    for name, size in (("qkv_proj", queries + 2 * keys),) if shape.family.is_fused else apart:
         yield _split(f"{attention}.{name}.weight", (size, hidden), 0, spec, shape.num_layers)
         if shape.attention_bias:
             yield _split(f"{attention}.{name}.bias", (size,), 0, spec, shape.num_layers)
     yield _split(f"{attention}.o_proj.weight", (hidden, queries), 1, spec, shape.num_layers)
     if shape.output_bias:
         yield _whole(f"{attention}.o_proj.bias", hidden, count=shape.num_layers)
-    if shape.family.norms_heads:
-        for name in ("q_norm", "k_norm"):
-            yield _whole(f"{attention}.{name}.weight", shape.head_dim, count=shape.num_layers)
+    if shape.family.norms_heads != "none":
+        together = shape.family.norms_heads == "together"
+        for name, size in (("q_norm", queries), ("k_norm", keys)):
+            yield _whole(f"{attention}.{name}.weight", size if together else shape.head_dim, count=shape.num_layers)
 
 
 def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parameters]:
     hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
-    for name in ("gate_proj", "up_proj"):
-        yield _split(f"model.layers.*.mlp.{name}.weight", (features, hidden), 0, spec, count)
+    apart = (("gate_proj", features), ("up_proj", features))
+    for name, size in (("gate_up_proj", 2 * features),) if shape.family.is_fused else apart:
+        yield _split(f"model.layers.*.mlp.{name}.weight", (size, hidden), 0, spec, count)
         if shape.mlp_bias:
-            yield _split(f"model.layers.*.mlp.{name}.bias", (features,), 0, spec, count)
+            yield _split(f"model.layers.*.mlp.{name}.bias", (size,), 0, spec, count)
     yield _split("model.layers.*.mlp.down_proj.weight", (hidden, features), 1, spec, count)
     if shape.mlp_bias:
         yield _whole("model.layers.*.mlp.down_proj.bias", hidden, count=count)
@@ -122,12 +125,14 @@ def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
 
 def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
     """Inputs and outputs on a rank of each linear layer of the trunk."""
-    own = OwnFeatures.of(shape, spec)
+    own, is_fused = OwnFeatures.of(shape, spec), shape.family.is_fused
     for _ in range(shape.num_layers):
-        yield from ((shape.hidden, own.queries), (shape.hidden, own.keys), (shape.hidden, own.keys))
+        of_heads = own.queries, own.keys, own.keys
+        yield from ((shape.hidden, size) for size in ((sum(of_heads),) if is_fused else of_heads))
         yield own.queries, shape.hidden
     for _ in range(shape.num_dense_layers):
-        yield from ((shape.hidden, own.features), (shape.hidden, own.features), (own.features, shape.hidden))
+        yield from ((shape.hidden, size) for size in ([2 * own.features] if is_fused else [own.features] * 2))
+        yield own.features, shape.hidden
 
 
 @dataclass(frozen=True)

@@ -137,8 +137,7 @@ def model_directory(source: str) -> Path | None:
 def model_of(name: str, config: Mapping[str, object]) -> Model:
     """Raises ValueError where a number is missing or wrong."""
     model_type = str(config.get("model_type", "unknown"))
-    rope = _rope(config)
-    refusal = _refusal(config)
+    rope, refusal = rope_of(config), refusal_of(config)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(_optional(name, config, "max_position_embeddings"), rope)
@@ -166,7 +165,7 @@ class _Reader:
     def shape(self, model_type: str, rope: Rope) -> ModelShape:
         heads = self._number("num_attention_heads")
         hidden, num_layers = self._number("hidden_size"), self._number("num_hidden_layers")
-        biased = self._is("attention_bias")
+        biased = self._has_bias("attention_bias")
         return ModelShape(
             name=self._name,
             model_type=model_type,
@@ -183,11 +182,17 @@ class _Reader:
             tied=self._is("tie_word_embeddings"),
             attention_bias=biased or self._family.query_bias,
             output_bias=biased,
-            mlp_bias=self._is("mlp_bias"),
+            mlp_bias=self._has_bias("mlp_bias"),
             window=self._window(num_layers),
             experts=self._experts(num_layers),
-            is_regular=self._config["hidden_act"] == "silu" and self._config.get("partial_rotary_factor", 1.0) == 1.0,
+            is_regular=self._is_regular(),
         )
+
+    def _is_regular(self) -> bool:
+        rope = self._config.get("rope_parameters")
+        in_rope = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+        rotated = self._config.get("partial_rotary_factor") or in_rope or 1.0
+        return self._config[self._family.activation_key] == self._family.activation and rotated == 1.0
 
     def _window(self, num_layers: int) -> int | None:
         if self._config["sliding_window"] is None or not self._is("use_sliding_window"):
@@ -195,23 +200,32 @@ class _Reader:
         return self._number("sliding_window") if self._has_windows(num_layers) else None
 
     def _has_windows(self, num_layers: int) -> bool:
-        if "max_window_layers" not in self._family.defaults:
-            return True
+        if self._family.windows != "by_layer":
+            return self._family.windows == "every"
         kinds = self._config["layer_types"]
         if isinstance(kinds, list):
             return "sliding_attention" in kinds
+        if "sliding_window_pattern" in self._config:
+            return self._number("sliding_window_pattern") > 1
         return num_layers > self._number("max_window_layers", at_least=0)
 
     def _experts(self, num_layers: int) -> Experts | None:
-        if "decoder_sparse_step" not in self._family.defaults:
+        if self._family.sparsity == "none":
             return None
         num = self._number("num_local_experts", self._number("num_experts", at_least=0), at_least=0)
-        dense, step = self._config["mlp_only_layers"] or (), self._number("decoder_sparse_step")
-        assert isinstance(dense, list | tuple)
-        layers = tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+        layers = tuple(range(num_layers)) if self._family.sparsity == "all" else self._sparse_layers(num_layers)
         if not num or not layers:
             return None
-        return Experts(num, self._number("num_experts_per_tok"), self._number("moe_intermediate_size"), layers)
+        size = "moe_intermediate_size" if "moe_intermediate_size" in self._family.defaults else "intermediate_size"
+        return Experts(num, self._number("num_experts_per_tok"), self._number(size), layers)
+
+    def _sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        dense, step = self._config["mlp_only_layers"] or (), self._number("decoder_sparse_step")
+        assert isinstance(dense, list | tuple)
+        return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+    def _has_bias(self, key: str) -> bool:
+        return key in self._family.biases and self._is(key)
 
     def _is(self, key: str) -> bool:
         return bool(self._config[key])
@@ -233,12 +247,15 @@ def _optional(name: str, config: Mapping[str, object], key: str) -> int | None:
     raise ValueError(f"the config.json of {name} has {key} {value!r}: expected a whole number")
 
 
-def _rope(config: Mapping[str, object]) -> Rope:
-    """By its name of today, or that of earlier versions of transformers."""
+def rope_of(config: Mapping[str, object]) -> Rope:
+    """By its name of today, or that of earlier versions of transformers; of layers that see all that came before."""
     given = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(given, dict):
+        given = given.get("full_attention", given)
     if not isinstance(given, dict):
         return Rope()
     kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
+    kind = "longrope" if kind == "su" else kind
     if kind == _NO_SCALING:
         return Rope()
     original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
@@ -250,7 +267,7 @@ def _rope(config: Mapping[str, object]) -> Rope:
     )
 
 
-def _refusal(config: Mapping[str, object]) -> str | None:
+def refusal_of(config: Mapping[str, object]) -> str | None:
     """Why the model would be served with other numbers than transformers gives."""
     nested = config.get("text_config")
     every = {**config, **nested} if isinstance(nested, dict) else config

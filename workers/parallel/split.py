@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -23,6 +24,14 @@ class Split:
     @property
     def own_size(self) -> int:
         return sum(self.sections) // self.size
+
+    @property
+    def own_stretches(self) -> list[slice]:
+        """Where this rank's parts lie in the whole, one of each section."""
+        ends = accumulate(self.sections)
+        sizes = [size // self.size for size in self.sections]
+        starts = [end - size * (self.size - self.index) for end, size in zip(ends, sizes, strict=True)]
+        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's."""

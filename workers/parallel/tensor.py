@@ -3,17 +3,19 @@
 The parts are read from the files as such (shard on read, by transformers), and are plain tensors afterwards.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
 from transformers.distributed.configuration_utils import DistributedConfig
+from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from .mesh import Mesh
 from .split import Split
@@ -23,23 +25,34 @@ from .split import Split
 class Placement:
     """A dimension of a parameter is shared out along tp. num_sections: equal parts of it, each by itself (see Split).
 
-    of_experts: its rows, one for each expert, are shared out along ep.
+    of_heads: its rows are queries, keys and values, shared out each by itself. of_experts: its rows, one for each
+    expert, are shared out along ep.
     """
 
     dim: int
     num_sections: int = 1
+    of_heads: bool = False
     of_experts: bool = False
+
+    def sections(self, size: int, config: PreTrainedConfig) -> tuple[int, ...]:
+        """Of a dimension of this size."""
+        shares = (1,) * self.num_sections
+        if self.of_heads:
+            shares = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
+        return tuple(size * share // sum(shares) for share in shares)
 
 
 # By name below the trunk. What is not named, every rank has.
 TENSOR_PLAN: Mapping[str, Placement] = {
     "layers.*.self_attn.[qkv]_proj.weight": Placement(0),
     "layers.*.self_attn.[qkv]_proj.bias": Placement(0),
+    "layers.*.self_attn.qkv_proj.weight": Placement(0, of_heads=True),
     "layers.*.self_attn.o_proj.weight": Placement(1),
     "layers.*.mlp.gate_proj.weight": Placement(0),
     "layers.*.mlp.gate_proj.bias": Placement(0),
     "layers.*.mlp.up_proj.weight": Placement(0),
     "layers.*.mlp.up_proj.bias": Placement(0),
+    "layers.*.mlp.gate_up_proj.weight": Placement(0, 2),
     "layers.*.mlp.down_proj.weight": Placement(1),
     "layers.*.mlp.experts.gate_up_proj": Placement(1, 2, of_experts=True),
     "layers.*.mlp.experts.down_proj": Placement(2, of_experts=True),
@@ -57,6 +70,8 @@ class Placed:
         self._mesh = mesh
         self.splits: dict[str, dict[int, Split]] = {}
         self.sharded: list[str] = []
+        # By storage of what is to be read, rows of it that lie apart.
+        self._stretches: dict[int, list[slice]] = {}
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
@@ -71,9 +86,11 @@ class Placed:
         }
         for name, hook in own.items():
             setattr(hooks, name, hook)
+        core_model_loading.DtensorShardOperation = _reading(self._stretches)
         try:
             yield {"distributed_config": DistributedConfig()}
         finally:
+            core_model_loading.DtensorShardOperation = DtensorShardOperation
             for name in own:  # those of its base class are behind them
                 delattr(hooks, name)
 
@@ -96,10 +113,14 @@ class Placed:
             placement = _placement_of(name.removeprefix(prefix))
             if placement is not None:
                 parent, _, leaf = name.rpartition(".")
-                model.get_submodule(parent)._parameters[leaf] = self._marked(name, parameter, placement)
+                sections = placement.sections(parameter.shape[placement.dim], model.config)
+                marked = self._marked(name, parameter, placement, sections)
+                model.get_submodule(parent)._parameters[leaf] = marked
         return model
 
-    def _marked(self, name: str, parameter: nn.Parameter, placement: Placement) -> nn.Parameter:
+    def _marked(
+        self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]
+    ) -> nn.Parameter:
         tensor, sharded = self._mesh.along("tp"), self._mesh.along("fsdp")
         experts = self._mesh.along("ep" if placement.of_experts else "")
         axes, shards = [], []
@@ -113,14 +134,19 @@ class Placed:
             axes.append("ep")
             shards.append(Shard(0))
         if tensor.size > 1:
-            dim, sections = placement.dim, placement.num_sections
-            size = parameter.shape[dim]
-            self.splits[name] = {dim: Split("tp", tensor.size, tensor.index, (size // sections,) * sections)}
+            dim = placement.dim
+            self.splits[name] = {dim: Split("tp", tensor.size, tensor.index, sections)}
             axes.append("tp")
-            shards.append(Shard(dim) if sections == 1 else _StridedShard(dim, split_factor=sections))
+            is_plain = dim == 0 or len(sections) == 1
+            shards.append(Shard(dim) if is_plain else _StridedShard(dim, split_factor=len(sections)))
         if not axes:
             return parameter
         marked = distribute_tensor(parameter.data, self._mesh.torch_mesh(*axes), shards, src_data_rank=None)
+        if tensor.size > 1 and placement.dim == 0 and len(sections) > 1:
+            # torch has no placement of rows that lie apart in sections of any size: of this one the size alone counts.
+            part = sharded if name in self.sharded else self._mesh.along()
+            of_tensor = self.splits[name][0].own_stretches
+            self._stretches[_storage(marked)] = _part_of(of_tensor, part.size, part.index)
         return nn.Parameter(marked, requires_grad=False)
 
     def _leave_bias_to_first(self, model: nn.Module) -> None:
@@ -130,6 +156,43 @@ class Placed:
                 module = model.get_submodule(name.rpartition(".")[0])
                 if isinstance(module, nn.Linear):
                     module.register_parameter("bias", None)
+
+
+def _reading(stretches_of: Mapping[int, list[slice]]) -> type[DtensorShardOperation]:
+    """How parameters are read from files, also those of whose rows several stretches are this rank's."""
+
+    class Reading(DtensorShardOperation):
+        def __init__(self, param: DTensor) -> None:
+            super().__init__(param)
+            self._stretches = stretches_of.get(_storage(param))
+
+        def shard_tensor(
+            self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None
+        ) -> Any:
+            if self._stretches is None:
+                return super().shard_tensor(source, tensor_idx, device, dtype)
+            return torch.cat([source[each] for each in self._stretches]).to(device=device, dtype=dtype)
+
+    return Reading
+
+
+def _storage(parameter: DTensor | Tensor) -> int:
+    """The same of all views, and of what holds nothing yet, too."""
+    assert isinstance(parameter, DTensor)
+    return parameter._local_tensor.untyped_storage()._cdata
+
+
+def _part_of(stretches: Sequence[slice], num_parts: int, index: int) -> list[slice]:
+    """Of rows in these stretches, one after the other, one of so many equal parts."""
+    num_rows = sum(each.stop - each.start for each in stretches) // num_parts
+    first, stop, found, before = index * num_rows, (index + 1) * num_rows, [], 0
+    for each in stretches:
+        offset = each.start - before
+        start, end = max(each.start, first + offset), min(each.stop, stop + offset)
+        if start < end:
+            found.append(slice(start, end))
+        before += each.stop - each.start
+    return found
 
 
 def _placement_of(name: str) -> Placement | None:

@@ -123,15 +123,35 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "other family": (
         "--parallel tp=2",
         DENSE | {"model_type": "gemma"},
-        "tp=2: gemma models such as M run with replicas alone; all axes are for models of type llama, mistral, qwen2, "
-        "qwen3, qwen3_moe",
+        "tp=2: gemma models such as M run with replicas alone; all axes are for models of type llama, mistral, "
+        "mixtral, phi3, qwen2, qwen3, qwen3_moe, olmo2, gemma3_text",
     ),
-    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "phi3"}, "sp=2: phi3 models such as M run"),
-    "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "olmo2"}, "fsdp=2: olmo2 models such as M"),
+    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "phi"}, "sp=2: phi models such as M run"),
+    "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "glm4"}, "fsdp=2: glm4 models such as M"),
+    "both directions": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+        "M: models with use_bidirectional_attention are not supported",
+    ),
     "dynamic rotation": (
         "--parallel tp=2",
         DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
         "tp=2: M has RoPE scaling dynamic by 2, under which a token's rotation depends on the batch",
+    ),
+    "long rotation": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "phi3", "rope_scaling": {"type": "su"}},
+        "tp=2: M has RoPE scaling longrope, under which a token's rotation depends on the batch",
+    ),
+    "rotation of a part": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "phi3", "partial_rotary_factor": 0.75},
+        "tp=2: M has another activation than silu, or rotates a part of each head only",
+    ),
+    "other activation": (
+        "--parallel tp=2",
+        DENSE | {"model_type": "gemma3_text", "hidden_activation": "gelu"},
+        "tp=2: M has another activation than gelu_pytorch_tanh, or rotates a part",
     ),
     "activation": (
         "--parallel tp=2",

@@ -6,12 +6,18 @@ from typing import Any
 
 import pytest
 from huggingface_hub import try_to_load_from_cache
-from trainhouse.workers import model as workers_model
-from trainhouse.workers import trunk
 from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.families import FAMILIES, FIXED_ROTATIONS, LAYER_TYPES, OTHER_ARITHMETIC
+from trainhouse.workers.parallel.families import FAMILIES
 from trainhouse.workers.parallel.parameters import num_parameters
-from trainhouse.workers.parallel.shape import ModelShape, Rope, longest_context, model_directory, model_of, read_model
+from trainhouse.workers.parallel.shape import (
+    Experts,
+    ModelShape,
+    Rope,
+    longest_context,
+    model_directory,
+    model_of,
+    read_model,
+)
 from transformers import AutoConfig
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -88,10 +94,13 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         theirs.max_position_embeddings,
     )
     kinds = getattr(theirs, "layer_types", None)
-    has_any = theirs.sliding_window if hasattr(theirs, "sliding_window") else None
-    by_layer = kinds is not None and model_type in ("qwen2", "qwen3")
-    assert ours.window == (has_any if not by_layer or "sliding_attention" in kinds else None)
-    if model_type == "qwen3_moe" and theirs.num_experts:
+    which, has_any = FAMILIES[model_type].windows, getattr(theirs, "sliding_window", None)
+    has_one = which == "every" or (which == "by_layer" and kinds is not None and "sliding_attention" in kinds)
+    assert ours.window == (has_any if has_one else None)
+    if model_type == "mixtral" and theirs.num_experts:
+        layers = tuple(range(6))
+        assert ours.experts == Experts(theirs.num_local_experts, theirs.num_experts_per_tok, ours.intermediate, layers)
+    elif model_type == "qwen3_moe" and theirs.num_experts:
         layers = (i for i in range(6) if i not in theirs.mlp_only_layers and (i + 1) % theirs.decoder_sparse_step == 0)
         experts = ours.experts
         assert experts is not None and experts.layers == tuple(layers)
@@ -99,13 +108,6 @@ def compare(model_type: str, given: dict[str, Any]) -> None:
         assert experts.intermediate == theirs.moe_intermediate_size
     else:
         assert ours.experts is None
-
-
-def test_families_and_refusals_are_those_of_the_workers() -> None:
-    assert {family.name: model_type for model_type, family in FAMILIES.items()} == trunk._FAMILIES
-    assert FIXED_ROTATIONS == trunk._FIXED_ROTATIONS
-    assert OTHER_ARITHMETIC == workers_model._UNSUPPORTED
-    assert LAYER_TYPES == workers_model._LAYERS
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,60 @@
+"""JointNorms: norms of queries and keys over all heads together, of which each rank along tp has some."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..fused import RmsNorm, rms_norm
+from .mesh import Team
+
+
+class JointNorms:
+    """query, key: of the whole queries and keys."""
+
+    def __init__(self, query: RmsNorm, key: RmsNorm, team: Team) -> None:
+        self.team = team
+        self.sizes = [len(norm.weight) for norm in (query, key)]
+        self.parts = [RmsNorm(norm.weight.chunk(team.size)[team.index], norm.eps) for norm in (query, key)]
+
+    def normed(self, query: Tensor, key: Tensor) -> Sequence[Tensor]:
+        """Of this rank's heads, [tokens, features] each. All ranks of the team at once."""
+        if self.team.size == 1:
+            return [rms_norm(x, norm) for x, norm in zip((query, key), self.parts, strict=True)]
+        normed = _Normed.apply(query, key, self)
+        assert isinstance(normed, tuple)
+        return normed
+
+    def means(self, of_ranks: Sequence[Tensor]) -> Tensor:
+        """[tokens] of queries and of keys, each a sum over this rank's features -> [2, tokens], means over all."""
+        sums = self.team.sum(torch.stack(list(of_ranks)))
+        return sums.div_(sums.new_tensor(self.sizes)[:, None])
+
+
+class _Normed(torch.autograd.Function):
+    """Forward and backward exchange one sum of a number for each token and norm."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, norms: JointNorms) -> tuple[Tensor, ...]:
+        wide = query.float(), key.float()
+        inverses = norms.means([x.square().sum(-1) for x in wide]).add_(norms.parts[0].eps).rsqrt_()
+        ctx.norms = norms
+        ctx.save_for_backward(query, key, inverses)
+        return tuple(
+            (x * inverse[:, None]).mul_(norm.weight).to(query.dtype)
+            for x, inverse, norm in zip(wide, inverses, norms.parts, strict=True)
+        )
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, inverses = ctx.saved_tensors
+        wide = query.float(), key.float()
+        weighted = [grad.float() * norm.weight for grad, norm in zip(grads, ctx.norms.parts, strict=True)]
+        along = ctx.norms.means([torch.linalg.vecdot(grad, x) for grad, x in zip(weighted, wide, strict=True)])
+        along.mul_(inverses.pow(3)).neg_()
+        found = (
+            grad.mul_(inverse[:, None]).addcmul_(x, of_x[:, None]).to(query.dtype)
+            for grad, x, inverse, of_x in zip(weighted, wide, inverses, along, strict=True)
+        )
+        return (*found, None)

@@ -16,7 +16,7 @@ import trainhouse
 
 from .live import RUNNING, LiveServer, live_server, save_byte_tokenizer
 from .postgres import Databases, NoPostgresError, databases
-from .tiny import KINDS, tiny_model
+from .tiny import tiny_model
 
 ROOT = Path(__file__).resolve().parent.parent
 assert Path(trainhouse.__file__).resolve().parent == ROOT, (
@@ -24,11 +24,22 @@ assert Path(trainhouse.__file__).resolve().parent == ROOT, (
 )
 
 
+class TinyModels(dict[str, Path]):
+    """Kind -> directory of a saved random model, made when it is first asked for."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__()
+        self._root = root
+
+    def __missing__(self, kind: str) -> Path:
+        self[kind] = tiny_model(kind, self._root / kind)
+        return self[kind]
+
+
 @pytest.fixture(scope="session")
 def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Kind -> directory of a saved random model."""
-    root = tmp_path_factory.mktemp("models")
-    return {kind: tiny_model(kind, root / kind) for kind in KINDS}
+    return TinyModels(tmp_path_factory.mktemp("models"))
 
 
 @pytest.fixture(params=["kernels", "torch"])

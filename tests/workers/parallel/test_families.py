@@ -1,0 +1,151 @@
+"""A matrix over families of models: each trains, is exported and samples as transformers and PEFT do, or is refused.
+
+The reference is PEFT on transformers' own model, in one process, with what a rank has exported, by autograd.
+"""
+
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.numpy import load_file
+from torch import Tensor
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.model import BaseModel
+from trainhouse.workers.parallel.checks import check_layout
+from trainhouse.workers.parallel.shape import read_model
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.verbs import RunSpec, Step
+from transformers import AutoModelForCausalLM
+
+from ...tiny import tiny_model
+from ..adapted import peft_parameters, quieten_peft
+from .training import ADAM, Layout, greedy, layout, supervised
+
+DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma3")
+SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
+REFUSED = {
+    "gpt_oss": "attention sinks",
+    "deepseek_v3": "kv_lora_rank",
+    "cohere2": "logit_scale",
+}
+CORE = (("phi3", "single"), ("gemma3", "single"))
+MATRIX = [(kind, spec) for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
+MATRIX += [(kind, "ep=2") for kind in SPARSE]
+MORE = [case for case in MATRIX if case not in CORE]
+
+TOLERANCE = 1e-4
+# PEFT takes gate_proj, up_proj and down_proj of such a model for those of its experts, though dense layers have some.
+ATTENTION_ALONE = ("qwen3_moe_mixed",)
+LENGTHS = (9, 30, 17, 4)
+
+
+@pytest.mark.parametrize(("kind", "spec"), [*CORE, *(pytest.param(*case, marks=pytest.mark.full) for case in MORE)])
+def test_a_family_trains_and_samples_as_transformers_does(
+    kind: str, spec: str, tiny_models: Mapping[str, Path], tmp_path: Path
+) -> None:
+    with layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path) as where:
+        exported = trained(where, train_mlp=kind not in ATTENTION_ALONE)
+        request = supervised("a", 7, *LENGTHS)
+        (output,) = where.run_pass(request)
+        assert isinstance(output, ForwardBackwardOutput), output
+        gradients = load_file(where.snapshot("a") / "window.safetensors")
+        where.call("load_adapter", "s", str(exported))
+        jobs = [greedy(f"{length}", "s", length) for length in (3, 23)]
+        samples = where.sample(*jobs)
+
+    tuned = in_peft(tiny_models[kind], exported)
+    loss, logprobs = loss_of(tuned, request.data)
+    loss.backward()
+    wanted = {name: parameter.grad for name, parameter in peft_parameters(tuned).items()}
+    assert close(output.metrics["loss:sum"], loss.item())
+    assert all(
+        np.abs(each["logprobs"] - of_row).max() < TOLERANCE
+        for each, of_row in zip(output.loss_fn_outputs, logprobs, strict=True)
+    )
+    assert gradients.keys() == wanted.keys()
+    assert not [name for name, of_ours in gradients.items() if not close(of_ours, wanted[name])]
+    for job in jobs:
+        assert_sampled(tuned, job.prompt, samples[job.job_id])
+
+    # What these bounds would not let pass: another thousandth of a loss or gradient, an adapter a thousandth off.
+    assert not close(1.001 * output.metrics["loss:sum"], loss.item())
+    assert not [name for name, of_ours in gradients.items() if close(1.001 * of_ours, wanted[name])]
+    with torch.no_grad():
+        for parameter in peft_parameters(tuned).values():
+            parameter.mul_(1.003)
+    assert np.abs(output.loss_fn_outputs[1]["logprobs"] - loss_of(tuned, request.data)[1][1]).max() > TOLERANCE
+
+
+def trained(where: Layout, train_mlp: bool) -> Path:
+    """Of two steps, so that neither factor is zero."""
+    where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=11, train_mlp=train_mlp)))
+    for seed in (1, 2):
+        (output,) = where.run_pass(supervised("a", seed, 12, 25))
+        assert isinstance(output, ForwardBackwardOutput), output
+        where.call("apply_steps", (Step("a", ADAM.model_copy(update={"learning_rate": 3e-2})),))
+    return where.saved("a")
+
+
+def in_peft(model: Path, exported: Path) -> PeftModel:
+    base = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation="eager")
+    with warnings.catch_warnings():
+        quieten_peft()
+        return PeftModel.from_pretrained(base, exported, is_trainable=True).eval()
+
+
+def loss_of(model: PeftModel, data: Sequence[Datum]) -> tuple[Tensor, list[np.ndarray]]:
+    """The weighted sum of what the targets' log-probabilities lack, and these."""
+    loss, logprobs = torch.zeros(()), []
+    for datum in data:
+        targets, weights = (torch.from_numpy(datum.loss_fn_inputs[name]) for name in ("target_tokens", "weights"))
+        of_row = log_softmax(model, datum.tokens).gather(1, targets.long()[:, None])[:, 0]
+        loss = loss - (weights * of_row).sum()
+        logprobs.append(of_row.detach().numpy())
+    return loss, logprobs
+
+
+def log_softmax(model: PeftModel, tokens: np.ndarray) -> Tensor:
+    """[tokens, vocab]"""
+    ids = torch.from_numpy(tokens.astype(np.int64))[None]
+    return model(input_ids=ids).logits[0].log_softmax(-1)
+
+
+@torch.no_grad()
+def assert_sampled(model: PeftModel, prompt: np.ndarray, found: Any) -> None:
+    """Each token the likeliest of a forward pass over all before it, with its log-probability there."""
+    assert isinstance(found, SampleResponse), found
+    (sequence,) = found.sequences
+    whole = np.concatenate([prompt, sequence.tokens])
+    rows = log_softmax(model, whole[:-1]).numpy()
+    of_sample = rows[len(prompt) - 1 :]
+    assert np.array_equal(of_sample.argmax(-1), sequence.tokens)
+    assert np.abs(of_sample.max(-1) - sequence.logprobs).max() < TOLERANCE
+    of_prompt = rows[np.arange(len(prompt) - 1), prompt[1:]]
+    assert np.abs(of_prompt - np.asarray(found.prompt_logprobs[1:], np.float32)).max() < TOLERANCE
+
+
+def close(ours: Any, theirs: Any) -> bool:
+    """To the largest number of them."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return bool(np.abs(ours - theirs).max() <= TOLERANCE * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_family_with_other_arithmetic_is_refused_before_it_is_loaded(kind: str, tmp_path: Path) -> None:
+    served = ServedModel("m", str(tiny_model(kind, tmp_path)))
+    reason = f"models with {REFUSED[kind]} are not supported"
+    for spec in ("single", "tp=2", "ep=2"):
+        with pytest.raises(ValueError, match=reason):
+            check_layout(ParallelSpec.parse(spec), read_model(served))
+    for weights in tmp_path.glob("*.safetensors"):
+        weights.unlink()
+    with pytest.raises(ValueError, match=reason):
+        BaseModel(WorkerConfig(served, device="cpu"))

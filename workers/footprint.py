@@ -23,8 +23,7 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
     """
     needs: Counter[str] = Counter()
     for model in copies:
-        whole = loaded_bytes(model) if runs_on_cpu(model) else None
-        needs[model.model.name] += int(whole * _share(model)) if whole else 0
+        needs[model.model.name] += _kept_bytes(model) if runs_on_cpu(model) else 0
     needed, available = needs.total(), available_bytes()
     if available is None or needed <= available:
         return
@@ -35,14 +34,13 @@ def check_fit(copies: Iterable[WorkerConfig]) -> None:
     )
 
 
-def _share(model: WorkerConfig) -> float:
-    """Of the base model, what a rank of its layout keeps."""
-    if model.parallel == SINGLE:
-        return 1.0
-    shape = read_model(model.model)
+def _kept_bytes(model: WorkerConfig) -> int:
+    """Of the base model, by each rank of its layout."""
+    whole = loaded_bytes(model) or 0
+    shape = read_model(model.model) if whole and model.parallel != SINGLE else None
     if not isinstance(shape, ModelShape):
-        return 1.0
-    return sum(each.kept for each in parameters(shape, model.parallel)) / num_parameters(shape)
+        return whole
+    return whole * sum(each.kept for each in parameters(shape, model.parallel)) // num_parameters(shape)
 
 
 def loaded_bytes(model: WorkerConfig) -> int | None:

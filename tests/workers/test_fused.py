@@ -1,4 +1,4 @@
-"""Norm, rotation and SwiGLU against the same written out for autograd: values, gradients, and rows by themselves."""
+"""Norm, rotation and gates against the same written out for autograd: values, gradients, and rows by themselves."""
 
 import math
 from collections.abc import Callable
@@ -6,12 +6,13 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor
-from torch.nn.functional import silu
+from torch.nn.functional import gelu, silu
 from trainhouse.workers.fused import (
     RmsNorm,
     RotaryTable,
     Rotation,
     add_rms_norm,
+    geglu,
     rms_norm,
     rotate_heads,
     swiglu,
@@ -72,6 +73,7 @@ CASES: dict[str, tuple[Function, Function, list[tuple[int, ...]]]] = {
         [(TOKENS, HEADS, SIZE)],
     ),
     "swiglu": (swiglu, lambda gate, up: silu(gate) * up, [(TOKENS, SIZE)] * 2),
+    "geglu": (geglu, lambda gate, up: gelu(gate, approximate="tanh") * up, [(TOKENS, SIZE)] * 2),
 }
 
 

@@ -9,7 +9,11 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.workers import footprint
+from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.memory import bounded_memory, is_out_of_memory
+from trainhouse.workers.parallel.parameters import parameters
+from trainhouse.workers.parallel.shape import ModelShape, read_model
+from trainhouse.workers.parallel.spec import ParallelSpec
 
 COUNT_FAULTS = """
 import resource, sys
@@ -68,6 +72,22 @@ def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> Non
     assert list(footprint.available_to(tmp_path)) == [910]
     (tmp_path / "memory.max").write_text("max\n")
     assert list(footprint.available_to(tmp_path)) == []
+
+
+@pytest.mark.parametrize("layout", ["single", "replicas=2", "ep=2", "fsdp=2,ep=2", "ep=2,tp=2"])
+def test_models_need_what_their_ranks_keep(
+    layout: str, tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, served = ParallelSpec.parse(layout), ServedModel("tiny", str(tiny_models["qwen3_moe"]))
+    shape = read_model(served)
+    assert isinstance(shape, ModelShape)
+    needed = 4 * spec.num_ranks * sum(each.kept for each in parameters(shape, spec))
+    copies = [WorkerConfig(served, device="cpu", parallel=spec)] * spec.num_ranks
+    monkeypatch.setattr(footprint, "available_bytes", lambda: needed)
+    footprint.check_fit(copies)
+    monkeypatch.setattr(footprint, "available_bytes", lambda: needed - 8)
+    with pytest.raises(ValueError, match="serve fewer or smaller models"):
+        footprint.check_fit(copies)
 
 
 def test_want_of_memory_is_told_from_other_errors() -> None:

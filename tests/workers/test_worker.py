@@ -381,6 +381,11 @@ def test_a_context_ends_where_rotations_would_depend_on_the_batch(tmp_path: Path
         Worker(config(directory, max_context_length=65))
 
 
+def test_a_context_is_as_long_as_yarn_is_made_for(tmp_path: Path) -> None:
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "original_max_position_embeddings": 1024, "factor": 4.0}
+    assert Worker(config(tiny_model("qwen3", tmp_path, rope_parameters=rope))).info().max_context_length == 4096
+
+
 def test_end_tokens_come_from_the_model_where_its_generation_config_names_none(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

@@ -110,7 +110,12 @@ FAMILIES: Mapping[str, Family] = {
     "phi3": Family("Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, is_fused=True, windows="every"),
     "qwen2": Family("Qwen2", "qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True, windows="by_layer"),
     "qwen3": Family(
-        "Qwen3", "qwen3", {**_OF_QWEN, **_BY_LAYER, "head_dim": 128}, norms_heads="each", windows="by_layer"
+        "Qwen3",
+        "qwen3",
+        {**_OF_QWEN, **_BY_LAYER, "head_dim": 128},
+        norms_heads="each",
+        biases=_ATTENTION,
+        windows="by_layer",
     ),
     "qwen3_moe": Family(
         "Qwen3Moe",

@@ -25,13 +25,18 @@ class Split:
     def own_size(self) -> int:
         return sum(self.sections) // self.size
 
-    @property
-    def own_stretches(self) -> list[slice]:
-        """Where this rank's parts lie in the whole, one of each section."""
-        ends = accumulate(self.sections)
-        sizes = [size // self.size for size in self.sections]
+    def stretches(self, part: int, num_parts: int) -> list[slice]:
+        """Where in the whole this rank's parts lie, one after the other, or an equal part of these."""
+        ends, sizes = accumulate(self.sections), [size // self.size for size in self.sections]
         starts = [end - size * (self.size - self.index) for end, size in zip(ends, sizes, strict=True)]
-        return [slice(start, start + size) for start, size in zip(starts, sizes, strict=True)]
+        first, stop = part * self.own_size // num_parts, (part + 1) * self.own_size // num_parts
+        found = []
+        for start, size in zip(starts, sizes, strict=True):
+            inside = slice(start + max(0, first), start + min(size, stop))
+            if inside.start < inside.stop:
+                found.append(inside)
+            first, stop = first - size, stop - size
+        return found
 
     def part(self, whole: Tensor, dim: int) -> Tensor:
         """This rank's."""

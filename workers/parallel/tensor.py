@@ -3,7 +3,7 @@
 The parts are read from the files as such (shard on read, by transformers), and are plain tensors afterwards.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -145,8 +145,7 @@ class Placed:
         if tensor.size > 1 and placement.dim == 0 and len(sections) > 1:
             # torch has no placement of rows that lie apart in sections of any size: of this one the size alone counts.
             part = sharded if name in self.sharded else self._mesh.along()
-            of_tensor = self.splits[name][0].own_stretches
-            self._stretches[_storage(marked)] = _part_of(of_tensor, part.size, part.index)
+            self._stretches[_storage(marked)] = self.splits[name][0].stretches(part.index, part.size)
         return nn.Parameter(marked, requires_grad=False)
 
     def _leave_bias_to_first(self, model: nn.Module) -> None:
@@ -180,19 +179,6 @@ def _storage(parameter: DTensor | Tensor) -> int:
     """The same of all views, and of what holds nothing yet, too."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor.untyped_storage()._cdata
-
-
-def _part_of(stretches: Sequence[slice], num_parts: int, index: int) -> list[slice]:
-    """Of rows in these stretches, one after the other, one of so many equal parts."""
-    num_rows = sum(each.stop - each.start for each in stretches) // num_parts
-    first, stop, found, before = index * num_rows, (index + 1) * num_rows, [], 0
-    for each in stretches:
-        offset = each.start - before
-        start, end = max(each.start, first + offset), min(each.stop, stop + offset)
-        if start < end:
-            found.append(slice(start, end))
-        before += each.stop - each.start
-    return found
 
 
 def _placement_of(name: str) -> Placement | None:

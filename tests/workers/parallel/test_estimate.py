@@ -28,7 +28,7 @@ from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
-from ...tiny import KINDS, tiny_config, tiny_model
+from ...tiny import KINDS, MORE_KINDS, tiny_config, tiny_model
 
 CONFIGS = Path(__file__).parent / "configs"
 HANG_SECONDS = 120.0
@@ -76,10 +76,14 @@ def by_name(table: list[Parameters], shape: ModelShape) -> dict[str, Parameters]
     return named
 
 
+BIASES = {"attention_bias": True, "mlp_bias": True}
+
+
 @pytest.mark.parametrize(
     ("kind", "changes"),
     [
-        *((kind, {}) for kind in KINDS),
+        *((kind, {}) for kind in (*KINDS, *MORE_KINDS)),
+        *((kind, BIASES) for kind in (*KINDS, *MORE_KINDS)),
         ("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 24}),
         ("qwen3", {"attention_bias": True, "num_key_value_heads": 4}),
         ("qwen3_moe", {"mlp_only_layers": [0], "num_hidden_layers": 3}),
@@ -98,7 +102,12 @@ def test_the_table_names_every_parameter_with_its_shape(kind: str, changes: dict
     assert num_parameters(shape) == model.num_parameters()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+def is_sparse(name: str) -> bool:
+    """Files have each expert by itself, and some another name for the whole."""
+    return ".experts." in name or name.endswith(".gate.weight")
+
+
+@pytest.mark.parametrize("kind", (*KINDS, *MORE_KINDS))
 def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
     (file,) = tiny_models[kind].glob("*.safetensors")
@@ -107,8 +116,8 @@ def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, P
         header = json.loads(stream.read(length))
     stored = {name: tuple(entry["shape"]) for name, entry in header.items() if name != "__metadata__"}
     named = by_name(parameters(shape, SINGLE), shape)
-    plain = {name: each.shape for name, each in named.items() if ".experts." not in name}
-    assert plain == {name: each for name, each in stored.items() if ".experts." not in name}
+    plain = {name: each.shape for name, each in named.items() if not is_sparse(name)}
+    assert plain == {name: each for name, each in stored.items() if not is_sparse(name)}
     assert sum(prod(each) for each in stored.values()) == num_parameters(shape)
     base = estimate(shape, SINGLE, Load(longest=1, dtype="float32")).base
     assert base == sum(
@@ -175,6 +184,10 @@ OF_KIND = {
     "qwen3": {"head_dim": 64},
     # All of the experts, lest some ranks have more to do than others.
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
+    "phi3": {"sliding_window": None},
+    "olmo2": {},
+    "gemma3": {"head_dim": 64, "layer_types": ["full_attention"] * 4},
+    "mixtral": {"sliding_window": None, "intermediate_size": 256, "num_experts_per_tok": 4},
 }
 
 
@@ -220,6 +233,11 @@ LAYOUTS = [
     ("qwen3_moe", "tp=2", {}),
     ("qwen3_moe", "ep=2", {}),
     ("qwen3_moe", "ep=2,tp=2", {}),
+    *(
+        (kind, spec, {})
+        for kind in ("phi3", "olmo2", "gemma3", "mixtral")
+        for spec in ("single", "tp=2", "fsdp=2,tp=2")
+    ),
 ]
 
 

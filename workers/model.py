@@ -92,8 +92,9 @@ class BaseModel:
     @property
     def num_positions(self) -> int | None:
         """The longest context, None where the model's config does not say."""
-        longest = getattr(self.config, "max_position_embeddings", None)
-        return longest_context(longest, rope_of(self.config.to_dict()))
+        config = self.config.get_text_config()
+        longest = getattr(config, "max_position_embeddings", None)
+        return longest_context(longest, rope_of(config.to_dict()))
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:

@@ -137,10 +137,11 @@ def model_directory(source: str) -> Path | None:
 def model_of(name: str, config: Mapping[str, object]) -> Model:
     """Raises ValueError where a number is missing or wrong."""
     model_type = str(config.get("model_type", "unknown"))
-    rope, refusal = rope_of(config), refusal_of(config)
+    text = _of_text(config)
+    rope, refusal = rope_of(text), refusal_of(config)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
-        longest = longest_context(_optional(name, config, "max_position_embeddings"), rope)
+        longest = longest_context(_optional(name, text, "max_position_embeddings"), rope)
         return Model(name, model_type, rope, longest, refusal)
     return _Reader(name, config, family).shape(model_type, rope)
 
@@ -267,10 +268,15 @@ def rope_of(config: Mapping[str, object]) -> Rope:
     )
 
 
+def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Of a model of images, too, its part for text."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
 def refusal_of(config: Mapping[str, object]) -> str | None:
     """Why the model would be served with other numbers than transformers gives."""
-    nested = config.get("text_config")
-    every = {**config, **nested} if isinstance(nested, dict) else config
+    every = _of_text(config)
     for setting in OTHER_ARITHMETIC:
         if every.get(setting):
             return f"models with {setting} are not supported"

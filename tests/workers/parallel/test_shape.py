@@ -145,6 +145,11 @@ def test_the_longest_context_is_what_rope_scaling_reaches(key: str, rope: dict[s
     assert shape.rope.kind in str(shape.rope) or shape.rope == Rope()
 
 
+def test_a_model_of_images_has_the_context_of_its_part_for_text() -> None:
+    text = {"model_type": "gemma3_text", "max_position_embeddings": 500}
+    assert model_of("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
+
+
 def test_no_length_is_made_up() -> None:
     assert longest_context(None, Rope()) is None
     assert longest_context(None, Rope("yarn", 4.0, 100)) == 400

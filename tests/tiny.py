@@ -23,7 +23,7 @@ from transformers import (
 
 KINDS = ("llama", "qwen2", "qwen3", "qwen3_tied", "qwen3_moe")
 MORE_KINDS = ("qwen3_moe_mixed", "mistral", "mixtral", "phi3", "olmo2", "gemma3")
-REFUSED_KINDS = ("gpt_oss", "deepseek_v3", "cohere2")
+OTHER_KINDS = ("cohere2", "gpt_oss", "deepseek_v3")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -86,9 +86,10 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "deepseek_v3":
             return DeepseekV3Config(**({"kv_lora_rank": 16, "q_lora_rank": 16, "n_routed_experts": 8} | shape))
         case "cohere2":
-            return Cohere2Config(**shape)
+            kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
+            return Cohere2Config(**(kinds | {"logit_scale": 0.3} | shape))
         case _:
-            raise ValueError(f"unknown kind {kind!r}: one of {(*KINDS, *MORE_KINDS, *REFUSED_KINDS)}")
+            raise ValueError(f"unknown kind {kind!r}: one of {(*KINDS, *MORE_KINDS, *OTHER_KINDS)}")
 
 
 def tiny_model(kind: str, directory: Path, seed: int = 0, **overrides: object) -> Path:

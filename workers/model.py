@@ -23,6 +23,7 @@ from .config import WorkerConfig
 from .footprint import gigabytes
 from .kernels import kernels_for
 from .memory import available_bytes
+from .parallel.families import LOGIT_SCALES
 from .parallel.fsdp import ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
@@ -73,6 +74,9 @@ class BaseModel:
         self.config: PreTrainedConfig = self.model.config
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
+        setting = LOGIT_SCALES.get(self.config.model_type)
+        # Hidden states carry it, and so do the logits, those of adapters of the head among them.
+        self._logit_scale = 1.0 if setting is None else float(getattr(self.config, setting))
         if self._fused is None and mesh.is_coupled:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
@@ -188,7 +192,8 @@ class BaseModel:
         output = self.trunk(
             input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
         )
-        return output.last_hidden_state.squeeze(0)
+        hidden = output.last_hidden_state.squeeze(0)
+        return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 
 
 def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:

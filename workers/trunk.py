@@ -15,7 +15,7 @@ from .fused import GATES, RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm
 from .parallel.collectives import Stream
 from .parallel.families import FAMILIES, FIXED_ROTATIONS, Family
 from .parallel.fsdp import ShardedLayers
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, Team
 from .parallel.norms import JointNorms
 
 # With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart in memory.
@@ -93,7 +93,10 @@ class _Layer:
         self._kind = AttentionKind(attention.layer_idx, attention.scaling, _window(attention, family))
         self.rotation_kind = attention.layer_type if family.rotates_by_kind else ""
         self._norms = {name: _rms_norm(getattr(layer, name), family) for name in family.norms.names}
-        self._set_head_norms(mesh)
+        self._query_norm: RmsNorm | None = None
+        self._key_norm: RmsNorm | None = None
+        self._joint_norms: JointNorms | None = None
+        self._set_head_norms(mesh.along("tp"))
         self._is_dense = _is(layer.mlp, family, "MLP")
         self._experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
         self._activated = GATES[family.activation]
@@ -104,13 +107,15 @@ class _Layer:
         self._merged_gate_up: Any = None
         self._merged_norm: RmsNorm | None = None
 
-    def _set_head_norms(self, mesh: Mesh) -> None:
-        attention, how = self._attention, self._family.norms_heads
-        norms = (
-            [] if how == "none" else [_rms_norm(norm, self._family) for norm in (attention.q_norm, attention.k_norm)]
-        )
-        self._query_norm, self._key_norm = norms if how == "each" else (None, None)
-        self._joint_norms = JointNorms(*norms, mesh.along("tp")) if how == "together" else None
+    def _set_head_norms(self, team: Team) -> None:
+        attention, family = self._attention, self._family
+        if family.norms_heads == "none":
+            return
+        query, key = _rms_norm(attention.q_norm, family), _rms_norm(attention.k_norm, family)
+        if family.norms_heads == "together":
+            self._joint_norms = JointNorms(query, key, team)
+        else:
+            self._query_norm, self._key_norm = query, key
 
     def merge(self, merge: Merge) -> None:
         attention, mlp = self._attention, self._mlp

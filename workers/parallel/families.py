@@ -184,5 +184,8 @@ OTHER_ARITHMETIC = (
     "use_bidirectional_attention",
 )
 
+# By model_type, of others that run by transformers' modules: the setting by which their logits are multiplied.
+LOGIT_SCALES: Mapping[str, str] = {"cohere": "logit_scale", "cohere2": "logit_scale"}
+
 # Layers of other kinds carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})

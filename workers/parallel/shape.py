@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import ServedModel
-from .families import FAMILIES, LAYER_TYPES, OTHER_ARITHMETIC, Family
+from .families import FAMILIES, LAYER_TYPES, LOGIT_SCALES, OTHER_ARITHMETIC, Family
 
 # A config.json that says nothing of it means a rotation by the position alone.
 _NO_SCALING = "default"
@@ -278,7 +278,7 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     """Why the model would be served with other numbers than transformers gives."""
     every = _of_text(config)
     for setting in OTHER_ARITHMETIC:
-        if every.get(setting):
+        if every.get(setting) and LOGIT_SCALES.get(str(config.get("model_type"))) != setting:
             return f"models with {setting} are not supported"
     kinds = every.get("layer_types")
     if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):

@@ -80,17 +80,18 @@ class Placed:
             yield {}
             return
         hooks: Any = PreTrainedModel
+        loader: Any = core_model_loading
         own = {
             "prepare_distribute_model": classmethod(lambda _, config, device_map=None: (config, device_map, None)),
             "maybe_distribute_model": classmethod(lambda _, model, *__: self._mark(model)),
         }
         for name, hook in own.items():
             setattr(hooks, name, hook)
-        core_model_loading.DtensorShardOperation = _reading(self._stretches)
+        loader.DtensorShardOperation = _reading(self._stretches)
         try:
             yield {"distributed_config": DistributedConfig()}
         finally:
-            core_model_loading.DtensorShardOperation = DtensorShardOperation
+            loader.DtensorShardOperation = DtensorShardOperation
             for name in own:  # those of its base class are behind them
                 delattr(hooks, name)
 

@@ -31,14 +31,15 @@ from .training import ADAM, Layout, greedy, layout, supervised
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma3")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
+BY_TRANSFORMERS = ("cohere2",)
 REFUSED = {
     "gpt_oss": "attention sinks",
     "deepseek_v3": "kv_lora_rank",
-    "cohere2": "logit_scale",
 }
 CORE = (("phi3", "single"), ("gemma3", "single"))
 MATRIX = [(kind, spec) for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
 MATRIX += [(kind, "ep=2") for kind in SPARSE]
+MATRIX += [(kind, spec) for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
 MORE = [case for case in MATRIX if case not in CORE]
 
 TOLERANCE = 1e-4
@@ -136,6 +137,14 @@ def close(ours: Any, theirs: Any) -> bool:
     """To the largest number of them."""
     ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
     return bool(np.abs(ours - theirs).max() <= TOLERANCE * np.abs(theirs).max())
+
+
+@pytest.mark.parametrize("kind", BY_TRANSFORMERS)
+def test_a_family_without_layers_of_ours_is_refused_other_layouts(kind: str, tiny_models: Mapping[str, Path]) -> None:
+    model = read_model(ServedModel("m", str(tiny_models[kind])))
+    for spec in ("tp=2", "sp=2", "fsdp=2", "ep=2"):
+        with pytest.raises(ValueError, match=f"{spec}: {kind} models such as m run with replicas alone"):
+            check_layout(ParallelSpec.parse(spec), model)
 
 
 @pytest.mark.parametrize("kind", REFUSED)

@@ -205,11 +205,11 @@ def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed)
             source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **options
         )
     model, report = loaded
-    placed.settle(model)
     if missing := sorted(report["missing_keys"]):
         raise ValueError(
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"
         )
+    placed.settle(model)
     if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
         raise ValueError(f"{source}: models with attention sinks are not supported")
     model.requires_grad_(False)

@@ -109,7 +109,7 @@ class _Layer:
 
     def _set_head_norms(self, team: Team) -> None:
         attention, family = self._attention, self._family
-        if family.norms_heads == "none":
+        if family.norms_heads is None:
             return
         query, key = _rms_norm(attention.q_norm, family), _rms_norm(attention.k_norm, family)
         if family.norms_heads == "together":
@@ -244,7 +244,7 @@ def _is_layer(layer: Any, family: Family) -> bool:
     return (
         _is(layer, family, "DecoderLayer")
         and _is(attention, family, "Attention")
-        and hasattr(attention, "q_norm") == (family.norms_heads != "none")
+        and hasattr(attention, "q_norm") == (family.norms_heads is not None)
         and hasattr(attention, "qkv_proj") == family.is_fused
         and all(_is(norm, family, "RMSNorm") for norm in norms)
         and (_is(mlp, family, "SparseMoeBlock") or _is(mlp, family, "MLP"))

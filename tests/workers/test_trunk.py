@@ -100,6 +100,16 @@ def test_bfloat16_is_no_further_from_the_truth_than_transformers(tmp_path: Path)
     assert max(ratios) < 1.5
 
 
+def test_what_a_router_weighs_in_float32_stays_in_the_dtype_of_the_base(tmp_path: Path) -> None:
+    adapted(CONFIGS["mixtral"](), tmp_path)
+    bench, (tokens, positions, packing) = Adapted(tmp_path, "bfloat16"), packed()
+    with bench.adapters.applied([Segment(0, len(tokens), bench.create("a"))]):
+        found = as_we_run_it(bench, tokens, positions, packing)
+        wanted = as_transformers_runs_it(bench, tokens, positions, packing)
+    assert found.dtype == wanted.dtype == torch.bfloat16
+    assert relative_error(found.float(), wanted.float()) < 0.05
+
+
 def error_ratios(name: str, directory: Path) -> list[float]:
     """Our error in bfloat16 as a multiple of transformers', of hidden states and gradients."""
     exact, bench = adapted(CONFIGS[name](), directory), Adapted(directory, "bfloat16")

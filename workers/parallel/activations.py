@@ -81,7 +81,7 @@ class _Pass:
         queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
         norms = 0
         how = self._shape.family.norms_heads
-        if how != "none":
+        if how:
             queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
             norms = _FLOAT32 * (own.heads + own.kv_heads if how == "each" else 2)
         if self._spec.sp > 1:

@@ -35,10 +35,10 @@ class Family:
     norms_heads: whether queries and keys go through a norm, each head by itself or all heads together. adds_one:
     whether the weights of norms are to be added to 1. biases: settings of the config that give biases to all
     projections of attention, or of the feed-forward part. query_bias: whether those to queries, keys and values have
-    one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and
-    ups of another. windows: which layers have the config's sliding window: no, every one, or those that it names.
-    rotates_by_kind: whether layers with and without a window have rotations of their own. activation,
-    activation_key: of gates, and where the config names it. sparsity: which layers have experts.
+    one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and ups of
+    another. windows: which layers have the config's sliding window: every one, or those that it names.
+    rotates_by_kind: whether layers with and without a window have rotations of their own. activation, activation_key:
+    of gates, and where the config names it. sparsity: which layers have experts.
     """
 
     name: str
@@ -47,16 +47,16 @@ class Family:
     trunk: str = "Model"
     embedding: str | None = None
     norms: Norms = Norms()
-    norms_heads: Literal["none", "each", "together"] = "none"
+    norms_heads: Literal["each", "together"] | None = None
     adds_one: bool = False
     biases: tuple[str, ...] = ()
     query_bias: bool = False
     is_fused: bool = False
-    windows: Literal["none", "every", "by_layer"] = "none"
+    windows: Literal["every", "by_layer"] | None = None
     rotates_by_kind: bool = False
     activation: str = "silu"
     activation_key: str = "hidden_act"
-    sparsity: Literal["none", "some", "all"] = "none"
+    sparsity: Literal["some", "all"] | None = None
 
 
 _OF_ALL: Mapping[str, object] = {

@@ -71,7 +71,7 @@ def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Par
     yield _split(f"{attention}.o_proj.weight", (hidden, queries), 1, spec, shape.num_layers)
     if shape.output_bias:
         yield _whole(f"{attention}.o_proj.bias", hidden, count=shape.num_layers)
-    if shape.family.norms_heads != "none":
+    if shape.family.norms_heads:
         together = shape.family.norms_heads == "together"
         for name, size in (("q_norm", queries), ("k_norm", keys)):
             yield _whole(f"{attention}.{name}.weight", size if together else shape.head_dim, count=shape.num_layers)

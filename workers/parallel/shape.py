@@ -211,7 +211,7 @@ class _Reader:
         return num_layers > self._number("max_window_layers", at_least=0)
 
     def _experts(self, num_layers: int) -> Experts | None:
-        if self._family.sparsity == "none":
+        if self._family.sparsity is None:
             return None
         num = self._number("num_local_experts", self._number("num_experts", at_least=0), at_least=0)
         layers = tuple(range(num_layers)) if self._family.sparsity == "all" else self._sparse_layers(num_layers)

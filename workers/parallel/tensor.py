@@ -70,8 +70,8 @@ class Placed:
         self._mesh = mesh
         self.splits: dict[str, dict[int, Split]] = {}
         self.sharded: list[str] = []
-        # By storage of what is to be read, rows of it that lie apart.
-        self._stretches: dict[int, list[slice]] = {}
+        # By storage of what is still to be read, rows of it that lie apart.
+        self._unread: dict[int, list[slice]] = {}
 
     @contextmanager
     def loading(self) -> Iterator[dict[str, Any]]:
@@ -87,7 +87,7 @@ class Placed:
         }
         for name, hook in own.items():
             setattr(hooks, name, hook)
-        loader.DtensorShardOperation = _reading(self._stretches)
+        loader.DtensorShardOperation = _reading(self._unread)
         try:
             yield {"distributed_config": DistributedConfig()}
         finally:
@@ -97,6 +97,7 @@ class Placed:
 
     def settle(self, model: nn.Module) -> None:
         """After loading: the parts become plain parameters, and linear layers know their own sizes."""
+        assert not self._unread, "weights in sections were read as if they had none"
         for name, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if isinstance(own := parameter.data, DTensor):
@@ -146,7 +147,7 @@ class Placed:
         if tensor.size > 1 and placement.dim == 0 and len(sections) > 1:
             # torch has no placement of rows that lie apart in sections of any size: of this one the size alone counts.
             part = sharded if name in self.sharded else self._mesh.along()
-            self._stretches[_storage(marked)] = self.splits[name][0].stretches(part.index, part.size)
+            self._unread[_storage(marked)] = self.splits[name][0].stretches(part.index, part.size)
         return nn.Parameter(marked, requires_grad=False)
 
     def _leave_bias_to_first(self, model: nn.Module) -> None:
@@ -158,13 +159,13 @@ class Placed:
                     module.register_parameter("bias", None)
 
 
-def _reading(stretches_of: Mapping[int, list[slice]]) -> type[DtensorShardOperation]:
+def _reading(unread: dict[int, list[slice]]) -> type[DtensorShardOperation]:
     """How parameters are read from files, also those of whose rows several stretches are this rank's."""
 
     class Reading(DtensorShardOperation):
         def __init__(self, param: DTensor) -> None:
             super().__init__(param)
-            self._stretches = stretches_of.get(_storage(param))
+            self._stretches = unread.pop(_storage(param), None)
 
         def shard_tensor(
             self, source: Any, tensor_idx: int | None = None, device: Any = None, dtype: Any = None

@@ -1,16 +1,23 @@
 """The experts of a sparse layer: tokens go to the ranks that have theirs, and run sorted by expert in grouped products.
 
+Of each expert rows are sorted by adapter, so that all adapters' terms are grouped products, too.
 Fedus et al., Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
 from .fused import swiglu
+from .grouped import Groups
 from .parallel.collectives import exchanged, summed
 from .parallel.mesh import Team
+
+if TYPE_CHECKING:
+    from .lora.experts import ExpertPlan, ExpertTerms
+    from .lora.linear import Active
 
 
 class RoutedExperts:
@@ -19,100 +26,205 @@ class RoutedExperts:
 
     def __init__(self, block: Any, team: Team) -> None:
         self._router, self._experts, self._team = block.gate, block.experts, team
+        self._active: Active | None = None
+        self._name = ""
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self._experts.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self._experts.hidden_dim
+
+    @property
+    def num_features(self) -> int:
+        """Of each expert, on all ranks."""
+        return self._experts.intermediate_dim
+
+    def adapt(self, active: "Active", name: str) -> None:
+        """From now on adapters add their terms. name: of the experts in the causal LM."""
+        self._active, self._name = active, name
 
     def forward(self, x: Tensor, are_alike: bool) -> Tensor:
         """x [tokens, hidden] -> the same. are_alike: whether all ranks of the team have the same tokens."""
         _, weights, chosen = self._router(x)
+        keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
-            return summed(self._of_own(x, weights, chosen), self._team)
-        return self._of_all(x, weights, chosen)
+            pairs = _OwnPairs(keys, self._num_own, self._num_kinds, self._team)
+            return summed(pairs.weighted(self._mlp(x, pairs), weights), self._team)
+        pairs = _SentPairs(keys, self._num_own, self._num_kinds, self._team)
+        return pairs.weighted(self._mlp(x, pairs), weights)
 
     @property
     def _num_own(self) -> int:
         return self._experts.gate_up_proj.shape[0]
 
-    def _of_own(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The part of this rank's experts in the result. weights, chosen: [tokens, experts of each]."""
-        number = chosen.flatten() - self._team.index * self._num_own
-        if self._team.size > 1:
-            is_own = (number >= 0) & (number < self._num_own)
-            number = torch.where(is_own, number, self._num_own)  # behind all others
-        order = number.argsort(stable=True)
-        counts = number.bincount(minlength=self._num_own)[: self._num_own]
-        return _weighted(self._mlp(x[order // chosen.shape[1]], counts), order, weights)
+    @property
+    def _num_kinds(self) -> int:
+        """Adapters of experts, and none."""
+        plan = self._active.experts if self._active else None
+        return 1 + (len(plan.adapters) if plan else 0)
 
-    def _of_all(self, x: Tensor, weights: Tensor, chosen: Tensor) -> Tensor:
-        """The result, whose pairs of token and expert have been to the ranks of their experts."""
-        number = chosen.flatten()
-        order = number.argsort(stable=True)
-        counts = number.bincount(minlength=self._num_own * self._team.size)
-        # [ranks, own experts]: how many come from each rank for each of this one's experts.
-        arriving = self._team.exchanged(counts).view(self._team.size, -1)
-        sent, received = counts.view(self._team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
-        pairs = exchanged(x[order // chosen.shape[1]], self._team, sent, received)
-        by_expert = _expert_of_each(arriving).argsort(stable=True)
-        of_pairs = _scattered(self._mlp(pairs[by_expert], arriving.sum(0)), by_expert)
-        return _weighted(exchanged(of_pairs, self._team, received, sent), order, weights)
+    def _keys(self, chosen: Tensor) -> Tensor:
+        """Of each pair of token and expert [tokens, experts of each] the group, by expert and adapter."""
+        plan = self._active.experts if self._active else None
+        if plan is None or not plan.adapters:
+            return chosen
+        return chosen * self._num_kinds + plan.slots(len(chosen))[:, None]
 
-    def _mlp(self, x: Tensor, counts: Tensor) -> Tensor:
-        """x [pairs, hidden] sorted by expert; counts: of each of this rank's. Of pairs beyond these, zeros."""
-        gate, up = grouped_product(x, self._experts.gate_up_proj, counts).chunk(2, dim=-1)
-        return grouped_product(swiglu(gate, up), self._experts.down_proj, counts)
+    def _mlp(self, x: Tensor, pairs: "_Pairs") -> Tensor:
+        """x [tokens, hidden] -> [pairs, hidden]. Of pairs beyond this rank's, zeros."""
+        terms, anchor = None, None
+        if self._active is not None and self._active.experts is not None:
+            terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_bare(self._active.experts))
+            anchor = self._active.anchor if terms is not None else None
+        y = _ExpertMlp.apply(x, anchor, self._experts, pairs, terms)
+        assert isinstance(y, Tensor)
+        return y
 
 
-def grouped_product(x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-    """x [rows, in], the first rows times the first weight's transpose and so on: [rows, out].
+class _Pairs(Protocol):
+    """Pairs of token and expert, as this rank's experts have them: sorted by expert and kind, which is the adapter or
+    none. counts: int64 [own experts, kinds]. groups: the pairs of each expert."""
 
-    weights [groups, out, in], frozen; counts int64 [groups]: rows of each, maybe none. Rows of no group become zeros.
+    counts: Tensor
+    groups: Groups
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [pairs, hidden], without a gradient."""
+        ...
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """The way back: the gradient of what was gathered -> of x."""
+        ...
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        """What the experts give [pairs, hidden] -> its weighted sum [tokens, hidden]."""
+        ...
+
+    def has_bare(self, plan: "ExpertPlan") -> bool:
+        """Whether there may be some without an adapter."""
+        ...
+
+
+class _OwnPairs:
+    """Those of tokens that this rank has; the pairs of other ranks' experts lie behind its own."""
+
+    def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
+        """keys: int64 [tokens, experts of each], expert * num_kinds + kind."""
+        number, num_groups = keys.flatten() - team.index * num_own * num_kinds, num_own * num_kinds
+        if team.size > 1:
+            number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
+        self._shape, order = keys.shape, number.argsort(stable=True)
+        self._tokens, self._places = order // keys.shape[1], _inverse(order)
+        self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
+        self.groups = Groups(self.counts.sum(1))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self._tokens)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        return _by_token(grad, self._places, self._shape).sum(1)
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        return (_by_token(of_pairs, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+
+    def has_bare(self, plan: "ExpertPlan") -> bool:
+        return plan.has_bare
+
+
+class _SentPairs:
+    """Those that all ranks of a team have for the experts of this one: they come from there, and go back."""
+
+    def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
+        """keys: as of _OwnPairs."""
+        number, num_groups = keys.flatten(), num_own * num_kinds
+        self._team, self._shape, order = team, keys.shape, number.argsort(stable=True)
+        self._tokens, self._places = order // keys.shape[1], _inverse(order)
+        counts = number.bincount(minlength=num_groups * team.size)
+        # [ranks, own groups]: how many come from each rank for each of this one's groups.
+        arriving = team.exchanged(counts).view(team.size, -1)
+        self._sent, self._received = counts.view(team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
+        self._sorted = _group_of_each(arriving).argsort(stable=True)
+        self._arrived = _inverse(self._sorted)
+        self.counts = arriving.sum(0).view(num_own, num_kinds)
+        self.groups = Groups(self.counts.sum(1))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        sent = x.index_select(0, self._tokens)
+        return self._team.exchanged(sent, self._sent, self._received).index_select(0, self._sorted)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        returned = self._team.exchanged(grad.index_select(0, self._arrived), self._received, self._sent)
+        return _by_token(returned, self._places, self._shape).sum(1)
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        returned = exchanged(of_pairs[self._arrived], self._team, self._received, self._sent)
+        return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+
+    def has_bare(self, plan: "ExpertPlan") -> bool:
+        """Of any rank's tokens."""
+        return bool(self.counts[:, -1].any())
+
+
+class _ExpertMlp(torch.autograd.Function):
+    """Frozen experts and adapters' terms; backward adds to the adapters' scratch.
+
+    Kept are the tokens, where adapters want them, and gate and up; rows are gathered again, activations made again.
     """
-    if not torch.is_grad_enabled():
-        return _grouped(x, weights.transpose(1, 2), counts)
-    y = _GroupedProduct.apply(x, weights, counts)
-    assert isinstance(y, Tensor)
-    return y
-
-
-class _GroupedProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
-        ctx.save_for_backward(weights)
-        ctx.counts = counts
-        return _grouped(x, weights.transpose(1, 2), counts)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        (weights,) = ctx.saved_tensors
-        return _grouped(grads[0].contiguous(), weights, ctx.counts), None, None
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: "ExpertTerms | None"
+    ) -> Tensor:
+        rows, groups = pairs.gathered(x), pairs.groups
+        features = groups.times(rows, experts.gate_up_proj.mT)
+        if terms is not None:
+            terms.add_gate_up(features, rows)
+        del rows
+        hidden = swiglu(*features.chunk(2, dim=-1))
+        y = groups.times(hidden, experts.down_proj.mT)
+        if terms is not None:
+            terms.add_down(y, hidden)
+        ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
+        ctx.save_for_backward(None if terms is None else x, features)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """In the memory of gate and up, which nothing else reads: backward runs once."""
+        x, features = ctx.saved_tensors
+        pairs, terms, grad = ctx.pairs, ctx.terms, grads[0].contiguous()
+        gate, up = features.chunk(2, dim=-1)
+        active = silu(gate)
+        grad_hidden = pairs.groups.times(grad, ctx.experts.down_proj)
+        if terms is not None:
+            terms.down_backward(grad, active * up, grad_hidden)
+        grad_active = grad_hidden * up
+        torch.mul(active, grad_hidden, out=up)
+        torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
+        del active, grad_active, grad_hidden
+        wants_x = ctx.needs_input_grad[0]
+        grad_rows = pairs.groups.times(features, ctx.experts.gate_up_proj) if wants_x else None
+        if terms is not None:
+            terms.gate_up_backward(features, pairs.gathered(x), grad_rows)
+        return pairs.spread(grad_rows) if grad_rows is not None else None, None, None, None, None
 
 
-def _grouped(x: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
-    """matrices [groups, in, out]."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
-        stops = counts.cumsum(0)
-        y = torch._grouped_mm(x, matrices, offs=stops.int())  # pyright: ignore[reportPrivateImportUsage]
-        return y.masked_fill_(torch.arange(len(x), device=x.device)[:, None] >= stops[-1], 0)
-    y, start = x.new_zeros(len(x), matrices.shape[2]), 0
-    for matrix, count in zip(matrices, counts.tolist(), strict=True):
-        if count:
-            torch.mm(x[start : start + count], matrix, out=y[start : start + count])
-        start += count
-    return y
+def _group_of_each(arriving: Tensor) -> Tensor:
+    """arriving [ranks, groups], how many rows come from each for each -> of every row, as they come, its group."""
+    groups = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
+    return groups.repeat_interleave(arriving.flatten())
 
 
-def _expert_of_each(arriving: Tensor) -> Tensor:
-    """arriving [ranks, experts], how many rows come from each for each -> of every row, as they come, its expert."""
-    experts = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
-    return experts.repeat_interleave(arriving.flatten())
+def _by_token(of_pairs: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """[pairs, hidden] -> [tokens, experts of each, hidden]"""
+    return of_pairs[places].view(*shape, -1)
 
 
-def _weighted(of_pairs: Tensor, order: Tensor, weights: Tensor) -> Tensor:
-    """[pairs, hidden] of the pairs in this order -> their weighted sum [tokens, hidden] by token."""
-    by_token = _scattered(of_pairs, order).view(*weights.shape, -1)
-    return (by_token * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
-
-
-def _scattered(x: Tensor, order: Tensor) -> Tensor:
-    """Row i to place order[i], a permutation."""
+def _inverse(order: Tensor) -> Tensor:
     places = torch.empty_like(order)
     places[order] = torch.arange(len(order), device=order.device)
-    return x[places]
+    return places

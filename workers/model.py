@@ -20,6 +20,7 @@ from ..schemas.errors import OperationError
 from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
 from .config import WorkerConfig
+from .experts import RoutedExperts
 from .footprint import gigabytes
 from .kernels import kernels_for
 from .memory import available_bytes
@@ -55,7 +56,7 @@ class BaseModel:
     """The frozen base weights and the two things done with them: packed hidden states, and the unembedding.
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
-    weights_per_product: of a linear layer, on average.
+    weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
     unembedding: [vocab, hidden], possibly tied to the embedding.
     """
 
@@ -83,6 +84,7 @@ class BaseModel:
             )
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
+        self.experts = self._named_experts()
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
         self.weights_per_product = sum(linears) / max(1, len(linears))
         head = self.model.get_output_embeddings()
@@ -92,6 +94,10 @@ class BaseModel:
             # The rows of one that is tied are read one by one, too.
             head.weight.data = laid_out(head.weight.data)
         self.unembedding: Tensor = head.weight
+
+    def _named_experts(self) -> dict[str, RoutedExperts]:
+        prefix = self.model.base_model_prefix
+        return {f"{prefix}.{name}": experts for name, experts in (self._fused.experts if self._fused else {}).items()}
 
     @property
     def num_positions(self) -> int | None:

@@ -79,9 +79,9 @@ def add_up(adapters: Sequence[Adapter], mesh: Mesh) -> None:
     """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region."""
     if mesh.is_single:
         return
-    for axis in _axes(adapters):
-        regions = [_region(adapter, axis) for adapter in adapters]
-        whole = mesh.beside(axis).sum(torch.cat(regions))
+    for axes in _axes(adapters):
+        regions = [_region(adapter, axes) for adapter in adapters]
+        whole = mesh.beside(*axes).sum(torch.cat(regions))
         for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
             region.copy_(summed)
 
@@ -90,9 +90,9 @@ def leave_to_first(adapter: Adapter, mesh: Mesh) -> None:
     """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
     if not adapter.window.num_operations:
         return
-    for axis in _axes([adapter]):
-        if mesh.beside(axis).index > 0:
-            _region(adapter, axis).zero_()
+    for axes in _axes([adapter]):
+        if mesh.beside(*axes).index > 0:
+            _region(adapter, axes).zero_()
 
 
 def _norms(adapters: Sequence[Adapter], mesh: Mesh) -> list[float]:
@@ -100,19 +100,20 @@ def _norms(adapters: Sequence[Adapter], mesh: Mesh) -> list[float]:
     if mesh.is_single or not adapters:
         return global_norms([adapter.accumulator for adapter in adapters])
     squares = torch.zeros(len(adapters), dtype=torch.float64)
-    for axis in _axes(adapters):
-        own = global_norms([_region(adapter, axis) for adapter in adapters])
-        squares += mesh.along(axis).sum(torch.tensor(own, dtype=torch.float64).square())
+    for axes in _axes(adapters):
+        own = global_norms([_region(adapter, axes) for adapter in adapters])
+        squares += mesh.along(*axes).sum(torch.tensor(own, dtype=torch.float64).square())
     return squares.sqrt().tolist()
 
 
-def _axes(adapters: Sequence[Adapter]) -> list[str]:
-    return sorted({axis for adapter in adapters for axis in adapter.layout.regions})
+def _axes(adapters: Sequence[Adapter]) -> list[tuple[str, ...]]:
+    """Those of all regions."""
+    return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
 
 
-def _region(adapter: Adapter, axis: str) -> Tensor:
-    """Of the accumulated gradients, what ranks along this axis have parts of; it may be empty."""
-    return adapter.accumulator[adapter.layout.regions.get(axis, slice(0, 0))]
+def _region(adapter: Adapter, axes: tuple[str, ...]) -> Tensor:
+    """Of the accumulated gradients, what ranks along these axes have parts of; it may be empty."""
+    return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
 
 
 def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:

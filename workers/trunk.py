@@ -49,6 +49,12 @@ class FusedTrunk:
         self._sharded = layers
 
     @property
+    def experts(self) -> dict[str, RoutedExperts]:
+        """Those of sparse layers, by their path below the trunk."""
+        by_layer = enumerate(layer.experts for layer in self._layers)
+        return {f"layers.{number}.mlp.experts": experts for number, experts in by_layer if experts is not None}
+
+    @property
     def num_gathered_bytes(self) -> int:
         """What all layers take when they are whole."""
         return self._sharded.num_whole_bytes
@@ -98,7 +104,7 @@ class _Layer:
         self._joint_norms: JointNorms | None = None
         self._set_head_norms(mesh.along("tp"))
         self._is_dense = _is(layer.mlp, family, "MLP")
-        self._experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
+        self.experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
         self._activated = GATES[family.activation]
         config, tp = attention.config, mesh.along("tp").size
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
@@ -182,8 +188,8 @@ class _Layer:
         return *rotated.split((queries, keys), dim=1), heads[:, -values:]
 
     def _feed_forward(self, x: Tensor, stream: Stream) -> Tensor:
-        if self._experts is not None:
-            return self._experts.forward(x, stream.are_alike)
+        if self.experts is not None:
+            return self.experts.forward(x, stream.are_alike)
         return self._mlp.down_proj(self._activated(*self._gate_and_up(x)))
 
     def _gate_and_up(self, x: Tensor) -> Sequence[Tensor]:

@@ -2,15 +2,18 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
+from ..experts import RoutedExperts
 from ..model import BaseModel
 from ..parallel.split import Split
 from .adapter import Adapter, Target
+from .experts import DOWN, GATE_UP
 from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
 from .residency import Residency
@@ -108,12 +111,12 @@ class Adapters:
         return Plan(segments, self._kind, before)
 
     @contextmanager
-    def applied(self, segments: Sequence[Segment] | Plan) -> Iterator[None]:
+    def applied(self, segments: Sequence[Segment] | Plan, company: Sequence[Adapter] = ()) -> Iterator[None]:
         """Inside, forward and backward of the trunk use these adapters, as their weights are on entering.
 
-        A plan serves any number of rows of the same segments, until a weight changes.
+        A plan serves any number of rows of the same segments, until a weight changes. company: see Plan.
         """
-        plan = segments if isinstance(segments, Plan) else self.plan(segments)
+        plan = segments if isinstance(segments, Plan) else Plan(segments, self._kind, company=company)
         assert plan.is_current, "an adapter's weights have changed since the plan was made"
         before, self._active.plan = self._active.plan, plan
         try:
@@ -136,9 +139,12 @@ class Adapters:
 
 
 def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
-    """Replaces the targets of the trunk by LoraLinear, in the model's order."""
+    """Replaces the targets of the trunk by LoraLinear, in the model's order; experts add the terms themselves."""
     inside = {id(module) for module in base.trunk.modules()}
     for name, module in list(base.model.named_modules()):
+        if (experts := base.experts.get(name)) is not None:
+            experts.adapt(active, name)
+            yield from _expert_targets(name, experts, base.splits)
         parent_name, _, kind = name.rpartition(".")
         if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
@@ -152,6 +158,18 @@ def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target
     in_features = sum(in_split.sections) if in_split else linear.in_features
     out_features = sum(out_split.sections) if out_split else linear.out_features
     return Target(name, in_features, out_features, in_split, out_split)
+
+
+def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapping[int, Split]]) -> Iterator[Target]:
+    """splits: of parameters, by dimension."""
+    num, hidden, features = experts.num_experts, experts.hidden_size, experts.num_features
+    of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
+    packed, inner, by_expert = of_gate_up.get(1), of_down.get(2), of_down.get(0)
+    outer = replace(packed, sections=(features,)) if packed else None
+    for kind in GATE_UP:
+        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert)
+    for kind in DOWN:
+        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert)
 
 
 def _unembed_target(base: BaseModel) -> Target:

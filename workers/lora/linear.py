@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ..model import BaseModel
 from ..product import Product, laid_out
+from .experts import ExpertPlan
 from .factors import Site
 from .plan import Plan
 from .terms import Terms
@@ -76,6 +77,11 @@ class Active:
     @plan.setter
     def plan(self, plan: Plan | None) -> None:
         self._own.plan = plan
+
+    @property
+    def experts(self) -> ExpertPlan | None:
+        """For those of sparse layers."""
+        return self.plan.experts if self.plan is not None else None
 
     def apply(self, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""

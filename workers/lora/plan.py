@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 
 from .adapter import Adapter
+from .experts import ExpertPlan
 from .factors import Factors, Site
 from .rows import Rows, arrange
 from .segment import Segment, grouped
@@ -23,8 +24,15 @@ class Kind:
 class Plan:
     """The segments of one packed row. It holds copies of the matrices, so it is of no use once weights change."""
 
-    def __init__(self, segments: Sequence[Segment], kind: Kind, before: "Plan | None" = None) -> None:
-        """before: a plan of other segments, whose copies serve on where they are of the same adapters."""
+    def __init__(
+        self,
+        segments: Sequence[Segment],
+        kind: Kind,
+        before: "Plan | None" = None,
+        company: Sequence[Adapter] = (),
+    ) -> None:
+        """before: a plan of other segments, whose copies serve on where they are of the same adapters. company: all
+        adapters of a pass, in the same order on all ranks, where tokens of other ranks come to this one's experts."""
         self._segments = tuple(segments)
         self._num_rows = segments[-1].stop if segments else 0
         groups = grouped(segments)
@@ -35,7 +43,10 @@ class Plan:
         self._made_of = [(adapter, adapter.num_changes) for adapter in adapters]
         self._terms: dict[Site, Terms | None] = {}
         self._factors: dict[tuple[Site, tuple[Adapter, ...]], Factors] = {}
-        if before is not None and before.is_current:
+        before = before if before is not None and before.is_current else None
+        of_experts = before.experts if before is not None else None
+        self.experts = ExpertPlan(self._segments, company or adapters, kind.device, of_experts)
+        if before is not None:
             wanted = {tuple(group.adapters) for group in groups}
             self._factors = {key: factors for key, factors in before._factors.items() if key[1] in wanted}
 

@@ -62,7 +62,7 @@ TENSOR_PLAN: Mapping[str, Placement] = {
 class Placed:
     """The parts that this rank has of a model's parameters.
 
-    splits: by name of the parameter, dimension -> Split along tp. sharded: names of those of which a rank keeps some
+    splits: by name of the parameter, dimension -> Split along tp, or along ep of the experts. sharded: names of those of which a rank keeps some
     rows only, along fsdp, and gathers the others for use.
     """
 
@@ -133,11 +133,13 @@ class Placed:
             # Of the rows that this rank has along the other axes.
             shards.append(_StridedShard(0, split_factor=num_parts) if num_parts > 1 else Shard(0))
         if experts.size > 1:
+            by_expert = Split("ep", experts.size, experts.index, (parameter.shape[0],))
+            self.splits.setdefault(name, {})[0] = by_expert
             axes.append("ep")
             shards.append(Shard(0))
         if tensor.size > 1:
             dim = placement.dim
-            self.splits[name] = {dim: Split("tp", tensor.size, tensor.index, sections)}
+            self.splits.setdefault(name, {})[dim] = Split("tp", tensor.size, tensor.index, sections)
             axes.append("tp")
             is_plain = dim == 0 or len(sections) == 1
             shards.append(Shard(dim) if is_plain else _StridedShard(dim, split_factor=len(sections)))

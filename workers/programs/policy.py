@@ -225,7 +225,7 @@ class PolicyProgram:
             adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
             if gradients:
                 adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = self._run_forward_backward if gradients else self._run_forward
+        run = partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, adapters))
         head, is_alone = self._head.one_of(len(lanes)), not self._mesh.is_coupled
         try:
             self._lanes.run([partial(_run_lane, lane, tasks, adapters, partial(run, head), is_alone) for lane in lanes])
@@ -235,14 +235,23 @@ class PolicyProgram:
             for adapter in adapters:
                 adapter.join_lanes()
 
+    def _company(self, tasks: list[Task], adapters: list[Adapter]) -> list[Adapter]:
+        """Whose tokens may come from another rank, on all ranks in the same order."""
+        if self._mesh.along("ep").size == 1:
+            return []
+        by_run = {task.run_id: adapter for task, adapter in zip(tasks, adapters, strict=True)}
+        return [by_run[run_id] for run_id in sorted(by_run)]
+
     def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
         return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations)
 
     @torch.no_grad()
-    def _run_forward(self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]) -> None:
+    def _run_forward(
+        self, company: list[Adapter], head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
-        with self._adapters.applied(within(segments, share.tokens)):
+        with self._adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share)
         if not micro_batch.objectives:
             return
@@ -250,11 +259,11 @@ class PolicyProgram:
         _take(micro_batch, head.losses(share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
 
     def _run_forward_backward(
-        self, head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+        self, company: list[Adapter], head: Head, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
-        with self._adapters.applied(within(segments, share.tokens)):
+        with self._adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)

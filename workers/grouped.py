@@ -1,0 +1,74 @@
+"""Groups: rows sorted into groups, some of them empty, each multiplied by a matrix of its own."""
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+class Groups:
+    """Rows, one group's after the other's; rows behind them are of no group. counts: int64 [groups]."""
+
+    def __init__(self, counts: Tensor) -> None:
+        self._counts = counts
+
+    def times(self, x: Tensor, matrices: Tensor) -> Tensor:
+        """Each row of x [rows, p] by its group's of matrices [groups, p, q] -> [rows, q]. Rows of none become zeros."""
+        if _is_native(x):
+            y = torch._grouped_mm(x, matrices, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
+            return y.masked_fill_(torch.arange(len(x), device=x.device)[:, None] >= self._stops[-1], 0)
+        y = x.new_zeros(len(x), matrices.shape[2])
+        for number, rows in self._spans:
+            torch.mm(x[rows], matrices[number], out=y[rows])
+        return y
+
+    def add_times(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:
+        """Adds to y [rows, q] what `times` gives."""
+        if _is_native(x):
+            y.add_(self.times(x, matrices))
+            return
+        for number, rows in self._spans:
+            y[rows].addmm_(x[rows], matrices[number])
+
+    def add_outer(self, totals: Sequence[Tensor], left: Tensor, right: Tensor) -> None:
+        """left^T right over a group's rows, summed in float32: of group g of n totals to totals[g % n][g // n].
+
+        left [rows, p], right [rows, q]; totals float32 [groups / n, rank, q]: columns of `left` beyond are left out.
+        """
+        if _is_native(left):
+            _add_to_each(totals, self._outer(left, right))
+            return
+        left, right, num = left.float(), right.float(), len(totals)
+        for number, rows in self._spans:
+            total = totals[number % num][number // num]
+            total.addmm_(left[rows, : len(total)].t(), right[rows])
+
+    def _outer(self, left: Tensor, right: Tensor) -> Tensor:
+        """[groups, p, q], rounded to the factors' dtype in the end."""
+        products = torch._grouped_mm(left.t(), right, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
+        return products.masked_fill_((self._counts == 0)[:, None, None], 0)
+
+    @cached_property
+    def _stops(self) -> Tensor:
+        return self._counts.cumsum(0).int()
+
+    @cached_property
+    def _spans(self) -> list[tuple[int, slice]]:
+        """Number and rows of the groups that have any."""
+        spans, start = [], 0
+        for number, count in enumerate(self._counts.tolist()):
+            if count:
+                spans.append((number, slice(start, start + count)))
+                start += count
+        return spans
+
+
+def _is_native(x: Tensor) -> bool:
+    """Whether torch has a kernel for all groups at once."""
+    return x.is_cuda and x.dtype == torch.bfloat16
+
+
+def _add_to_each(totals: Sequence[Tensor], products: Tensor) -> None:
+    for number, total in enumerate(totals):
+        total.add_(products[number :: len(totals), : total.shape[1]])

@@ -1,5 +1,6 @@
 """Tiny base models with adapters, and the same adapter in peft: what the tests of lora, optim and checkpoint share."""
 
+import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,9 +13,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.attention import Packing, pack_lengths
+from trainhouse.workers.checkpoint import Learned, save_adapter
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.model import BaseModel
+from trainhouse.workers.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]
@@ -72,6 +75,8 @@ def probe(logits: Tensor) -> Tensor:
 def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
     """The base model in transformers with the same adapter in peft, ready to train."""
     model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
+    if adapter.adapts_experts:
+        return _loaded_in_peft(model, adapter)
     kinds = sorted({target.kind for target in adapter.targets})
     with warnings.catch_warnings():
         quieten_peft()
@@ -84,11 +89,21 @@ def in_peft(directory: Path, adapter: Adapter) -> PeftModel:
     return tuned
 
 
+def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
+    """By a file: experts are parameters of the model, whose pairs peft lays out in a way of its own."""
+    with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
+        quieten_peft()
+        save_adapter(Learned.by(adapter, Mesh()), Path(directory), optimizer=False, base_name="tiny")
+        return PeftModel.from_pretrained(model, directory, is_trainable=True)
+
+
 def quieten_peft() -> None:
     """Ignores, inside a `warnings.catch_warnings`, what peft warns of and we mean or cannot help."""
     # A tied output head is adapted on one side only: that is what train_unembed means.
     warnings.filterwarnings("ignore", message=".*tie_word_embeddings.*")
     warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
+    # It looks for the rank of experts among modules; it finds it among parameters.
+    warnings.filterwarnings("ignore", message=".*did not match any targeted module.*gate_up_proj.*")
 
 
 def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
@@ -96,6 +111,34 @@ def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
         name.replace(".default.", "."): parameter
         for name, parameter in tuned.named_parameters()
         if parameter.requires_grad
+    }
+
+
+def peft_gradients(tuned: PeftModel, adapter: Adapter) -> dict[str, Tensor]:
+    """By the names of the adapter's matrices."""
+    gradients = {}
+    for name, parameter in peft_parameters(tuned).items():
+        assert parameter.grad is not None
+        layer, experts, side = name.partition(".experts.")
+        gradients |= _of_experts(layer, side, parameter.grad, adapter) if experts else {name: parameter.grad}
+    return gradients
+
+
+def _of_experts(layer: str, side: str, gradient: Tensor, adapter: Adapter) -> dict[str, Tensor]:
+    """peft has A as [experts * ranks, in] and B as [out, ranks * experts], of down_proj, or of gate and up at once: with
+    twice as many ranks, the first of the gate, the others of up."""
+    num = next(target.num_experts for target in adapter.targets if target.num_experts)
+    kinds = ["gate_proj", "up_proj"] if side.startswith("base_layer.") else ["down_proj"]
+    if side.endswith("lora_A.weight"):
+        parts = [each.chunk(len(kinds)) for each in gradient.view(num, -1, gradient.shape[1])]
+    else:
+        of_each = gradient.view(len(gradient), -1, num).permute(2, 0, 1)
+        parts = [[r.chunk(len(kinds), 1)[i] for i, r in enumerate(each.chunk(len(kinds)))] for each in of_each]
+    side = side.removeprefix("base_layer.")
+    return {
+        f"{layer}.experts.{number}.{kind}.{side}": part
+        for number, each in enumerate(parts)
+        for kind, part in zip(kinds, each, strict=True)
     }
 
 

@@ -98,10 +98,18 @@ def test_saving_leaves_pending_gradients_and_loading_discards_them(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_loads_the_export_with_the_same_logits(kind: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    adapted = Adapted(tiny_models[kind])
+    assert_peft_loads_the_export(tiny_models[kind], tmp_path)
+
+
+def test_peft_loads_dense_layers_beside_experts(tmp_path: Path) -> None:
+    assert_peft_loads_the_export(tiny_model("qwen3_moe", tmp_path / "model", mlp_only_layers=[0]), tmp_path)
+
+
+def assert_peft_loads_the_export(model_directory: Path, tmp_path: Path) -> None:
+    adapted = Adapted(model_directory)
     adapter = trained(adapted)
     directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
-    model = AutoModelForCausalLM.from_pretrained(tiny_models[kind], dtype=torch.float32)
+    model = AutoModelForCausalLM.from_pretrained(model_directory, dtype=torch.float32)
     bare = peft_logits(model, sequences()).detach()
     with warnings.catch_warnings():
         quieten_peft()

@@ -14,7 +14,7 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.product import mkldnn_linear, torch_linear
 
 from ..tiny import KINDS, tiny_model
-from .adapted import LENGTHS, Adapted, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
+from .adapted import LENGTHS, Adapted, in_peft, peft_gradients, peft_logits, probe, relative_error, sequences
 
 TOLERANCE = 2e-6
 
@@ -41,9 +41,10 @@ def assert_equal_to_peft(adapted: Adapted) -> None:
 
     assert relative_error(logits, wanted) < TOLERANCE
     gradients = adapter.layout.named_views(adapter.scratch)
-    for name, parameter in peft_parameters(tuned).items():
-        assert parameter.grad is not None
-        assert relative_error(gradients[name], parameter.grad) < 10 * TOLERANCE, name
+    wanted_gradients = peft_gradients(tuned, adapter)
+    assert gradients.keys() == wanted_gradients.keys()
+    for name, gradient in wanted_gradients.items():
+        assert relative_error(gradients[name], gradient) < 10 * TOLERANCE, name
 
 
 def test_a_weight_one_in_ten_thousand_off_shows_in_the_comparison_with_peft(tiny_models: dict[str, Path]) -> None:
@@ -167,11 +168,15 @@ def test_the_flags_choose_the_targets(tiny_models: dict[str, Path]) -> None:
         kinds(False, False, False)
 
 
-def test_a_mixture_of_experts_trains_its_dense_layers_alone(tmp_path: Path) -> None:
+def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: Path) -> None:
     directory = tiny_model("qwen3_moe", tmp_path, mlp_only_layers=[0])
     lora = LoraConfig(rank=2, train_attn=False, train_unembed=False)
-    targets = Adapted(directory).adapters.build(lora).targets
-    assert {target.name for target in targets} == {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    adapter = Adapted(directory).adapters.build(lora)
+    dense = {f"model.layers.0.mlp.{kind}_proj" for kind in ("gate", "up", "down")}
+    sparse = {f"model.layers.1.mlp.experts.{kind}_proj" for kind in ("gate", "up", "down")}
+    assert {target.name for target in adapter.targets} == dense | sparse
+    assert adapter.num_parameters == 2 * 3 * ((64 + 128) + 4 * (64 + 32))
+    assert len(adapter.layout.named_views(adapter.weights)) == 2 * 3 * (1 + 4)
 
 
 def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:

@@ -31,6 +31,7 @@ MORE = (
     *(Case("tp=2", kind) for kind in ("llama", "qwen2", "qwen3_tied", "qwen3_moe")),
     *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "qwen3_moe")),
     *(Case(spec, "qwen3_moe") for spec in ("fsdp=2,ep=2", "ep=2,tp=2", "ep=2,sp=2", "ep=4")),
+    *(Case(spec, "qwen3_moe_mixed") for spec in ("ep=2", "tp=2")),
 )
 OF_FAMILIES = (
     *(
@@ -165,7 +166,8 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
     wanted = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), 0)
     sparse_layers = 1 if case.kind == "qwen3_moe_mixed" else layers
     if spec.ep > 1:
-        wanted["all_to_all"] += (1 + 2 * 2) * sparse_layers  # how many tokens come; they, and what comes of them
+        # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
+        wanted["all_to_all"] += (1 + 2 * 2 + 1) * sparse_layers
     if spec.fsdp > 1:
         wanted["all_gather"] += 2 * layers  # before each layer, forward and backward
     if spec.sp > 1:
@@ -181,9 +183,12 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
     if spec.sp * spec.tp > 1:
         wanted["all_gather"] += 1  # the log-probabilities
     assert of_pass == {kind: number for kind, number in wanted.items() if number}
-    num_regions = 2 if spec.tp > 1 else 1
-    of_regions = num_regions if spec.num_ranks > spec.tp else 1  # what tp ranks have parts of nobody else may have
-    of_norms = 1 if spec.tp > 1 else 0
+    # Matrices that all ranks have alike, that tp shares out, that ep does, and both: of each, how many parts.
+    parts = [1]
+    for axis in (spec.tp, spec.ep):
+        parts += [num * axis for num in parts] if axis > 1 else []
+    of_regions = sum(num < spec.num_ranks for num in parts)  # what every rank has for itself needs none
+    of_norms = len(parts) - 1
     assert of_step == {"all_reduce": of_regions + of_norms}
 
 

@@ -2,7 +2,7 @@
 
 `python -m trainhouse.tests.benchmarks.lora_kernels` prints, for training rows (forward and backward of the trunk) and
 for a decode step of 32 sequences, the CPU milliseconds on one thread and their ratio to one adapter: medians of
-alternating rounds. With `--threads 2` it prints wall-clock time, which means something on a quiet machine only.
+alternating rounds. Of a model with experts, the ratio is to adapters of attention alone. With `--threads 2` it prints wall-clock time, which means something on a quiet machine only.
 """
 
 import argparse
@@ -30,6 +30,7 @@ from .workload import MODEL, SHAPE, VOCAB
 
 MIXED = [4, 8, 16, 32, 4, 8, 16, 32]
 CACHED = 40
+EXPERTS = {"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 256}
 
 
 def main() -> None:
@@ -45,6 +46,10 @@ def main() -> None:
         for title, cases in (*training(bench), decoding(bench)):
             print(title)
             report(cases, options.rounds, clock)
+        bench = Bench(tiny_model("qwen3_moe", Path(scratch) / "sparse", **(SHAPE | EXPERTS)))
+        for title, cases in sparse(bench):
+            print(title)
+            report(cases, options.rounds, clock)
 
 
 class Bench:
@@ -54,9 +59,9 @@ class Bench:
         self._base = BaseModel(WorkerConfig(ServedModel(MODEL, str(directory)), device="cpu"))
         self._adapters = Adapters(self._base, max_rank=64)
 
-    def train(self, lengths: Sequence[int], ranks: Sequence[int]) -> Callable[[], None]:
+    def train(self, lengths: Sequence[int], ranks: Sequence[int], mlp: bool = True) -> Callable[[], None]:
         """Forward and backward of sequences, divided among adapters of these ranks."""
-        segments, num_tokens = self._segments(lengths, ranks), sum(lengths)
+        segments, num_tokens = self._segments(lengths, ranks, mlp), sum(lengths)
         tokens, packing = _tokens(num_tokens), Packing(pack_lengths(list(lengths)))
         positions = torch.cat([torch.arange(length) for length in lengths])
         gradient = torch.randn(num_tokens, SHAPE["hidden_size"])
@@ -68,10 +73,10 @@ class Bench:
         return step
 
     @torch.no_grad()
-    def decode(self, rows: Sequence[int], ranks: Sequence[int]) -> Callable[[], None]:
+    def decode(self, rows: Sequence[int], ranks: Sequence[int], mlp: bool = True) -> Callable[[], None]:
         """One token of sequences that have CACHED: rows of each adapter."""
         num_rows = sum(rows)
-        plan = self._adapters.plan(self._segments(rows, ranks) if ranks else [])
+        plan = self._adapters.plan(self._segments(rows, ranks, mlp) if ranks else [])
         shelf = Shelf(SHAPE["num_hidden_layers"], CACHED + 1)
         shelf.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
@@ -85,10 +90,11 @@ class Bench:
 
         return step
 
-    def _segments(self, lengths: Sequence[int], ranks: Sequence[int]) -> list[Segment]:
+    def _segments(self, lengths: Sequence[int], ranks: Sequence[int], mlp: bool) -> list[Segment]:
         each = len(lengths) // len(ranks)
         sizes = [sum(lengths[i : i + each]) for i in range(0, len(lengths), each)]
-        adapters = [self._adapters.build(LoraConfig(rank=rank, train_unembed=False)) for rank in ranks]
+        loras = [LoraConfig(rank=rank, train_unembed=False, train_mlp=mlp) for rank in ranks]
+        adapters = [self._adapters.build(lora) for lora in loras]
         for adapter in adapters:
             adapter.weights.normal_(0, 0.02)
         return [
@@ -123,6 +129,31 @@ def decoding(bench: Bench) -> tuple[str, dict[str, Callable[[], None]]]:
         "8 of rank 8, 2 to 6 rows": bench.decode(uneven, [8] * 8),
         "8 of ranks 4 to 32, 2 to 6 rows": bench.decode(uneven, MIXED),
     }
+
+
+def sparse(bench: Bench) -> list[tuple[str, dict[str, Callable[[], None]]]]:
+    """With and without adapters of the experts."""
+    lengths = [128] * 16
+    return [
+        (
+            f"train 16x128 of {EXPERTS['num_experts']} experts, {EXPERTS['num_experts_per_tok']} of each token",
+            {
+                "one adapter of attention": bench.train(lengths, [8], mlp=False),
+                "one adapter, experts too": bench.train(lengths, [8]),
+                "8 of rank 8": bench.train(lengths, [8] * 8),
+                "8 of ranks 4 to 32": bench.train(lengths, MIXED),
+            },
+        ),
+        (
+            "decode 32 sequences of the same",
+            {
+                "one adapter of attention": bench.decode([32], [8], mlp=False),
+                "one adapter, experts too": bench.decode([32], [8]),
+                "8 of rank 8, 4 rows each": bench.decode([4] * 8, [8] * 8),
+                "8 of ranks 4 to 32, 4 rows each": bench.decode([4] * 8, MIXED),
+            },
+        ),
+    ]
 
 
 def around(mean: int, count: int) -> list[int]:

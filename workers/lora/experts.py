@@ -53,9 +53,10 @@ class ExpertPlan:
         adapting = [adapter for adapter in dict.fromkeys(company) if adapter.adapts_experts]
         self.adapters = sorted(adapting, key=_likeness)
         self.bundles = list(_bundles(self.adapters))
-        self._segments, self._device = segments, device
         kinds = {adapter: kind for kind, adapter in enumerate(self.adapters)}
-        self._kinds = [kinds.get(each.adapter, len(kinds)) if each.adapter else len(kinds) for each in segments]
+        self._adapted = [(kinds[each.adapter], each) for each in segments if each.adapter in kinds]
+        self._num_tokens = segments[-1].stop if segments else None
+        self._device = device
         self._slots: Tensor | None = None
         self._copies: dict[tuple[str, tuple[Adapter, ...]], tuple[Tensor, Tensor]] = {}
         if before is not None:
@@ -65,17 +66,16 @@ class ExpertPlan:
     @property
     def has_bare(self) -> bool:
         """Whether some of this rank's tokens have no adapter at their experts."""
-        return not self._segments or len(self.adapters) in self._kinds
+        return sum(segment.length for _, segment in self._adapted) != self._num_tokens
 
     def slots(self, num_tokens: int) -> Tensor:
         """int64 [num_tokens]: the kind of each."""
+        assert self._num_tokens in (None, num_tokens), f"{num_tokens} tokens, but the segments end at {self._num_tokens}"
         if self._slots is None:
-            kinds, lengths = self._kinds, [segment.length for segment in self._segments]
-            if not self._segments:
-                kinds, lengths = [len(self.adapters)], [num_tokens]
-            each = torch.tensor(kinds).repeat_interleave(torch.tensor(lengths))
-            self._slots = each.to(self._device)
-        assert len(self._slots) == num_tokens, f"{num_tokens} tokens, but the segments end at {len(self._slots)}"
+            slots = torch.full((num_tokens,), len(self.adapters))
+            for kind, segment in self._adapted:
+                slots[segment.start : segment.stop] = kind
+            self._slots = slots.to(self._device)
         return self._slots
 
     def terms(self, layer: str, counts: Tensor, has_bare: bool) -> "ExpertTerms | None":

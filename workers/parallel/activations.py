@@ -96,9 +96,11 @@ class _Pass:
         return self._norms + inputs + self._number * 4 * self._own.features
 
     def _kept_by_experts(self, experts: Experts) -> float:
-        """Of each expert that a token takes: gate and up, the gate's activation, and the result before its weight."""
-        of_each = self._number * (3 * self._own.expert_features + self._shape.hidden) + 4 * _INT64
-        return self._norms + experts.per_token * of_each + _FLOAT32 * experts.num
+        """Of each expert that a token takes: gate and up, what adapters' first matrices make of the inputs of three
+        linear layers, and the result before its weight."""
+        numbers = 2 * self._own.expert_features + 3 * self._load.lora_rank + self._shape.hidden
+        of_each = self._number * numbers + (3 if self._spec.ep == 1 else 5) * _INT64
+        return self._norms + self._inputs(0) + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
         """Of linear layers that adapters adapt, and what their first matrices make of it."""

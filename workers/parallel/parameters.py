@@ -124,7 +124,7 @@ def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
 
 
 def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:
-    """Inputs and outputs on a rank of each linear layer of the trunk."""
+    """Inputs and outputs on a rank of each linear layer of the trunk; of experts, those of all that a rank has."""
     own, is_fused = OwnFeatures.of(shape, spec), shape.family.is_fused
     for _ in range(shape.num_layers):
         of_heads = own.queries, own.keys, own.keys
@@ -133,11 +133,14 @@ def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]
     for _ in range(shape.num_dense_layers):
         yield from ((shape.hidden, size) for size in ([2 * own.features] if is_fused else [own.features] * 2))
         yield own.features, shape.hidden
+    for _ in shape.experts.layers if shape.experts else ():
+        hidden, features = own.experts * shape.hidden, own.experts * own.expert_features
+        yield from ((hidden, features), (hidden, features), (features, hidden))
 
 
 @dataclass(frozen=True)
 class OwnFeatures:
-    """Features of a token on a rank along tp. queries, keys: of all heads together."""
+    """Features of a token on a rank along tp. queries, keys: of all heads together. experts: on a rank along ep."""
 
     heads: int
     kv_heads: int
@@ -145,6 +148,7 @@ class OwnFeatures:
     keys: int
     features: int
     expert_features: int
+    experts: int
 
     @staticmethod
     def of(shape: ModelShape, spec: ParallelSpec) -> "OwnFeatures":
@@ -156,4 +160,5 @@ class OwnFeatures:
             kv_heads * shape.head_dim,
             shape.intermediate // spec.tp,
             shape.experts.intermediate // spec.tp if shape.experts else 0,
+            shape.experts.num // spec.ep if shape.experts else 0,
         )

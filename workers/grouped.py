@@ -39,10 +39,9 @@ class Groups:
         if _is_native(left):
             _add_to_each(totals, self._outer(left, right))
             return
-        left, right, num = left.float(), right.float(), len(totals)
         for number, rows in self._spans:
-            total = totals[number % num][number // num]
-            total.addmm_(left[rows, : len(total)].t(), right[rows])
+            total = totals[number % len(totals)][number // len(totals)]
+            total.addmm_(left[rows, : len(total)].t().float(), right[rows].float())
 
     def _outer(self, left: Tensor, right: Tensor) -> Tensor:
         """[groups, p, q], rounded to the factors' dtype in the end."""

@@ -21,7 +21,8 @@ from torch import Tensor
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .lora import Adapter, Adapters, Window
-from .lora.adapter import LEARNED, Layout
+from .lora.adapter import LEARNED
+from .lora.layout import Layout
 from .parallel.mesh import Mesh
 
 FORMAT = 1

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .fused import swiglu
-from .grouped import Groups
+from .grouped import GroupedRows
 from .parallel.collectives import exchanged, summed
 from .parallel.mesh import Team
 
@@ -90,7 +90,7 @@ class _Pairs(Protocol):
     none. counts: int64 [own experts, kinds]. groups: the pairs of each expert."""
 
     counts: Tensor
-    groups: Groups
+    groups: GroupedRows
 
     def gathered(self, x: Tensor) -> Tensor:
         """x [tokens, hidden] -> [pairs, hidden], without a gradient."""
@@ -120,7 +120,7 @@ class _OwnPairs:
         self._shape, order = keys.shape, number.argsort(stable=True)
         self._tokens, self._places = order // keys.shape[1], _inverse(order)
         self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
-        self.groups = Groups(self.counts.sum(1))
+        self.groups = GroupedRows(self.counts.sum(1))
 
     def gathered(self, x: Tensor) -> Tensor:
         return x.index_select(0, self._tokens)
@@ -150,7 +150,7 @@ class _SentPairs:
         self._sorted = _group_of_each(arriving).argsort(stable=True)
         self._arrived = _inverse(self._sorted)
         self.counts = arriving.sum(0).view(num_own, num_kinds)
-        self.groups = Groups(self.counts.sum(1))
+        self.groups = GroupedRows(self.counts.sum(1))
 
     def gathered(self, x: Tensor) -> Tensor:
         sent = x.index_select(0, self._tokens)

@@ -1,4 +1,4 @@
-"""Groups: rows sorted into groups, some of them empty, each multiplied by a matrix of its own."""
+"""GroupedRows: rows sorted into groups, some of them empty, each multiplied by a matrix of its own."""
 
 from collections.abc import Sequence
 from functools import cached_property
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-class Groups:
+class GroupedRows:
     """Rows, one group's after the other's; rows behind them are of no group. counts: int64 [groups]."""
 
     def __init__(self, counts: Tensor) -> None:
@@ -18,9 +18,11 @@ class Groups:
         if _is_native(x):
             y = torch._grouped_mm(x, matrices, offs=self._stops)  # pyright: ignore[reportPrivateImportUsage]
             return y.masked_fill_(torch.arange(len(x), device=x.device)[:, None] >= self._stops[-1], 0)
-        y = x.new_zeros(len(x), matrices.shape[2])
+        y, stop = x.new_empty(len(x), matrices.shape[2]), 0
         for number, rows in self._spans:
             torch.mm(x[rows], matrices[number], out=y[rows])
+            stop = rows.stop
+        y[stop:] = 0
         return y
 
     def add_times(self, y: Tensor, x: Tensor, matrices: Tensor) -> None:

@@ -2,7 +2,8 @@
 
 `python -m trainhouse.tests.benchmarks.lora_kernels` prints, for training rows (forward and backward of the trunk) and
 for a decode step of 32 sequences, the CPU milliseconds on one thread and their ratio to one adapter: medians of
-alternating rounds. Of a model with experts, the ratio is to adapters of attention alone. With `--threads 2` it prints wall-clock time, which means something on a quiet machine only.
+alternating rounds. Of a model with experts, the ratio is to adapters of attention alone. With `--threads 2` it prints
+wall-clock time, which means something on a quiet machine only.
 """
 
 import argparse
@@ -21,6 +22,7 @@ from torch import Tensor
 from ...schemas.models import LoraConfig
 from ...workers.attention import Packing, pack_lengths
 from ...workers.config import ServedModel, WorkerConfig
+from ...workers.kernels import Groups
 from ...workers.kv_cache import CachedRow, DecodeStep, Shelf
 from ...workers.lora import Adapters, Segment
 from ...workers.memory import tune_allocator
@@ -80,10 +82,11 @@ class Bench:
         shelf = Shelf(SHAPE["num_hidden_layers"], CACHED + 1)
         shelf.resize(num_rows)
         tokens, lengths, slots = _tokens(num_rows), torch.full((num_rows,), CACHED), torch.arange(num_rows)
+        alone = Groups(slots, torch.arange(num_rows + 1), torch.zeros(num_rows, dtype=torch.int64))
 
         @torch.no_grad()
         def step() -> None:
-            one_each = DecodeStep(shelf, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1)
+            one_each = DecodeStep(shelf, slice(0, num_rows), slots, True, lengths, num_rows, CACHED + 1, alone)
             packing = CachedRow([one_each], (), None, num_rows, ())
             with self._adapters.applied(plan):
                 self._base.hidden_states(tokens, lengths, packing)

@@ -125,8 +125,8 @@ def peft_gradients(tuned: PeftModel, adapter: Adapter) -> dict[str, Tensor]:
 
 
 def _of_experts(layer: str, side: str, gradient: Tensor, adapter: Adapter) -> dict[str, Tensor]:
-    """peft has A as [experts * ranks, in] and B as [out, ranks * experts], of down_proj, or of gate and up at once: with
-    twice as many ranks, the first of the gate, the others of up."""
+    """peft has A as [experts * ranks, in] and B as [out, ranks * experts], of down_proj, or of gate and up at once:
+    with twice as many ranks, the first of the gate, the others of up."""
     num = next(target.num_experts for target in adapter.targets if target.num_experts)
     kinds = ["gate_proj", "up_proj"] if side.startswith("base_layer.") else ["down_proj"]
     if side.endswith("lora_A.weight"):

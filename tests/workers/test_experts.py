@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
 from trainhouse.workers.experts import RoutedExperts
-from trainhouse.workers.grouped import Groups
+from trainhouse.workers.grouped import GroupedRows
 from trainhouse.workers.lora import Adapter, Segment
 from trainhouse.workers.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM
@@ -48,7 +48,7 @@ def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
 
 def test_groups_may_be_empty_and_rows_of_none_are_zeros() -> None:
     x, weights = torch.randn(9, 5), torch.randn(4, 5, 3)
-    groups = Groups(torch.tensor([2, 0, 5, 0]))
+    groups = GroupedRows(torch.tensor([2, 0, 5, 0]))
     wanted = torch.cat([x[:2] @ weights[0], x[2:7] @ weights[2], torch.zeros(2, 3)])
     assert torch.allclose(groups.times(x, weights), wanted, atol=1e-6)
     y = torch.ones(9, 3)

@@ -12,8 +12,9 @@ from ...schemas.models import LoraConfig
 from ..experts import RoutedExperts
 from ..model import BaseModel
 from ..parallel.split import Split
-from .adapter import Adapter, Target
+from .adapter import Adapter
 from .experts import DOWN, GATE_UP
+from .layout import Target
 from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
 from .residency import Residency

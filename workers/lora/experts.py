@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..grouped import Groups
+from ..grouped import GroupedRows
 from .adapter import Adapter
 from .segment import Segment
 
@@ -70,7 +70,9 @@ class ExpertPlan:
 
     def slots(self, num_tokens: int) -> Tensor:
         """int64 [num_tokens]: the kind of each."""
-        assert self._num_tokens in (None, num_tokens), f"{num_tokens} tokens, but the segments end at {self._num_tokens}"
+        assert self._num_tokens in (None, num_tokens), (
+            f"{num_tokens} tokens, but the segments end at {self._num_tokens}"
+        )
         if self._slots is None:
             slots = torch.full((num_tokens,), len(self.adapters))
             for kind, segment in self._adapted:
@@ -140,7 +142,7 @@ class _Part:
         """kind_of_each: int64 of the rows; None = they all are the bundle's."""
         self._plan, self._bundle, self._is_kept = plan, bundle, is_kept
         self._num_experts = len(counts)
-        self._groups = Groups(counts[:, bundle.kinds].flatten())
+        self._groups = GroupedRows(counts[:, bundle.kinds].flatten())
         self._rows = None if kind_of_each is None else _within(kind_of_each, bundle.kinds)
 
     def add(self, names: Sequence[str], y: Tensor, x: Tensor) -> list[Tensor]:

@@ -62,8 +62,8 @@ TENSOR_PLAN: Mapping[str, Placement] = {
 class Placed:
     """The parts that this rank has of a model's parameters.
 
-    splits: by name of the parameter, dimension -> Split along tp, or along ep of the experts. sharded: names of those of which a rank keeps some
-    rows only, along fsdp, and gathers the others for use.
+    splits: by name of the parameter, dimension -> Split along tp, or of experts along ep. sharded: names of those of
+    which a rank keeps some rows only, along fsdp, and gathers the others for use.
     """
 
     def __init__(self, mesh: Mesh) -> None:

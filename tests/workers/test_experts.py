@@ -182,6 +182,27 @@ def test_the_first_layer_learns_where_its_input_has_no_gradient(adapted: Adapted
     assert adapter.scratch.any()
 
 
+def test_copies_serve_on_while_decoding_and_a_single_adapter_is_not_held(adapted: Adapted) -> None:
+    adapters = [only_experts(adapted, f"decoding-{i}", 4) for i in range(2)]
+    together = [Segment(0, 3, adapters[0]), Segment(3, 5, adapters[1])]
+    x, name = torch.randn(5, 64), f"{LAYER}.up_proj"
+    with torch.no_grad():
+        plans = [adapted.adapters.plan(together)]
+        with adapted.adapters.applied(plans[0]):
+            before = experts_of(adapted).forward(x, are_alike=True)
+        plans.append(adapted.adapters.plan([Segment(0, 2, adapters[0]), Segment(2, 5, adapters[1])], plans[0]))
+        kept = [plan.experts.factors(name, plan.experts.bundles[0], 8, is_kept=True)[0] for plan in plans]
+        assert kept[0] is kept[1]
+        adapters[1].weights.add_(1.0)
+        later = adapted.adapters.plan(together, plans[1])
+        with adapted.adapters.applied(later):
+            after = experts_of(adapted).forward(x, are_alike=True)
+        assert torch.equal(after[:3], before[:3]) and not torch.allclose(after[3:], before[3:])
+        alone = adapted.adapters.plan([Segment(0, 5, adapters[0])]).experts
+        views = [alone.factors(name, alone.bundles[0], 8, is_kept=True)[0] for _ in range(2)]
+        assert views[0] is not views[1] and views[0].data_ptr() == views[1].data_ptr()
+
+
 def test_nan_of_one_adapter_stays_in_its_rows(adapted: Adapted) -> None:
     sick, well = only_experts(adapted, "sick", 4), only_experts(adapted, "well", 4)
     x = torch.randn(12, 64, requires_grad=True)

@@ -129,32 +129,32 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedP
         if torch.is_grad_enabled():
             return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
         return _flash_on_cpu(query, key, value, packing, kind)[0]
-    if _fits_varlen(query):
+    if fits_varlen(query):
         return _varlen(query, key, value, packing, kind)
-    return _joined([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
+    return joined_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
 
 
-def _rows(x: Tensor, group: Group) -> Tensor:
+def rows_by_group(x: Tensor, group: Group) -> Tensor:
     """[tokens, heads, head_dim] -> a view [count, heads, length, head_dim] of a group's sequences."""
     part = x[group.start : group.start + group.count * group.length]
     return part.unflatten(0, (group.count, group.length)).transpose(1, 2)
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def joined_groups(parts: list[Tensor]) -> Tensor:
     """[count, heads, length, head_dim] of each group -> [tokens, heads, head_dim]."""
     tokens = [part.transpose(1, 2).flatten(0, 1) for part in parts]
     return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
 
 
 def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group, kind: AttentionKind) -> Tensor:
-    q, k, v = _rows(query, group), _rows(key, group), _rows(value, group)
+    q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
     mask = kind.mask(group.length, q.device, q.dtype)
     return scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=kind.scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def _fits_varlen(query: Tensor) -> bool:
+def fits_varlen(query: Tensor) -> bool:
     """What flash attention takes: 16 bit, heads of a multiple of 8 up to 256, a GPU no older than Ampere."""
     head_dim = query.shape[-1]
     return (
@@ -191,14 +191,14 @@ def _flash_on_cpu(
     """Attention, and per group the logarithm of the sum of its scores' exponentials, which backward needs."""
     outs, log_sums = [], []
     for group in packing.groups:
-        q, k, v = _rows(query, group), _rows(key, group), _rows(value, group)
+        q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
         mask = kind.mask(group.length, q.device, q.dtype)
         out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, mask is None, attn_mask=mask, scale=kind.scaling
         )
         outs.append(out)
         log_sums.append(log_sum)
-    return _joined(outs), log_sums
+    return joined_groups(outs), log_sums
 
 
 class _FlashOnCpu(torch.autograd.Function):
@@ -217,11 +217,11 @@ class _FlashOnCpu(torch.autograd.Function):
         (grad,) = grads
         parts = []
         for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
-            g, q, k, v, o = (_rows(x, group) for x in (grad, query, key, value, out))
+            g, q, k, v, o = (rows_by_group(x, group) for x in (grad, query, key, value, out))
             mask = ctx.kind.mask(group.length, q.device, q.dtype)
             backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
             parts.append(backward(g, q, k, v, o, log_sum, 0.0, mask is None, attn_mask=mask, scale=ctx.kind.scaling))
-        gradients = [_joined(list(of_groups)) for of_groups in zip(*parts, strict=True)]
+        gradients = [joined_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
 
 

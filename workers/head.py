@@ -17,7 +17,7 @@ from .losses import LossOutput
 from .model import BaseModel
 from .objective import Objective, join_outputs
 from .parallel.mesh import Mesh
-from .parallel.rows import TokenShare
+from .parallel.rows import TokenShare, overlap
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,7 +86,7 @@ class Head:
     ) -> list[HeadOutput]:
         """Writes the gradient by hidden [n, hidden] to `gradient`, and adds the pairs' to their adapters' scratch."""
         share = share or TokenShare(len(hidden), Mesh())
-        targets, first = share.of_rows(_side_by_side([each.targets for each in objectives])), share.rows.start
+        targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
         room = self._room(hidden)
         scorings = [_Scoring(objective) for objective in objectives]
         if any(self._wants_all_first(objective, share) for objective in objectives):
@@ -99,7 +99,7 @@ class Head:
             inside = within(segments, rows)
             log_softmax = self._log_softmax(hidden[rows], inside, room)
             parts.append(_gather(log_softmax, targets[rows]))
-            d_logprobs = _score(scorings, slice(first + rows.start, first + rows.stop), parts[-1])
+            d_logprobs = _score(scorings, share.places(rows), parts[-1])
             self._backward(log_softmax, targets[rows], d_logprobs, hidden[rows], inside, gradient[rows], room)
         if share.is_all:
             return [scoring.output() for scoring in scorings]
@@ -244,11 +244,11 @@ def _score(scorings: list[_Scoring], rows: slice, logprobs: Tensor) -> Tensor:
     gradient = torch.zeros_like(logprobs)
     for scoring in scorings:
         objective = scoring.objective
-        start, stop = max(rows.start, objective.start), min(rows.stop, objective.stop)
-        if start < stop:
-            piece = slice(start - rows.start, stop - rows.start)
+        piece = overlap(rows, objective.start, objective.stop)
+        if piece.start < piece.stop:
             own = _in_shape_of(objective.targets, logprobs[piece])
-            found = scoring.gradient(own, slice(start - objective.start, stop - objective.start))
+            first, stop = (rows.start + rows.step * bound - objective.start for bound in (piece.start, piece.stop))
+            found = scoring.gradient(own, slice(first, stop, rows.step))
             _in_shape_of(objective.targets, gradient[piece]).copy_(found)
     return gradient
 
@@ -273,11 +273,8 @@ def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
 
 def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
     """The segments of `rows`, counted from their first."""
-    return [
-        Segment(max(segment.start, rows.start) - rows.start, min(segment.stop, rows.stop) - rows.start, segment.adapter)
-        for segment in segments
-        if segment.start < rows.stop and segment.stop > rows.start
-    ]
+    parts = [(overlap(rows, segment.start, segment.stop), segment.adapter) for segment in segments]
+    return [Segment(part.start, part.stop, adapter) for part, adapter in parts if part.start < part.stop]
 
 
 def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:

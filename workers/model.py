@@ -29,7 +29,9 @@ from .parallel.fsdp import ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
+from .parallel.sequence_split import SequenceSplit
 from .parallel.shape import longest_context, refusal_of, rope_of
+from .parallel.spec import ParallelSpec
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .threads import Threads
@@ -57,6 +59,7 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
+    sequence_split: of the ranks along sp.
     unembedding: [vocab, hidden], possibly tied to the embedding.
     """
 
@@ -73,6 +76,7 @@ class BaseModel:
         self._sharded = placed.sharded
         self.tensor_team = mesh.along("tp")
         self.config: PreTrainedConfig = self.model.config
+        self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
         setting = LOGIT_SCALES.get(self.config.model_type)
@@ -177,7 +181,7 @@ class BaseModel:
         """Of `share.hidden`: [tokens, hidden]."""
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Once it is filled up, on tensor-parallel ranks too.
-        shared = packing if share.is_all else SharedPacking.of(packing, share, team)
+        shared = packing if share.is_all else SharedPacking.of(packing, share, team, self.sequence_split)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
         return self.hidden_states(tokens, positions, shared, share.own_of_tokens, are_alike=False)
 
@@ -200,6 +204,12 @@ class BaseModel:
         )
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+
+
+def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSplit:
+    if spec.sp == 1:
+        return SequenceSplit()
+    return SequenceSplit.of(spec.sp, config.num_attention_heads // spec.tp, config.num_key_value_heads // spec.tp)
 
 
 def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 
 from .load import Load
 from .parameters import OwnFeatures
+from .sequence_split import SequenceSplit
 from .shape import Experts, ModelShape
 from .spec import ParallelSpec
 
 _FLOAT32 = 4
 _INT64 = 8
+
+# As in attention_parts.py.
+_MOST_SCORES = 1 << 22
 
 
 @dataclass(frozen=True)
@@ -35,7 +39,7 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activation
     of_pass = _Pass(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
-        working=int(tokens * of_pass.working()) + _window_mask(shape, load),
+        working=int(tokens * of_pass.working()) + _window_scores(shape, spec, load),
         head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
     )
 
@@ -52,6 +56,7 @@ class _Pass:
         self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
         # What norms around attention keep, or around the feed-forward part.
         self._norms = self._stream * len(shape.family.norms.names) / 2
+        self._split = _split(shape, spec)
 
     def kept(self) -> float:
         """For the way back.
@@ -77,14 +82,14 @@ class _Pass:
 
     def _kept_by_attention(self) -> float:
         own = self._own
-        repeated = max(1.0, self._spec.sp / own.kv_heads)  # each rank along sp has a head at least
+        repeated = max(1.0, self._split.ulysses / own.kv_heads)  # each of them has a head at least
         queries, keys = 2 * own.queries, 2 * own.keys * repeated  # rotated, values, and what attention gives
         norms = 0
         how = self._shape.family.norms_heads
         if how:
             queries, keys = queries + own.queries, keys + own.keys  # as they came from the projections
             norms = _FLOAT32 * (own.heads + own.kv_heads if how == "each" else 2)
-        if self._spec.sp > 1:
+        if self._split.ulysses > 1:
             queries += own.queries  # what attention gives, once more by tokens
         sums = _FLOAT32 * own.heads  # of the scores' exponentials
         inputs = self._inputs(2 if self._shape.family.is_fused else 4)
@@ -130,6 +135,10 @@ class _Pass:
         return self._number * (pairs + 2) * self._shape.hidden + self._stream
 
 
+def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
+    return SequenceSplit.of(spec.sp, shape.heads // spec.tp, shape.kv_heads // spec.tp)
+
+
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     """Of a chunk: log-probabilities, a copy of the rows that have a gradient, and where the base is not in float32 that
     gradient and, before, logits in its dtype and as they are cast."""
@@ -139,8 +148,11 @@ def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     return numbers * (2 * _FLOAT32 + casting)
 
 
-def _window_mask(shape: ModelShape, load: Load) -> int:
-    """Of the longest sequence; kernels of 16 bit numbers on CUDA need none."""
+def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+    """A mask of the longest sequence, and around a ring scores, their mask and their softmax, some queries after the
+    others; kernels of 16 bit numbers on CUDA need neither."""
     if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
         return 0
+    if _split(shape, spec).ring > 1:
+        return 3 * _FLOAT32 * _MOST_SCORES
     return load.longest**2 * (_INT64 + _FLOAT32 + 2)

@@ -34,7 +34,6 @@ def check_layout(
     _check_family(spec, model)
     if isinstance(model, ModelShape):
         _check_tensor(spec, model)
-        _check_sequences(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
 
@@ -46,12 +45,6 @@ def valid_tp(shape: ModelShape) -> list[int]:
 
 def valid_ep(shape: ModelShape) -> list[int]:
     return divisors(shape.experts.num) if shape.experts else [1]
-
-
-def valid_sp(shape: ModelShape, tp: int) -> list[int]:
-    """Ranks along sp attend with some of the heads each, of those that a rank along tp has."""
-    heads, kv_heads = shape.heads // tp, shape.kv_heads // tp
-    return [size for size in divisors(heads) if kv_heads % size == 0 or size % kv_heads == 0]
 
 
 def cuda_devices() -> int | None:
@@ -104,16 +97,6 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
         if size % spec.tp:
             choices = ", ".join(map(str, valid_tp(shape)))
             raise ValueError(f"tp={spec.tp} does not divide {size} {things} of {shape.name}; valid tp: {choices}")
-
-
-def _check_sequences(spec: ParallelSpec, shape: ModelShape) -> None:
-    choices = valid_sp(shape, spec.tp)
-    if spec.sp not in choices:
-        heads = f"{shape.heads // spec.tp} query and {shape.kv_heads // spec.tp} key/value heads"
-        raise ValueError(
-            f"sp={spec.sp} cannot share out the {heads} of {shape.name} that a rank has with tp={spec.tp}; valid sp: "
-            f"{', '.join(map(str, choices))}"
-        )
 
 
 def _shared_by_tp(shape: ModelShape) -> Iterator[tuple[int, str]]:

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from ..footprint import gigabytes
-from .checks import valid_ep, valid_sp, valid_tp
+from .checks import divisors, valid_ep, valid_tp
 from .estimate import Memory, estimate
 from .load import Load
 from .shape import ModelShape
@@ -150,9 +150,8 @@ def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
             if num_ranks // tp % ep:
                 continue
             rest = num_ranks // tp // ep
-            for sp in valid_sp(shape, tp):
-                if rest % sp == 0:
-                    yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+            for sp in divisors(rest):
+                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
 
 
 def _preference(spec: ParallelSpec) -> tuple[int, ...]:

@@ -4,6 +4,8 @@ import os
 import socket
 import sys
 from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
 
@@ -18,6 +20,21 @@ from .spec import AXES, SINGLE, ParallelSpec
 LOOPBACK = "127.0.0.1"
 
 Value = TypeVar("Value")
+
+
+@dataclass(frozen=True)
+class Arriving:
+    """A tensor on its way from another rank, and the one that goes to the next meanwhile, which nobody may change."""
+
+    works: Sequence[dist.Work]
+    received: Tensor
+    sent: Tensor
+
+    def wait(self) -> Tensor:
+        """The one from the other rank; the other has left."""
+        for work in self.works:
+            work.wait()
+        return self.received
 
 
 class Team:
@@ -70,6 +87,18 @@ class Team:
         arrived = tensor.new_empty(rows, *tensor.shape[1:])
         dist.all_to_all_single(arrived, tensor.contiguous(), received, sent, group=self._group)
         return arrived
+
+    def passed_on(self, tensor: Tensor, distance: int, tag: int = 0) -> Arriving:
+        """Begins to send the tensor to the rank `distance` behind this one, around the team, and to receive that of
+        the one as far before. tag: of those that are under way at once each has another."""
+        self._sent["pass_on"] += 1
+        sent, received = tensor.contiguous(), torch.empty_like(tensor, memory_format=torch.contiguous_format)
+        after, before = (self.ranks[(self.index + places) % self.size] for places in (distance, -distance))
+        works = dist.batch_isend_irecv([
+            dist.P2POp(dist.isend, sent, after, self._group, tag),
+            dist.P2POp(dist.irecv, received, before, self._group, tag),
+        ])  # fmt: skip
+        return Arriving(works, received, sent)
 
     def from_first(self, tensor: Tensor) -> Tensor:
         """In place, what the first of the ranks has."""

@@ -9,20 +9,22 @@ from .mesh import Mesh
 class TokenShare:
     """Ranks along sp run as many tokens each, in their order, and ranks along tp score as many of these each.
 
-    What is missing at the end is filled up with tokens of no sequence. num_filled: with these. tokens: those that this
-    rank runs. rows: those that it scores, of which it has the targets. hidden: those of which it has the hidden states
-    in the end.
+    Where attention goes around a ring, a rank's tokens lie `ring` places apart (SequenceSplit); else they are
+    neighbours. What is missing at the end is filled up with tokens of no sequence. num_filled: with these. tokens:
+    those that this rank runs. rows: those that it scores, of which it has the targets. hidden: those of which it has
+    the hidden states in the end.
     """
 
-    def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False) -> None:
+    def __init__(self, num_tokens: int, mesh: Mesh, sharded: bool = False, ring: int = 1) -> None:
         """sharded: whether ranks along tp have hidden states of the tokens alone that they score."""
         self.num_tokens = num_tokens
+        self._ring = ring
         self._sharded = sharded and mesh.along("tp").size > 1
         self._scorers, self._among_tokens = mesh.along("sp", "tp"), mesh.along("tp")
         each = -(-num_tokens // self._scorers.size)
         self.num_filled = each * self._scorers.size
-        self.tokens = _part(self.num_filled, mesh.along("sp").index, mesh.along("sp").size)
-        self.rows = _part(self.num_filled, self._scorers.index, self._scorers.size)
+        self.tokens = _part(self.num_filled, mesh.along("sp").index, mesh.along("sp").size, ring)
+        self.rows = _part(self.num_filled, self._scorers.index, self._scorers.size, ring)
 
     @property
     def is_all(self) -> bool:
@@ -35,8 +37,7 @@ class TokenShare:
     @property
     def own_of_tokens(self) -> slice | None:
         """Which of the tokens that it runs those are that a rank has alone between linear layers; None = all."""
-        first = self.tokens.start
-        return slice(self.rows.start - first, self.rows.stop - first) if self._sharded else None
+        return self._rows_of(self.tokens) if self._sharded else None
 
     @property
     def num_missing(self) -> int:
@@ -50,18 +51,28 @@ class TokenShare:
         """[num_tokens, ...] -> of those that this rank scores."""
         return self._filled(whole)[self.rows]
 
+    def places(self, rows: slice) -> slice:
+        """Where some of the rows that this rank scores, counted from its first, are among all."""
+        first = self.rows.start
+        return slice(first + self._ring * rows.start, first + self._ring * rows.stop, self._ring)
+
     def scored(self, hidden: Tensor) -> Tensor:
         """Of the hidden states that this rank has those that it scores."""
-        first = self.hidden.start
-        return hidden[self.rows.start - first : self.rows.stop - first]
+        return hidden[self._rows_of(self.hidden)]
 
     def joined(self, own: Tensor) -> Tensor:
         """What each rank has of its rows [rows, ...] -> [num_tokens, ...]."""
-        return self._scorers.joined(own)[: self.num_tokens]
+        by_stripe = self._scorers.joined(own).unflatten(0, (self._ring, -1))
+        return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 
     def joined_to_hidden(self, own: Tensor) -> Tensor:
         """What each rank has of its rows -> of the hidden states that this rank has."""
         return own if self._sharded else self._among_tokens.joined(own)
+
+    def _rows_of(self, some: slice) -> slice:
+        """This rank's rows among `some` of the tokens, counted from their first."""
+        first = (self.rows.start - some.start) // self._ring
+        return slice(first, first + number_of(self.rows))
 
     def _filled(self, whole: Tensor) -> Tensor:
         if not self.num_missing:
@@ -69,6 +80,21 @@ class TokenShare:
         return pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.num_missing))
 
 
-def _part(size: int, index: int, num_parts: int) -> slice:
+def number_of(rows: slice) -> int:
+    """How many these are."""
+    return len(range(rows.start, rows.stop, rows.step or 1))
+
+
+def overlap(rows: slice, start: int, stop: int) -> slice:
+    """Which of some rows, counted from their first, lie in start:stop."""
+    step, number = rows.step or 1, number_of(rows)
+    first, end = (min(max(0, -((rows.start - bound) // step)), number) for bound in (start, stop))
+    return slice(first, end)
+
+
+def _part(size: int, index: int, num_parts: int, ring: int) -> slice:
+    """Of the stripes one after the other, cut into equal parts."""
     each = size // num_parts
-    return slice(each * index, each * (index + 1))
+    stripe, place = divmod(index, num_parts // ring)
+    first = stripe + ring * each * place
+    return slice(first, first + ring * each, ring)

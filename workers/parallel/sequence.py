@@ -1,16 +1,21 @@
-"""Sequence parallelism: each rank runs some of the tokens of a packed row, and attends with some of the heads.
+"""Sequence parallelism: each rank runs some of the tokens of a packed row; in attention ranks share out heads as far as
+there are enough, and beyond that the keys and values of all tokens go around a ring.
 
-Jacobs et al., DeepSpeed Ulysses (2023), https://arxiv.org/abs/2309.14509.
+Heads: Jacobs et al., DeepSpeed Ulysses (2023), https://arxiv.org/abs/2309.14509. Both: Fang and Zhao, USP (2024),
+https://arxiv.org/abs/2405.07719.
 """
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from torch import Tensor
 
 from ..attention import AttentionKind, Group, Packing, attend
 from .collectives import exchanged
 from .mesh import Team
+from .ring import Ring
 from .rows import TokenShare
+from .sequence_split import SequenceSplit
 
 
 @dataclass(frozen=True)
@@ -19,13 +24,14 @@ class SharedPacking:
 
     whole: Packing
     team: Team
+    split: SequenceSplit
 
     @staticmethod
-    def of(packing: Packing, share: TokenShare, team: Team) -> "SharedPacking":
+    def of(packing: Packing, share: TokenShare, team: Team, split: SequenceSplit) -> "SharedPacking":
         if not share.num_missing:
-            return SharedPacking(packing, team)
+            return SharedPacking(packing, team, split)
         filling = Group(share.num_tokens, 1, share.num_missing)
-        return SharedPacking(replace(packing, groups=(*packing.groups, filling), cumulative={}), team)
+        return SharedPacking(replace(packing, groups=(*packing.groups, filling), cumulative={}), team, split)
 
     @property
     def longest(self) -> int:
@@ -34,20 +40,38 @@ class SharedPacking:
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """As the function `attend`, of this rank's tokens."""
-        size = self.team.size
+        size = self.split.ulysses
         if size == 1:
-            return attend(query, key, value, self.whole, kind)
+            return self._attend_stripe(query, key, value, kind)
         if key.shape[1] % size:
             key, value = (x.repeat_interleave(size // key.shape[1], dim=1) for x in (key, value))
-        query, key, value = (self._all_tokens(x) for x in (query, key, value))
-        return self._own_tokens(attend(query, key, value, self.whole, kind))
+        query, key, value = (self._stripe_tokens(x) for x in (query, key, value))
+        return self._own_tokens(self._attend_stripe(query, key, value, kind))
 
-    def _all_tokens(self, x: Tensor) -> Tensor:
-        """[own tokens, heads, head_dim] -> [all tokens, own heads, head_dim]."""
-        by_rank = x.unflatten(1, (self.team.size, -1)).transpose(0, 1).contiguous()
-        return exchanged(by_rank, self.team).flatten(0, 1)
+    def _attend_stripe(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """Of all tokens of the stripe; without a ring these are all that there are."""
+        if self.split.ring == 1:
+            return attend(query, key, value, self.whole, kind)
+        return self._ring.attend(query, key, value, kind)
+
+    @cached_property
+    def _ring(self) -> Ring:
+        return Ring(self.whole, self.team, self.split)
+
+    def _stripe_tokens(self, x: Tensor) -> Tensor:
+        """[own tokens, heads, head_dim] -> [tokens of the stripe, own heads, head_dim]."""
+        by_rank = x.unflatten(1, (self.split.ulysses, -1)).transpose(0, 1).contiguous()
+        return self._exchanged(by_rank).flatten(0, 1)
 
     def _own_tokens(self, x: Tensor) -> Tensor:
-        """[all tokens, own heads, head_dim] -> [own tokens, heads, head_dim]."""
-        by_rank = x.unflatten(0, (self.team.size, -1)).contiguous()
-        return exchanged(by_rank, self.team).transpose(0, 1).flatten(1, 2)
+        """[tokens of the stripe, own heads, head_dim] -> [own tokens, heads, head_dim]."""
+        by_rank = x.unflatten(0, (self.split.ulysses, -1)).contiguous()
+        return self._exchanged(by_rank).transpose(0, 1).flatten(1, 2)
+
+    def _exchanged(self, by_rank: Tensor) -> Tensor:
+        """Among the ranks of the same stripe."""
+        if self.split.ring == 1:
+            return exchanged(by_rank, self.team)
+        size, stripe = self.split.ulysses, self.team.index // self.split.ulysses
+        counts = [int(index // size == stripe) for index in range(self.team.size)]
+        return exchanged(by_rank, self.team, counts, counts)

@@ -19,7 +19,7 @@ from ..memory import bounded_memory
 from ..model import BaseModel
 from ..operation import ModelLimits, read_operation
 from ..parallel.mesh import Mesh
-from ..parallel.rows import TokenShare
+from ..parallel.rows import TokenShare, overlap
 from ..verbs import Failure, Part
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
@@ -243,7 +243,8 @@ class PolicyProgram:
         return [by_run[run_id] for run_id in sorted(by_run)]
 
     def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
-        return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations)
+        ring = self._base.sequence_split.ring
+        return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations, ring)
 
     @torch.no_grad()
     def _run_forward(
@@ -324,10 +325,9 @@ def _take(micro_batch: MicroBatch, outputs: list[HeadOutput], tasks: list[Task])
 
 def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor, share: TokenShare) -> None:
     """Others share the micro-batch: what failed must not reach the backward pass. gradient: of share.hidden."""
-    first = share.hidden.start
     for segment in micro_batch.segments:
         if tasks[segment.operation].failure:
-            gradient[max(0, segment.start - first) : max(0, segment.stop - first)] = 0
+            gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
 
 
 def _filled(segments: list[Segment], share: TokenShare) -> list[Segment]:

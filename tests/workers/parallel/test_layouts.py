@@ -8,9 +8,11 @@ from typing import Literal
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.parallel.sequence_split import SequenceSplit
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.verbs import Failure, Step
 
+from ...tiny import tiny_model
 from .training import ADAM, Layout, Numbers, greedy, layout, next_losses, supervised, train
 
 
@@ -19,17 +21,43 @@ class Case:
     spec: str
     kind: str = "qwen3"
     tp_activations: Literal["sharded", "whole"] = "sharded"
+    heads: str = "4x2"
 
     def __str__(self) -> str:
-        return f"{self.spec}-{self.kind}" + ("-whole" if self.tp_activations == "whole" else "")
+        whole = "-whole" if self.tp_activations == "whole" else ""
+        return f"{self.spec}-{self.kind}{whole}" + (f"-{self.heads}" if self.heads in HEADS else "")
+
+    def model(self, tiny_models: dict[str, Path], directory: Path) -> Path:
+        if self.heads not in HEADS:
+            return tiny_models[self.kind]
+        return tiny_model(self.kind, directory / "model", **HEADS[self.heads])
+
+    @property
+    def split(self) -> SequenceSplit:
+        heads, kv_heads = (int(number) for number in self.heads.split("x"))
+        spec = ParallelSpec.parse(self.spec)
+        return SequenceSplit.of(spec.sp, heads // spec.tp, kv_heads // spec.tp)
 
 
-CORE = (Case("replicas=2"), Case("tp=2"), Case("sp=2"), Case("fsdp=2"), Case("ep=2", "qwen3_moe"))
+# Query and key/value heads that two ranks cannot share out, with one rank along tp, or with two.
+HEADS: dict[str, dict[str, object]] = {
+    "6x3": {"num_attention_heads": 6, "num_key_value_heads": 3}
+    | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    "6x2": {"num_attention_heads": 6, "num_key_value_heads": 2},
+}
+
+
+CORE = (
+    *(Case("replicas=2"), Case("tp=2"), Case("sp=2"), Case("fsdp=2"), Case("ep=2", "qwen3_moe")),
+    Case("sp=2", heads="6x3"),
+)
 MORE = (
     Case("tp=2", tp_activations="whole"),
     *map(Case, ("sp=2,tp=2", "replicas=2,tp=2", "fsdp=2,tp=2", "replicas=2,fsdp=2", "fsdp=2,sp=2", "sp=4")),
     *(Case("tp=2", kind) for kind in ("llama", "qwen2", "qwen3_tied", "qwen3_moe")),
     *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "qwen3_moe")),
+    *(Case("sp=4", heads=heads) for heads in ("6x3", "6x2")),
+    *(Case("sp=2,tp=2", heads="6x2"), Case("ep=2,sp=2", "qwen3_moe", heads="6x3")),
     *(Case(spec, "qwen3_moe") for spec in ("fsdp=2,ep=2", "ep=2,tp=2", "ep=2,sp=2", "ep=4")),
     *(Case(spec, "qwen3_moe_mixed") for spec in ("ep=2", "tp=2")),
 )
@@ -53,20 +81,21 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 
 @pytest.fixture(scope="module")
-def alone(
-    case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Layout, Numbers]]:
+def model(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return case.model(tiny_models, tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def alone(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
     """One rank, and what it told."""
-    with layout(tiny_models[case.kind], SINGLE, tmp_path_factory.mktemp("alone")) as where:
+    with layout(model, SINGLE, tmp_path_factory.mktemp("alone")) as where:
         yield where, train(where)
 
 
 @pytest.fixture(scope="module")
-def many(
-    case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[Layout, Numbers]]:
+def many(case: Case, model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Layout, Numbers]]:
     spec, knobs = ParallelSpec.parse(case.spec), {"tp_activations": case.tp_activations}
-    with layout(tiny_models[case.kind], spec, tmp_path_factory.mktemp("many"), **knobs) as where:
+    with layout(model, spec, tmp_path_factory.mktemp("many"), **knobs) as where:
         yield where, train(where)
 
 
@@ -164,15 +193,17 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
     stepped = where.call("num_exchanges")
     of_pass = {kind: (passed[kind] - before.get(kind, 0)) / 2 for kind in passed if passed[kind] > before.get(kind, 0)}
     of_step = {kind: stepped[kind] - passed.get(kind, 0) for kind in stepped if stepped[kind] > passed.get(kind, 0)}
-    wanted = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter"), 0)
+    wanted = dict.fromkeys(("all_gather", "all_reduce", "all_to_all", "reduce_scatter", "pass_on"), 0)
     sparse_layers = 1 if case.kind == "qwen3_moe_mixed" else layers
     if spec.ep > 1:
         # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
         wanted["all_to_all"] += (1 + 2 * 2 + 1) * sparse_layers
     if spec.fsdp > 1:
         wanted["all_gather"] += 2 * layers  # before each layer, forward and backward
-    if spec.sp > 1:
+    if case.split.ulysses > 1:
         wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and what comes of them
+    if (ring := case.split.ring) > 1:
+        wanted["pass_on"] += (2 * (ring - 1) + ring) * layers  # keys and values, forth and back, with their gradients
     if spec.tp > 1 and where.shards_activations:
         wanted["all_gather"] += 2 * 2 * layers
         wanted["reduce_scatter"] += 2 * 2 * layers

@@ -1,0 +1,197 @@
+"""Attention with keys and values that go around a ring is attention of one rank, in values and gradients."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
+from trainhouse.workers.attention import AttentionKind, Packing, attend, pack_lengths
+from trainhouse.workers.attention_parts import attend_part, part_gradients
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.parallel.mesh import Mesh, Team
+from trainhouse.workers.parallel.ring import Ring
+from trainhouse.workers.parallel.rows import TokenShare, number_of, overlap
+from trainhouse.workers.parallel.sequence_split import SequenceSplit
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pool import LocalPool, PoolSpec
+from trainhouse.workers.ranks import Ranks
+
+HANG_SECONDS = 60.0
+
+UNEVEN = (13, 1, 2, 30, 5, 5, 8, 40, 3)
+
+CASES = {
+    "packed": Attending(UNEVEN),
+    "filled up": Attending((7,)),
+    "one sequence": Attending((64,)),
+    "shorter than a stripe": Attending((1,)),
+    "window": Attending(UNEVEN, window=7),
+    "window of some stripes": Attending(UNEVEN, window=2),
+    "window of a token": Attending(UNEVEN, window=1),
+    "grouped queries": Attending(UNEVEN, heads=15, kv_heads=5),
+    "as many heads": Attending(UNEVEN, heads=3, kv_heads=3),
+    "heads shared out first": Attending(UNEVEN, heads=6, kv_heads=2),
+    "one key head": Attending(UNEVEN, heads=6, kv_heads=1, window=9),
+    "bfloat16": Attending(UNEVEN, dtype=torch.bfloat16),
+    "bfloat16 in a window": Attending(UNEVEN, dtype=torch.bfloat16, window=7),
+}
+
+Attends = Callable[[Attending], list[np.ndarray]]
+
+
+@contextmanager
+def attending(num_ranks: int) -> Iterator[Attends]:
+    spec = ParallelSpec(sp=num_ranks)
+    configs = tuple(WorkerConfig(ServedModel("none", ""), threads=1, parallel=spec, rank=i) for i in range(num_ranks))
+    worker = "trainhouse.tests.workers.parallel.attending_worker:AttendingWorker"
+    with asyncio.Runner() as runner:
+        ranks = Ranks(LocalPool(PoolSpec(worker, configs)), spec)
+        runner.run(ranks.start())
+        try:
+            yield lambda case: runner.run(ranks.call("attend", case, hang_seconds=HANG_SECONDS))
+        finally:
+            runner.run(ranks.close())
+
+
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.full)])
+def on_ranks(request: pytest.FixtureRequest) -> Iterator[Attends]:
+    with attending(request.param) as attends:
+        yield attends
+
+
+def exact(case: Attending, tensors: list[Tensor] | None = None) -> list[Tensor]:
+    """By one softmax in float64: the result twice, and the gradients of query, key and value.
+
+    tensors: those of another case.
+    """
+    *leaves, grad = (x.double() for x in tensors or case.tensors())
+    query, key, value = (leaf.requires_grad_() for leaf in leaves)
+    times = case.heads // case.kv_heads
+    scores = torch.einsum("qhd,khd->hqk", query, key.repeat_interleave(times, 1)) * case.kind.scaling
+    number = torch.repeat_interleave(torch.arange(len(case.lengths)), torch.tensor(case.lengths))
+    place = torch.arange(len(number))
+    distance = place[:, None] - place
+    sees = (number[:, None] == number) & (distance >= 0) & (distance < (case.window or 10**9))
+    weights = scores.masked_fill(~sees, -torch.inf).softmax(-1)
+    out = torch.einsum("hqk,khd->qhd", weights, value.repeat_interleave(times, 1))
+    return [out.detach(), out.detach(), *torch.autograd.grad(out, leaves, grad)]
+
+
+def are_close(ours: list[np.ndarray], theirs: list[Tensor], tolerance: float) -> list[bool]:
+    pairs = zip(map(torch.from_numpy, ours), theirs, strict=True)
+    return [bool((one - other).abs().max() <= tolerance * max(1.0, float(other.abs().max()))) for one, other in pairs]
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_attention_by_a_ring_is_that_of_one_rank(name: str, on_ranks: Attends) -> None:
+    case = CASES[name]
+    found, tolerance = on_ranks(case), 1e-5 if case.dtype == torch.float32 else 2e-2
+    assert are_close(found, exact(case), tolerance) == [True] * 5
+    # What the bounds would not let pass: a window of another size, or sequences that see each other.
+    num_tokens, others = sum(case.lengths), [replace(case, window=4)]
+    if case.window != 1:
+        others.append(replace(case, lengths=(num_tokens - 1, 1)))
+    for other in others if num_tokens > 1 else ():
+        of_out, _, *of_gradients = are_close(found, exact(other, case.tensors()), tolerance)
+        assert not (of_out or any(of_gradients)), other
+
+
+# What one rank tells of it
+
+
+@pytest.mark.parametrize(
+    ("sp", "heads", "kv_heads", "split"),
+    [
+        (1, 3, 1, (1, 1)), (2, 8, 4, (2, 1)), (8, 32, 8, (8, 1)), (4, 4, 2, (4, 1)), (2, 3, 1, (1, 2)),
+        (2, 6, 3, (1, 2)), (4, 6, 2, (2, 2)), (16, 8, 1, (8, 2)), (64, 32, 8, (32, 2)), (12, 8, 4, (4, 3)),
+    ],
+)  # fmt: skip
+def test_heads_are_shared_out_as_far_as_they_go(sp: int, heads: int, kv_heads: int, split: tuple[int, int]) -> None:
+    assert SequenceSplit.of(sp, heads, kv_heads) == SequenceSplit(*split)
+
+
+class _Place(Team):
+    """Of one rank among others, with whom it exchanges nothing."""
+
+    def __init__(self, index: int, size: int) -> None:
+        super().__init__(tuple(range(size)), index, None, Mesh().sent)
+
+
+@pytest.mark.parametrize("ring", [2, 3, 8])
+def test_every_pair_of_a_query_and_a_key_is_met_once_and_work_is_even(ring: int) -> None:
+    lengths = (*UNEVEN, 200)
+    packing, starts = Packing(pack_lengths(list(lengths))), np.cumsum([0, *lengths])
+    met, work = np.zeros((sum(lengths), sum(lengths)), int), []
+    for index in range(ring):
+        own, stripes = Ring(packing, _Place(index, ring), SequenceSplit(1, ring)), np.arange(sum(lengths))
+        for step in range(ring):
+            block = own.block(step, torch.device("cpu"))
+            if block is None:
+                continue
+            queries, keys = stripes[index::ring][block.queries], stripes[(index - step) % ring :: ring][block.keys]
+            for group in block.packing.groups:
+                for start in range(group.start, group.start + group.count * group.length, group.length):
+                    for i in range(group.length):
+                        met[queries[start + i], keys[start : start + i + 1]] += 1
+        work.append(met.sum() - sum(work))
+    sees = np.zeros_like(met)
+    for start, stop in pairwise(starts):
+        sees[start:stop, start:stop] = np.tril(np.ones((stop - start, stop - start), int))
+    assert np.array_equal(met, sees)
+    assert max(work) < 1.1 * min(work)
+    # Neighbouring tokens instead: the last of them see most.
+    parts = [sees[rows].sum() for rows in np.array_split(np.arange(len(sees)), ring)]
+    assert max(parts) > 1.1 * min(parts)
+
+
+@pytest.mark.parametrize(("start", "stop"), [(0, 5), (3, 4), (4, 30), (7, 7), (20, 40), (40, 50)])
+@pytest.mark.parametrize("rows", [slice(0, 30), slice(2, 32, 3), slice(10, 20, 1), slice(5, 5, 2)])
+def test_overlap_is_what_lies_within(rows: slice, start: int, stop: int) -> None:
+    places = np.arange(60)[rows]
+    assert number_of(rows) == len(places)
+    inside = places[overlap(rows, start, stop)]
+    assert np.array_equal(inside, places[(places >= start) & (places < stop)])
+
+
+def test_stripes_come_back_in_order() -> None:
+    share = TokenShare(10, Mesh())
+    assert share.tokens == slice(0, 10, 1) and share.joined(torch.arange(10)).tolist() == list(range(10))
+
+
+@pytest.mark.parametrize("window", [None, 3, 50])
+@pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
+def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a kernel of torch's would do it."""
+    from trainhouse.workers import attention_parts
+
+    monkeypatch.setattr(attention_parts, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(attention_parts, "_fits_cpu", lambda *_: False)
+    case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window)
+    *qkv, grad = case.tensors()
+    whole = attend_part(*qkv, case.packing, case.kind)
+    gradients = part_gradients(grad, *qkv, whole, case.packing, case.kind)
+    found = [whole.out, whole.out, *gradients]
+    assert are_close([x.numpy() for x in found], exact(case), 1e-5) == [True] * 5
+    assert torch.allclose(attend(*qkv, case.packing, case.kind), whole.out, atol=1e-5)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("window", [None, 7])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_parts_on_a_gpu_are_those_of_the_cpu(window: int | None, dtype: torch.dtype) -> None:
+    case = Attending(UNEVEN, heads=4, kv_heads=2, window=window, dtype=dtype)
+    kind = AttentionKind(0, HEAD_DIM**-0.5, window)
+    both: list[list[Tensor]] = []
+    for device in ("cpu", "cuda"):
+        *qkv, grad = (x.to(device) for x in case.tensors())
+        whole = attend_part(*qkv, case.packing, kind)
+        both.append([x.float().cpu() for x in (*whole, *part_gradients(grad, *qkv, whole, case.packing, kind))])
+    for one, other in zip(*both, strict=True):
+        torch.testing.assert_close(one, other, atol=2e-2, rtol=2e-2)

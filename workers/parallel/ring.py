@@ -1,0 +1,169 @@
+"""Ring attention: each rank has the queries of a stripe of a row's tokens, and keys and values of all stripes come by.
+
+Liu, Zaharia and Abbeel, Ring Attention (2023), https://arxiv.org/abs/2310.01889: keys and values go from rank to rank
+while the product with those before is made, results are joined by the sums of their softmax, and on the way back the
+gradients of keys and values travel with them. Brandon et al., Striped Attention (2023),
+https://arxiv.org/abs/2311.09431: a stripe's tokens lie a ring's size apart, so that under causal attention, whatever
+the lengths of the packed sequences, all ranks have as much to do at every step.
+"""
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import AttentionKind, Packing, pack_lengths
+from ..attention_parts import Attended, attend_part, part_gradients
+from .mesh import Arriving, Team
+from .sequence_split import SequenceSplit
+
+_KEYS, _GRADIENTS = 0, 1  # what travels at the same time
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the queries of one stripe see of another, of every sequence as many queries as keys, a triangle as in causal
+    attention. queries, keys: those, of the tokens of either stripe. packing: of these."""
+
+    queries: slice | Tensor
+    keys: slice | Tensor
+    packing: Packing
+
+
+class Ring:
+    """One for a row: what of it this rank sees is found once for all layers."""
+
+    def __init__(self, packing: Packing, team: Team, split: SequenceSplit) -> None:
+        """team: of all ranks along sp. packing: of the whole row."""
+        self._team, self._distance = team, split.ulysses
+        self.size, self._stripe = split.ring, team.index // split.ulysses
+        lengths = np.repeat([group.length for group in packing.groups], [group.count for group in packing.groups])
+        self._stops = np.cumsum(lengths)
+        self._starts = self._stops - lengths
+        self._blocks: dict[int, Block | None] = {}
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        """query [tokens of the stripe, heads, head_dim], key and value with kv_heads; returns the query's shape."""
+        if torch.is_grad_enabled():
+            return _RingAttention.apply(query, key, value, self, kind)  # pyright: ignore[reportReturnType]
+        return _forward(query, key, value, self, kind).out
+
+    def num_steps(self, kind: AttentionKind) -> int:
+        """Of how many stripes a query sees tokens: those `step` before its own from a distance of `step` on."""
+        return min(self.size, kind.window or self.size)
+
+    def kind_of_step(self, step: int, kind: AttentionKind) -> AttentionKind:
+        """With the window counted in tokens of the stripe that is `step` before this rank's."""
+        if not kind.window:
+            return kind
+        return replace(kind, window=(kind.window - 1 - step) // self.size + 1)
+
+    def block(self, step: int, device: torch.device) -> Block | None:
+        """None where no query sees anything of the stripe that is `step` before this rank's."""
+        if step not in self._blocks:
+            self._blocks[step] = self._new_block((self._stripe - step) % self.size, device)
+        return self._blocks[step]
+
+    def pass_on(self, tensor: Tensor, what: int, stripes: int = 1) -> Arriving:
+        """To the rank that has the stripe so many behind this one's."""
+        return self._team.passed_on(tensor, stripes * self._distance, what)
+
+    def _new_block(self, other: int, device: torch.device) -> Block | None:
+        """A query sees the keys up to its own position: of the other stripe those at its own number within the
+        sequence or before, or, where the sequence begins with this stripe sooner than with the other, at that number
+        less one."""
+        queries, end = (self._numbers(bounds, self._stripe) for bounds in (self._starts, self._stops))
+        keys = self._numbers(self._starts, other)
+        queries = queries + (self._place(keys, other) > self._place(queries, self._stripe))
+        lengths = np.maximum(end - queries, 0)
+        if not lengths.any():
+            return None
+        packing = Packing(pack_lengths([int(length) for length in lengths if length]))
+        return Block(_rows(queries, lengths, device), _rows(keys, lengths, device), packing)
+
+    def _numbers(self, bounds: np.ndarray, stripe: int) -> np.ndarray:
+        """How many tokens of the stripe come before each bound."""
+        return -((stripe - bounds) // self.size)
+
+    def _place(self, numbers: np.ndarray, stripe: int) -> np.ndarray:
+        """Of a stripe's tokens in the whole row."""
+        return stripe + self.size * numbers
+
+
+def _rows(firsts: np.ndarray, lengths: np.ndarray, device: torch.device) -> slice | Tensor:
+    """`lengths` rows from each of `firsts` on; as a slice where they follow one another."""
+    before = np.cumsum(lengths) - lengths
+    rows = np.repeat(firsts - before, lengths) + np.arange(lengths.sum())
+    if rows[-1] - rows[0] + 1 == len(rows):
+        return slice(int(rows[0]), int(rows[-1]) + 1)
+    return torch.from_numpy(rows).to(device)
+
+
+class _RingAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> Tensor:
+        attended = _forward(query, key, value, ring, kind)
+        ctx.save_for_backward(query, key, value, *attended)
+        ctx.ring, ctx.kind = ring, kind
+        return attended.out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, *attended = ctx.saved_tensors
+        return *_backward(grads[0], query, key, value, Attended(*attended), ctx.ring, ctx.kind), None, None
+
+
+def _forward(query: Tensor, key: Tensor, value: Tensor, ring: Ring, kind: AttentionKind) -> Attended:
+    """Sums in float32. Of its own stripe a query sees its own token at least, so that all sums are finite."""
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    log_sums = torch.full(query.shape[:2], -torch.inf, device=query.device)
+    held, steps = torch.stack((key, value)), ring.num_steps(kind)
+    for step in range(steps):
+        arriving = ring.pass_on(held, _KEYS) if step + 1 < steps else None
+        block = ring.block(step, query.device)
+        if block is not None:
+            keys, values = held[:, block.keys]
+            of_block = attend_part(query[block.queries], keys, values, block.packing, ring.kind_of_step(step, kind))
+            _join(out, log_sums, block.queries, of_block)
+        held = held if arriving is None else arriving.wait()
+    return Attended(out.to(query.dtype), log_sums)
+
+
+def _join(out: Tensor, log_sums: Tensor, rows: slice | Tensor, other: Attended) -> None:
+    """Adds the result over further keys to that of these rows."""
+    before = log_sums[rows]
+    joined = torch.logaddexp(before, other.log_sums)
+    of_before, of_other = ((sums - joined).exp().unsqueeze(-1) for sums in (before, other.log_sums))
+    out[rows] = (out[rows] * of_before).addcmul_(other.out.float(), of_other)
+    log_sums[rows] = joined
+
+
+def _backward(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, ring: Ring, kind: AttentionKind
+) -> tuple[Tensor, ...]:
+    """The gradients of keys and values go one step behind them, and from the last rank that adds to them home."""
+    of_query = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    held, steps = torch.stack((key, value)), ring.num_steps(kind)
+    of_held, arriving_of_held = torch.zeros_like(held, dtype=torch.float32), None
+    for step in range(steps):
+        arriving = ring.pass_on(held, _KEYS) if step + 1 < steps else None
+        block, own = ring.block(step, query.device), None
+        if block is not None:
+            rows, (keys, values) = block.queries, held[:, block.keys]
+            of_whole = Attended(whole.out[rows], whole.log_sums[rows])
+            own = part_gradients(
+                grad[rows], query[rows], keys, values, of_whole, block.packing, ring.kind_of_step(step, kind)
+            )
+            of_query[rows] += own.query
+        if arriving_of_held is not None:
+            of_held = arriving_of_held.wait()
+        if block is not None and own is not None:
+            of_held[0, block.keys] += own.key
+            of_held[1, block.keys] += own.value
+        if arriving is not None:
+            arriving_of_held, held = ring.pass_on(of_held, _GRADIENTS), arriving.wait()
+    if steps > 1:
+        of_held = ring.pass_on(of_held, _GRADIENTS, stripes=ring.size - steps + 1).wait()
+    return of_query.to(query.dtype), of_held[0].to(key.dtype), of_held[1].to(value.dtype)

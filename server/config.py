@@ -158,6 +158,9 @@ class ServerConfig:
     tp_activations: Literal["sharded", "whole"] = knob(
         "sharded", "what tp ranks have of a pass's tokens between layers"
     )
+    activations: Literal["keep", "recompute", "offload"] = knob(
+        "keep", "what a pass keeps of layers for its way back (docs/parallel.md)"
+    )
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)

@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
         ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
         ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
+        ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
     )
     for name, metavar, words in knobs:
         parser.add_argument(f"--{name}", metavar=metavar, help=words)
@@ -156,12 +157,11 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
         raise ConfigError(f"the config.json of {shape.name} names no longest context: give --max-context-length")
     given = {name: _number(options, name) for name in _NUMBERS}
     given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
-    if options.tp_activations not in (None, "sharded", "whole"):
-        raise ConfigError(f"--tp-activations is {options.tp_activations!r}: expected sharded or whole")
     return Load(
         longest=length,
         dtype="bfloat16" if dtype == "auto" else dtype,
-        tp_activations=options.tp_activations or Load.tp_activations,
+        tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
+        activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
         samples=not options.train_only,
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -188,6 +188,14 @@ def _bytes(options: argparse.Namespace, name: str) -> int | None:
         return None if text is None else parse_bytes(text)
     except ValueError:
         raise ConfigError(f"{_flag(name)} is {text!r}: expected a number of bytes, such as 80GB or 1GiB") from None
+
+
+def _one_of(options: argparse.Namespace, name: str, choices: tuple[str, ...]) -> str:
+    """The first where none is given."""
+    chosen = getattr(options, name) or choices[0]
+    if chosen not in choices:
+        raise ConfigError(f"{_flag(name)} is {chosen!r}: expected {', '.join(choices[:-1])} or {choices[-1]}")
+    return chosen
 
 
 def _flag(name: str) -> str:
@@ -252,6 +260,8 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
     of_pass += f"logits {gigabytes(activations.head)}"
     yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
+    if activations.host:
+        yield "in host memory, beside that", gigabytes(activations.host), "inputs of layers (--activations offload)"
     if memory.gathered:
         yield "a layer gathered along fsdp", gigabytes(memory.gathered), "twice while it arrives"
     if memory.sampling:

@@ -30,6 +30,8 @@ class WorkerConfig:
     is_local: whether all of them are on this machine.
     tp_activations: what lies between the linear layers: "sharded" = each rank along tp has some tokens of it, in
         training; "whole" = all of them.
+    activations: what a pass keeps of each layer for its way back: "keep" = all that this needs; "recompute" = the
+        layer's input, from which it runs once more; "offload" = that, too, but in host memory.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
         and is killed and started anew.
     """
@@ -51,6 +53,7 @@ class WorkerConfig:
     rank: int = 0
     is_local: bool = True
     tp_activations: Literal["sharded", "whole"] = "sharded"
+    activations: Literal["keep", "recompute", "offload"] = "keep"
     hang_seconds: float = 60.0
 
 

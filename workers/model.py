@@ -1,6 +1,6 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from .config import WorkerConfig
 from .experts import RoutedExperts
 from .footprint import gigabytes
 from .kernels import kernels_for
+from .layer_inputs import Again, HostMemory, LayerInputs
 from .memory import available_bytes
 from .parallel.families import LOGIT_SCALES
 from .parallel.fsdp import ShardedLayer, ShardedLayers
@@ -86,6 +87,12 @@ class BaseModel:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
             )
+        self._activations = config.activations
+        if self._fused is None and config.activations != "keep":
+            raise ValueError(
+                f"{config.model.source}: passes of {self.config.model_type} models keep all that their way back needs,"
+                f" as transformers does: leave out --activations {config.activations}"
+            )
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         self.experts = self._named_experts()
@@ -137,10 +144,14 @@ class BaseModel:
         """Whether layers are gathered for use."""
         return bool(self._sharded)
 
-    def settle_linears(self, merge: Merge) -> None:
-        """With the layers as they are from now on. merge: a way to run several linear layers of one input as one."""
+    def settle_linears(self, merge: Merge, again: Callable[[], Again]) -> None:
+        """With the layers as they are from now on. merge: a way to run several linear layers of one input as one.
+        again: what a layer that runs once more on the way back needs to have around it."""
         if self._fused is None:
             return
+        if self._activations != "keep":
+            host = HostMemory(self.device) if self._activations == "offload" else None
+            self._fused.checkpoint(lambda: LayerInputs(host, again()))
         if self.is_sharded:
             self._fused.shard(self._sharded_layers())
         else:

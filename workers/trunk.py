@@ -4,6 +4,7 @@ over memory and less Python. What is not recognised to the last module runs as t
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from .attention import AttentionKind, CachedPacking, Packing, attend
 from .experts import RoutedExperts
 from .fused import GATES, RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm, rotate_heads
+from .layer_inputs import LayerInputs
 from .parallel.collectives import Stream
 from .parallel.families import FAMILIES, FIXED_ROTATIONS, Family
 from .parallel.fsdp import ShardedLayers
@@ -34,6 +36,7 @@ class FusedTrunk:
     def __init__(self, trunk: Any, family: Family, mesh: Mesh) -> None:
         self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
         self._sharded = ShardedLayers([])
+        self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
         self._embedding = trunk.embed_tokens
         self._layers = [_Layer(layer, family, mesh) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm, family)
@@ -47,6 +50,10 @@ class FusedTrunk:
     def shard(self, layers: ShardedLayers) -> None:
         """From now on layers are gathered for use."""
         self._sharded = layers
+
+    def checkpoint(self, layer_inputs: Callable[[], LayerInputs]) -> None:
+        """From now on passes keep the inputs of layers alone. layer_inputs: for a pass that begins now."""
+        self._layer_inputs = layer_inputs
 
     @property
     def experts(self) -> dict[str, RoutedExperts]:
@@ -78,14 +85,17 @@ class FusedTrunk:
         """
         stream = Stream(self._team, own is not None, are_alike)
         hidden, update = self._embedding(tokens if own is None else tokens[own]), None
-        if self._is_coupled and torch.is_grad_enabled():
+        inputs = self._layer_inputs() if torch.is_grad_enabled() else None
+        if torch.is_grad_enabled() and (self._is_coupled or inputs is not None):
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
             hidden.requires_grad_()
         rotations = {kind: table.at(positions, packing.longest) for kind, table in self._tables.items()}
         for number, layer in enumerate(self._layers):
             rotation = rotations[layer.rotation_kind]
             hidden, update = self._sharded.enter(number, hidden, update)
-            hidden, update = self._sharded.leave(number, *layer.forward(hidden, update, rotation, packing, stream))
+            forward = partial(layer.forward, rotation=rotation, packing=packing, stream=stream)
+            after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
+            hidden, update = self._sharded.leave(number, *after)
         return _add_norm(hidden, update, self._norm)[1]
 
 

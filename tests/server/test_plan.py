@@ -67,7 +67,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert (name, value) in {
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
             ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
-            ("samples", True),
+            ("activations", "keep"), ("samples", True),
         }  # fmt: skip
 
 
@@ -127,6 +127,7 @@ def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         ("--num-devices=0", "--num-devices is '0': expected a whole number of at least 1"),
         ("--lora-rank=many", "--lora-rank is 'many': expected a whole number of at least 1"),
         ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
+        ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
     ],
 )
 def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:

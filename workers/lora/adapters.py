@@ -35,7 +35,7 @@ class Adapters:
         self._adapters: dict[str, Adapter] = {}
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
-        base.settle_linears(MergedLoraLinear)
+        base.settle_linears(MergedLoraLinear, self._active.again)
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 
@@ -119,11 +119,8 @@ class Adapters:
         """
         plan = segments if isinstance(segments, Plan) else Plan(segments, self._kind, company=company)
         assert plan.is_current, "an adapter's weights have changed since the plan was made"
-        before, self._active.plan = self._active.plan, plan
-        try:
+        with self._active.in_force(plan):
             yield
-        finally:
-            self._active.plan = before
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())

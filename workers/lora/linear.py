@@ -1,12 +1,15 @@
 """The linear layers that apply to each token of a packed row the adapter of its segment."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from ..layer_inputs import Again
 from ..model import BaseModel
 from ..product import Product, laid_out
 from .experts import ExpertPlan
@@ -82,6 +85,19 @@ class Active:
     def experts(self) -> ExpertPlan | None:
         """For those of sparse layers."""
         return self.plan.experts if self.plan is not None else None
+
+    @contextmanager
+    def in_force(self, plan: Plan | None) -> Iterator[None]:
+        """Inside, on this thread."""
+        before, self.plan = self.plan, plan
+        try:
+            yield
+        finally:
+            self.plan = before
+
+    def again(self) -> Again:
+        """Puts in force what is now, on whichever thread."""
+        return partial(self.in_force, self.plan)
 
     def apply(self, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""

@@ -1,7 +1,7 @@
 """Activations: what a pass over a micro-batch needs on a rank of a layout.
 
-Mirrors what trunk.py, fused.py, attention.py, experts.py, head.py and lora/linear.py keep for the way back; tests
-compare it with passes. Imports no torch.
+Mirrors what trunk.py, layer_inputs.py, fused.py, attention.py, experts.py, head.py and lora/linear.py keep for the way
+back; tests compare it with passes. Imports no torch.
 """
 
 from dataclasses import dataclass
@@ -22,11 +22,12 @@ _MOST_SCORES = 1 << 22
 @dataclass(frozen=True)
 class Activations:
     """Of a pass over a micro-batch. kept: for the way back. working, head: what the last layer takes, and the logits of
-    a chunk; they are not there at once."""
+    a chunk; they are not there at once. host: in host memory beside the device's."""
 
     kept: int
     working: int
     head: int
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -41,6 +42,7 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activation
         kept=int(tokens * of_pass.kept()),
         working=int(tokens * of_pass.working()) + _window_scores(shape, spec, load),
         head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
+        host=int(tokens * of_pass.host()),
     )
 
 
@@ -67,14 +69,41 @@ class _Pass:
         shape = self._shape
         rotations = 2 if shape.family.rotates_by_kind else 1
         rotation = rotations * _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
-        of_layers = shape.num_layers * self._kept_by_attention() + shape.num_dense_layers * self._kept_by_dense()
-        if shape.experts:
-            of_layers += len(shape.experts.layers) * self._kept_by_experts(shape.experts)
-        return of_layers + self._stream + rotation
+        return self._kept_of_layers() + self._stream + rotation
+
+    def host(self) -> float:
+        return self._shape.num_layers * self._input if self._load.activations == "offload" else 0.0
 
     def working(self) -> float:
         """Beside what is kept: the last experts at work, or the way back through the last norm and what it follows."""
-        return max(self._experts_at_work(), self._stream + max(self._norm_way_back(), self._features_way_back()))
+        return self._running_again() + max(
+            self._experts_at_work(), self._stream + max(self._norm_way_back(), self._features_way_back())
+        )
+
+    @property
+    def _input(self) -> float:
+        """Of a layer: the sum of what it takes."""
+        return self._number * self._shape.hidden / self._stream_parts
+
+    def _kept_of_layers(self) -> float:
+        shape = self._shape
+        if self._load.activations == "recompute":
+            return shape.num_layers * self._input
+        if self._load.activations == "offload":
+            return min(2, shape.num_layers) * self._input  # of the one at work, and of the next
+        of_layers = shape.num_layers * self._kept_by_attention() + shape.num_dense_layers * self._kept_by_dense()
+        if shape.experts:
+            of_layers += len(shape.experts.layers) * self._kept_by_experts(shape.experts)
+        return of_layers
+
+    def _running_again(self) -> float:
+        """The layer that keeps most, with what it gives and the gradient of that."""
+        if self._load.activations == "keep":
+            return 0.0
+        experts = self._shape.experts
+        of_kinds = [self._kept_by_dense()] if self._shape.num_dense_layers else []
+        of_kinds += [self._kept_by_experts(experts)] if experts else []
+        return self._kept_by_attention() + max(of_kinds) + 2 * self._input
 
     def head(self) -> float:
         """The gradient by the last hidden states of the rows that a rank scores."""

@@ -101,6 +101,10 @@ def _single_changes(
     if shorter := largest(load.tokens // 256, lambda number: load.shorter(256 * number)):
         words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
         yield Remedy(words, spec, shorter)
+    for way in ("recompute", "offload") if load.activations == "keep" else ():
+        if _fits(shape, spec, other := replace(load, activations=way), device_bytes):
+            yield Remedy(f"--activations {way}", spec, other)
+            break
     if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
         yield Remedy("--train-only", spec, only)
     if choice := smallest_layout(shape, load, device_bytes, num_devices):

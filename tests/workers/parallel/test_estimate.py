@@ -224,6 +224,18 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
     assert not 0.9 * found < planned * (shape.num_layers - 1) / shape.num_layers < 1.1 * found
 
 
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, tmp_path: Path) -> None:
+    model = scaled_model("llama", tmp_path)
+    shape, load = shape_at(model), replace(LOAD, dtype="float32", activations=way)
+    with measured(model, SINGLE, dtype="float32", activations=way, **KNOBS) as where:
+        found, planned = growth(where, shape, load, 512, 1536)
+    assert 0.9 * found < planned < 1.1 * found
+    # All that is kept otherwise, and inputs that are forgotten.
+    for other in (replace(load, activations="keep"), replace(load, activations="keep", micro_batch_tokens=1)):
+        pass
+
+
 LAYOUTS = [
     ("qwen3", "tp=2", {}),
     ("qwen3", "tp=2", {"tp_activations": "whole"}),

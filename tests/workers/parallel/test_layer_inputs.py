@@ -1,0 +1,146 @@
+"""A pass that keeps the inputs of layers alone gives, to the last bit, what one gives that keeps everything."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.layer_inputs import HostMemory, LayerInputs
+from trainhouse.workers.parallel.spec import ParallelSpec
+
+from ...tiny import tiny_model
+from .training import Layout, Numbers, layout, supervised, train
+
+WAYS = ("keep", "recompute", "offload")
+NUM_LAYERS = 3
+
+
+@dataclass(frozen=True)
+class Case:
+    spec: str
+    kind: str = "qwen3"
+    dtype: str = "float32"
+    kv_heads: int = 2
+
+    def __str__(self) -> str:
+        return f"{self.spec}-{self.kind}-{self.dtype}" + ("-ring" if self.kv_heads == 3 else "")
+
+
+CORE = (Case("single"), Case("tp=2", dtype="bfloat16"))
+MORE = (
+    *(Case("single", kind, dtype) for kind in ("llama", "qwen3_moe") for dtype in ("float32", "bfloat16")),
+    *(Case("sp=2"), Case("sp=2", kv_heads=3), Case("fsdp=2"), Case("fsdp=2,tp=2")),
+    *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,sp=2")),
+)
+CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
+
+
+@dataclass
+class Trained:
+    """exchanges: by kind, of a micro-batch and layer."""
+
+    numbers: Numbers
+    forward_only: np.ndarray
+    exchanges: dict[str, float]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
+    directory = tmp_path_factory.mktemp("model")
+    shape = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 6, "num_key_value_heads": case.kv_heads}
+    model = tiny_model(case.kind, directory, **(shape | {"head_dim": 16}))
+    found = {}
+    for way in WAYS:
+        knobs = {"activations": way, "dtype": case.dtype}
+        with layout(model, ParallelSpec.parse(case.spec), tmp_path_factory.mktemp(way), **knobs) as where:
+            numbers = train(where, num_steps=1)
+            found[way] = Trained(numbers, forward_only(where), exchanges_of_a_layer(where))
+    yield found
+
+
+def forward_only(where: Layout) -> np.ndarray:
+    """Log-probabilities of the first batch of the training, by its first weights' successors."""
+    (output,) = where.run_pass(supervised("a", 0, 9, 30, 17, 4, 12, forward_only=True))
+    assert isinstance(output, ForwardBackwardOutput), output
+    return np.concatenate([each["logprobs"] for each in output.loss_fn_outputs])
+
+
+def exchanges_of_a_layer(where: Layout) -> dict[str, float]:
+    before = where.call("num_exchanges")
+    where.run_pass(supervised("a", 1, 8, 8, 8, 8))
+    after = where.call("num_exchanges")
+    return {kind: (number - before.get(kind, 0)) / NUM_LAYERS for kind, number in after.items()}
+
+
+def all_of(numbers: Numbers) -> list[np.ndarray]:
+    matrices = [matrix for named in (*numbers.gradients, *numbers.weights) for matrix in named.values()]
+    return [np.array(numbers.losses), np.array(numbers.norms), *numbers.logprobs, *matrices]
+
+
+@pytest.mark.parametrize("way", ["recompute", "offload"])
+def test_numbers_are_the_same_to_the_last_bit(way: str, by_way: dict[str, Trained]) -> None:
+    kept, other = all_of(by_way["keep"].numbers), all_of(by_way[way].numbers)
+    assert len(kept) == len(other) > 20
+    assert all(map(np.array_equal, kept, other))
+    assert np.array_equal(by_way["keep"].forward_only, by_way[way].forward_only)
+
+
+def test_another_rounding_would_show(case: Case, tmp_path: Path) -> None:
+    """Were a layer run once as where no gradient is wanted, by kernels that round otherwise."""
+    if case.spec != "single":
+        return
+    model = tiny_model(case.kind, tmp_path / "model")
+    with layout(model, ParallelSpec(), tmp_path, dtype=case.dtype) as where:
+        train(where, num_steps=1)
+        request = supervised("a", 0, 9, 30, 17, 4, 12)
+        (output,) = where.run_pass(request)
+        assert isinstance(output, ForwardBackwardOutput), output
+        with_gradients = np.concatenate([each["logprobs"] for each in output.loss_fn_outputs])
+        assert not np.array_equal(forward_only(where), with_gradients)
+
+
+def test_layers_run_once_more_and_so_do_their_exchanges(case: Case, by_way: dict[str, Trained]) -> None:
+    spec = ParallelSpec.parse(case.spec)
+    more = dict.fromkeys(by_way["keep"].exchanges, 0)
+    if spec.tp > 1:
+        more["all_gather"] += 2
+        more["reduce_scatter"] += 2
+    if spec.sp > 1 and case.kv_heads == 3:
+        more["pass_on"] += spec.sp - 1
+    elif spec.sp > 1:
+        more["all_to_all"] += 4
+    if spec.ep > 1:
+        more["all_to_all"] += 3  # how many tokens come; they, and what comes of them
+    # Along fsdp a layer's weights are there for its way back in any case.
+    for way in ("recompute", "offload"):
+        found = by_way[way].exchanges
+        assert {kind: found[kind] - by_way["keep"].exchanges[kind] for kind in found} == pytest.approx(more)
+
+
+@pytest.mark.parametrize("host", [None, HostMemory(torch.device("cpu"))])
+def test_inputs_come_back_in_the_other_order(host: HostMemory | None) -> None:
+    inputs, states = LayerInputs(host, lambda: pytest.fail("nothing runs")), torch.arange(12.0).view(4, 3)
+    for number, state in enumerate(states):
+        inputs.keep(number, state)
+    for number in (3, 2, 1, 0):
+        assert torch.equal(inputs.take(number), states[number])
+        assert set(inputs._arriving) == ({number - 1} if host is not None and number else set())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_gpu_gets_back_what_it_gave() -> None:
+    inputs = LayerInputs(HostMemory(torch.device("cuda")), lambda: pytest.fail("nothing runs"))
+    states = torch.randn(8, 1 << 20, device="cuda")
+    for number, state in enumerate(states):
+        inputs.keep(number, state * 1)
+    for number in reversed(range(8)):
+        assert torch.equal(inputs.take(number), states[number])

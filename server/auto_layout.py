@@ -8,7 +8,7 @@ from ..workers.config import WorkerConfig
 from ..workers.dispatch import DispatchConfig
 from ..workers.footprint import gigabytes, runs_on_cpu
 from ..workers.parallel.checks import cuda_devices
-from ..workers.parallel.choice import Choice, layout_that_fits
+from ..workers.parallel.choice import Choice, layout_that_fits, lighter
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
 from ..workers.parallel.shape import ModelShape, read_model
@@ -25,8 +25,9 @@ def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable
     for model in config.models:
         choice = _choice(model, memory, samples, is_local=config.pool == "local")
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
-        say(f"{model.model.name}: --parallel {choice.spec} ({needed})")
-        models.append(replace(model, parallel=choice.spec))
+        way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
+        say(f"{model.model.name}: --parallel {choice.spec}{way} ({needed})")
+        models.append(replace(model, parallel=choice.spec, activations=choice.load.activations))
     return replace(config, models=tuple(models))
 
 
@@ -43,7 +44,8 @@ def _choice(model: WorkerConfig, memory: int, samples: bool, is_local: bool) -> 
     on_cpu = runs_on_cpu(model)
     dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
     num_devices = cuda_devices() if is_local and not on_cpu else None
-    return layout_that_fits(shape, Load.of(model, longest, dtype, samples), memory, num_devices)
+    load = Load.of(model, longest, dtype, samples)
+    return layout_that_fits(shape, [load, *lighter(load)], memory, num_devices)
 
 
 def _cuda_bytes() -> int:

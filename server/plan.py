@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices
-from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, remedies, usable_bytes
+from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, lighter, remedies, usable_bytes
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
@@ -110,8 +110,11 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if not isinstance(model, ModelShape):
         raise ValueError(f"{model.name}: nothing is known of {model.model_type} models, but of {', '.join(FAMILIES)}")
     load = _load(options, model, longest, dtype)
-    choice = _choice(model, load, device_bytes, num_devices) if is_auto else None
-    spec = spec if choice is None else choice.spec
+    choice = None
+    if is_auto:
+        loads = [load] if options.activations else [load, *lighter(load)]
+        choice = _choice(model, loads, device_bytes, num_devices)
+        spec, load = choice.spec, choice.load
     return Plan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
 
 
@@ -167,10 +170,11 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
     )
 
 
-def _choice(shape: ModelShape, load: Load, device_bytes: int | None, num_devices: int | None) -> Choice:
+def _choice(shape: ModelShape, loads: list[Load], device_bytes: int | None, num_devices: int | None) -> Choice:
+    """With the first of the loads under which some layout fits."""
     if device_bytes is None:
         raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
-    return layout_that_fits(shape, load, device_bytes, num_devices)
+    return layout_that_fits(shape, loads, device_bytes, num_devices)
 
 
 def _number(options: argparse.Namespace, name: str) -> int | None:
@@ -228,6 +232,8 @@ def _head(plan: Plan) -> Iterator[str]:
     )
     yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
     yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
+    if load.activations != "keep":
+        yield f"layers run once more on the way back: --activations {load.activations}"
     found = cuda_devices()
     if plan.num_devices is None and found is not None:
         yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with so many)"

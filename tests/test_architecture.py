@@ -21,7 +21,9 @@ ARROWS = {
 }
 # The parts of workers that a process without torch may import.
 TORCH_FREE_WORKERS = {"dispatch", "pool", "verbs", "config", "footprint", "parallel"}
-TORCH_FREE_LAYOUTS = {"checks", "choice", "estimate", "families", "load", "parameters", "shape", "spec"}
+TORCH_FREE_LAYOUTS = {
+    *("checks", "choice", "estimate", "families", "load", "parameters", "sequence_split", "shape", "spec"),
+}
 
 
 def sources(package: str) -> Iterator[Path]:

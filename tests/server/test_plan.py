@@ -113,8 +113,13 @@ def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
     assert "layout: sp=2,tp=4, 8 ranks" in text
     assert re.search(r"no fewer ranks do: sp=\d,tp=\d would need \d+\.\d GB on each", text)
     assert "of as many ranks it exchanges least" in text and "with 64 of the 64 devices: replicas=8,sp=2,tp=4" in text
-    message = refused(capsys, 1, model, *knobs, "--num-devices=2")
-    assert re.search(r"no layout of M fits on 2 devices: \S+ needs least, \d+\.\d GB on each rank \(base ", message)
+    assert "once more" not in text
+    less = said(capsys, model, *knobs, "--num-devices=2")
+    assert "layout: tp=2, 2 ranks\nlayers run once more on the way back: --activations recompute\n" in less
+    too_few = (*knobs, "--num-devices=1", "--device-memory=40GB")
+    pattern = r"fits on 1 devices: single with --activations offload needs least, \d+\.\d GB on each rank \(base "
+    assert re.search(pattern, refused(capsys, 1, model, *too_few))
+    assert "single with --activations keep needs" in refused(capsys, 1, model, *too_few, "--activations=keep")
     assert "give --device-memory, such as 80GB" in refused(capsys, 2, model, "--parallel=auto")
 
 
@@ -170,15 +175,15 @@ def row(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, nodes: 
     captured = capsys.readouterr()
     if status == 0:
         chosen = json.loads(captured.out)
-        layout = chosen["filling"] or chosen["parallel"]
+        layout, way = chosen["filling"] or chosen["parallel"], chosen["load"]["activations"]
     else:
-        (layout,) = re.findall(r"devices: (\S+) needs least", captured.err)
-    plan = planned(capsys, model, f"--parallel={layout}", *arguments, fits=status == 0)
+        ((layout, way),) = re.findall(r"devices: (\S+) with --activations (\S+) needs least", captured.err)
+    plan = planned(capsys, model, f"--parallel={layout}", f"--activations={way}", *arguments, fits=status == 0)
     memory = plan["memory"]
     parts = [memory["base"], memory["adapters"]["total"], memory["activations"]["total"], memory["total"]]
     shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
     verdict = "fits" if plan["fits"] else "does not fit"
-    return f"| {model} | {kilotokens}k | {nodes} | `{layout}` | {shown} | {verdict} |"
+    return f"| {model} | {kilotokens}k | {nodes} | `{layout}` | {way} | {shown} | {verdict} |"
 
 
 def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

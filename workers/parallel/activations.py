@@ -76,9 +76,8 @@ class _Pass:
 
     def working(self) -> float:
         """Beside what is kept: the last experts at work, or the way back through the last norm and what it follows."""
-        return self._running_again() + max(
-            self._experts_at_work(), self._stream + max(self._norm_way_back(), self._features_way_back())
-        )
+        of_layer = self._running_again() + max(self._experts_at_work(), self._stream + self._features_way_back())
+        return max(self._stream + self._norm_way_back(), of_layer)
 
     @property
     def _input(self) -> float:

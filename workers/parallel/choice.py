@@ -1,6 +1,6 @@
 """Choice: the smallest layout that fits a device, and what would make one fit that does not. Imports no torch."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ..footprint import gigabytes
@@ -24,6 +24,7 @@ class Choice:
     """A layout and what each of its ranks needs. smaller: the best one that has fewer ranks and does not fit."""
 
     spec: ParallelSpec
+    load: Load
     memory: Memory
     smaller: "Choice | None" = None
 
@@ -45,24 +46,34 @@ def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_device
     return None
 
 
+def lighter(load: Load) -> list[Load]:
+    """Where passes keep all that their way back needs, those that keep less, which takes longer: the layer run once
+    more is a third of a pass."""
+    return [replace(load, activations=way) for way in ("recompute", "offload")] if load.activations == "keep" else []
+
+
 def least_layout(shape: ModelShape, load: Load, num_devices: int | None = None) -> Choice:
     """The one whose ranks need least."""
     return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
 
 
-def layout_that_fits(shape: ModelShape, load: Load, device_bytes: int, num_devices: int | None = None) -> Choice:
-    """As `smallest_layout`. Raises ValueError where none fits."""
-    choice = smallest_layout(shape, load, device_bytes, num_devices)
-    if choice is not None:
-        return choice
-    least = least_layout(shape, load, num_devices)
+def layout_that_fits(
+    shape: ModelShape, loads: Sequence[Load], device_bytes: int, num_devices: int | None = None
+) -> Choice:
+    """As `smallest_layout`, with the first of the loads under which one fits. Raises ValueError where none does."""
+    for load in loads:
+        choice = smallest_layout(shape, load, device_bytes, num_devices)
+        if choice is not None:
+            return choice
+    least = least_layout(shape, loads[-1], num_devices)
     memory = least.memory
     where = f" on {num_devices} devices" if num_devices else ""
     raise ValueError(
-        f"no layout of {shape.name} fits{where}: {least.spec} needs least, {gigabytes(memory.total)} on each rank "
-        f"(base {gigabytes(memory.base)}, adapters {gigabytes(memory.adapters.total)}, key/value cache "
-        f"{gigabytes(memory.kv_cache)}, work {gigabytes(memory.work)}): lower --adapter-slots, --max-context-length "
-        "or --kv-cache-bytes, or take more devices"
+        f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
+        f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, adapters "
+        f"{gigabytes(memory.adapters.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
+        f"{gigabytes(memory.work)}): lower --adapter-slots, --max-context-length or --kv-cache-bytes, or take more "
+        "devices"
     )
 
 
@@ -101,9 +112,9 @@ def _single_changes(
     if shorter := largest(load.tokens // 256, lambda number: load.shorter(256 * number)):
         words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
         yield Remedy(words, spec, shorter)
-    for way in ("recompute", "offload") if load.activations == "keep" else ():
-        if _fits(shape, spec, other := replace(load, activations=way), device_bytes):
-            yield Remedy(f"--activations {way}", spec, other)
+    for less in lighter(load):
+        if _fits(shape, spec, less, device_bytes):
+            yield Remedy(f"--activations {less.activations}", spec, less)
             break
     if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
         yield Remedy("--train-only", spec, only)
@@ -130,7 +141,7 @@ def _most(limit: int, fits: Callable[[int], bool]) -> int:
 def _by_ranks(shape: ModelShape, load: Load, num_devices: int | None) -> Iterator[list[Choice]]:
     """All layouts, those of fewest ranks first."""
     for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
-        yield [Choice(spec, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
+        yield [Choice(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
 
 
 def _need(choice: Choice) -> int:

@@ -6,7 +6,7 @@ from ..config import WorkerConfig
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
-_KNOBS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "kv_cache_bytes", "tp_activations")
+_KNOBS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "kv_cache_bytes", "tp_activations", "activations")
 
 
 @dataclass(frozen=True)

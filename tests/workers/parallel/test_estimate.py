@@ -1,38 +1,31 @@
 """What a plan says of a rank's memory is what ranks have."""
 
-import asyncio
 import json
 import struct
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from trainhouse.schemas.models import LoraConfig
-from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.config import ServedModel
 from trainhouse.workers.parallel.activations import activations
-from trainhouse.workers.parallel.choice import remedies, smallest_layout, usable_bytes
+from trainhouse.workers.parallel.choice import lighter, remedies, smallest_layout, usable_bytes
 from trainhouse.workers.parallel.estimate import estimate, kv_cache_tokens
 from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.parameters import Parameters, adapter_size, num_parameters, parameters
 from trainhouse.workers.parallel.shape import ModelShape, read_model
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.pool import LocalPool, PoolSpec
-from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.verbs import Step
 from transformers import AutoModelForCausalLM
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model
+from .measuring import LENGTH, LORA, Measured, measured
 
 ALL_KINDS = (*KINDS, *MORE_KINDS, *FAMILY_KINDS)
 CONFIGS = Path(__file__).parent / "configs"
-HANG_SECONDS = 120.0
 
 # Large enough that what grows with the tokens is most of it.
 SCALED = {
@@ -45,8 +38,6 @@ SCALED = {
     "max_position_embeddings": 8192,
     "initializer_range": 0.02,
 }
-LORA = LoraConfig(rank=8, seed=0, train_unembed=False)
-LENGTH = 512
 
 
 def shape_at(directory: Path) -> ModelShape:
@@ -129,60 +120,11 @@ def test_the_table_is_what_lies_in_the_files(kind: str, tiny_models: dict[str, P
 # Ranks
 
 
-@dataclass
-class Measured:
-    """The ranks of a layout, called from tests that are not asynchronous."""
-
-    runner: asyncio.Runner
-    pool: LocalPool
-    ranks: Ranks
-    spec: ParallelSpec
-    num_operations: int = 0
-
-    def of_each(self, method: str, *arguments: object) -> list[Any]:
-        return self.runner.run(self.pool.answers(method, *arguments, hang_seconds=HANG_SECONDS))
-
-    def pass_over(self, tokens: int) -> None:
-        """tokens: of the sequences that a rank takes."""
-        self.num_operations += 1
-        random = np.random.default_rng(0)
-        data = tuple(_datum(random) for _ in range(self.spec.num_shares * tokens // LENGTH))
-        part = Part(self.num_operations, ForwardBackwardRequest("run", 1, data, "cross_entropy"))
-        (output,) = self.runner.run(self.ranks.run_pass(Pass((part,)), HANG_SECONDS))
-        assert isinstance(output, ForwardBackwardOutput), output
-
-    def peak(self, tokens: int) -> int:
-        self.pass_over(tokens)
-        return max(self.of_each("peak"))
-
-
-def _datum(random: np.random.Generator) -> Datum:
-    row = random.integers(0, SCALED["vocab_size"], LENGTH + 1)
-    return Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": np.ones(LENGTH, np.float32)})
-
-
-@contextmanager
-def measured(model: Path, spec: ParallelSpec, **knobs: Any) -> Iterator[Measured]:
-    """With a run, after its first pass, which makes what is made once."""
-    config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **knobs)
-    configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
-    worker = "trainhouse.tests.workers.parallel.measuring_worker:MeasuringWorker"
-    with asyncio.Runner() as runner:
-        pool = LocalPool(PoolSpec(worker, configs))
-        ranks = Ranks(pool, spec)
-        runner.run(ranks.start())
-        try:
-            where = Measured(runner, pool, ranks, spec)
-            where.of_each("create_run", RunSpec("run", LORA))
-            where.pass_over(LENGTH)
-            yield where
-        finally:
-            runner.run(ranks.close())
-
-
 OF_KIND = {
     "llama": {},
     "qwen3": {"head_dim": 64},
+    # Two ranks cannot share out the heads.
+    "qwen3_three": {"head_dim": 64, "num_attention_heads": 6, "num_key_value_heads": 3},
     # All of the experts, lest some ranks have more to do than others.
     "qwen3_moe": {"head_dim": 64, "moe_intermediate_size": 256, "num_experts_per_tok": 4},
     "phi3": {"sliding_window": None},
@@ -193,15 +135,14 @@ OF_KIND = {
 
 
 def scaled_model(kind: str, directory: Path) -> Path:
-    return tiny_model(kind, directory, **(SCALED | OF_KIND[kind]))
+    return tiny_model(kind.removesuffix("_three"), directory, **(SCALED | OF_KIND[kind]))
 
 
 def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int) -> tuple[float, float]:
     """Bytes by token: measured, estimated."""
     peaks = [where.peak(tokens) for tokens in (fewer, more)]
-    planned = [
-        activations(shape, where.spec, replace(load, micro_batch_tokens=tokens)).total for tokens in (fewer, more)
-    ]
+    of_passes = [activations(shape, where.spec, replace(load, micro_batch_tokens=tokens)) for tokens in (fewer, more)]
+    planned = [each.total + each.host for each in of_passes]
     return tuple((after - before) / (more - fewer) for before, after in (peaks, planned))  # pyright: ignore
 
 
@@ -224,16 +165,18 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
     assert not 0.9 * found < planned * (shape.num_layers - 1) / shape.num_layers < 1.1 * found
 
 
-@pytest.mark.parametrize("way", ["recompute", "offload"])
-def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, tmp_path: Path) -> None:
-    model = scaled_model("llama", tmp_path)
-    shape, load = shape_at(model), replace(LOAD, dtype="float32", activations=way)
-    with measured(model, SINGLE, dtype="float32", activations=way, **KNOBS) as where:
+@pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), ("offload", "bfloat16")])
+def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
+    """Of more layers, most of which is their inputs. Here host memory is the device's, too."""
+    model = tiny_model("llama", tmp_path, **(SCALED | {"num_hidden_layers": 12, "num_attention_heads": 4}))
+    shape, load = shape_at(model), replace(LOAD, dtype=dtype, activations=way)
+    with measured(model, SINGLE, dtype=dtype, activations=way, **KNOBS) as where:
         found, planned = growth(where, shape, load, 512, 1536)
     assert 0.9 * found < planned < 1.1 * found
-    # All that is kept otherwise, and inputs that are forgotten.
-    for other in (replace(load, activations="keep"), replace(load, activations="keep", micro_batch_tokens=1)):
-        pass
+    # What the bounds would not let pass: all that is kept otherwise, or a layer that runs again and is forgotten.
+    kept = activations(shape, SINGLE, replace(load, activations="keep", micro_batch_tokens=1024)).total / 1024
+    assert kept > 2 * found
+    assert planned - (kept - planned) / shape.num_layers < 0.9 * found
 
 
 LAYOUTS = [
@@ -241,6 +184,11 @@ LAYOUTS = [
     ("qwen3", "tp=2", {"tp_activations": "whole"}),
     ("llama", "sp=2", {}),
     ("llama", "sp=2,tp=2", {}),
+    ("qwen3_three", "sp=2", {}),
+    ("qwen3", "single", {"activations": "recompute"}),
+    ("qwen3_moe", "single", {"activations": "recompute"}),
+    ("qwen3", "tp=2", {"activations": "recompute"}),
+    ("llama", "sp=2", {"activations": "offload"}),
     ("qwen3", "fsdp=2", {}),
     ("qwen3", "fsdp=2,tp=2", {}),
     ("qwen3_moe", "tp=2", {}),
@@ -338,6 +286,17 @@ def test_tp_comes_before_the_others_and_fsdp_last() -> None:
     odd = replace(shape, kv_heads=1)  # tp cannot share out anything
     choice = smallest_layout(odd, replace(load, samples=False), 80 * 10**9)
     assert choice is not None and choice.spec.tp == 1 and choice.spec.fsdp > 1
+
+
+def test_layers_that_run_once_more_make_smaller_layouts_fit() -> None:
+    shape, load, device = public("Llama-3.1-70B"), Load(longest=8192, adapter_slots=4), 80 * 10**9
+    assert smallest_layout(shape, load, device, num_devices=8) is None
+    again, offloaded = lighter(load)
+    choice = smallest_layout(shape, again, device, num_devices=8)
+    assert choice is not None and choice.load.activations == "recompute" and choice.memory.activations.host == 0
+    there = estimate(shape, choice.spec, offloaded).activations
+    assert there.kept + there.host > choice.memory.activations.kept > there.kept
+    assert lighter(again) == []
 
 
 @pytest.mark.parametrize("slots", [4, 64])

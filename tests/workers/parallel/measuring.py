@@ -1,0 +1,72 @@
+"""Ranks of a layout whose passes are measured."""
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pool import LocalPool, PoolSpec
+from trainhouse.workers.ranks import Ranks
+from trainhouse.workers.verbs import Part, Pass, RunSpec
+
+HANG_SECONDS = 600.0
+LORA = LoraConfig(rank=8, seed=0, train_unembed=False)
+LENGTH, VOCAB = 512, 512
+
+
+@dataclass
+class Measured:
+    """The ranks of a layout, called from tests that are not asynchronous."""
+
+    runner: asyncio.Runner
+    pool: LocalPool
+    ranks: Ranks
+    spec: ParallelSpec
+    num_operations: int = 0
+
+    def of_each(self, method: str, *arguments: object) -> list[Any]:
+        return self.runner.run(self.pool.answers(method, *arguments, hang_seconds=HANG_SECONDS))
+
+    def pass_over(self, tokens: int, length: int = LENGTH) -> None:
+        """tokens: of the sequences that a rank takes. length: of each of them."""
+        self.num_operations += 1
+        random = np.random.default_rng(0)
+        data = tuple(_datum(random, length) for _ in range(self.spec.num_shares * tokens // length))
+        part = Part(self.num_operations, ForwardBackwardRequest("run", 1, data, "cross_entropy"))
+        (output,) = self.runner.run(self.ranks.run_pass(Pass((part,)), HANG_SECONDS))
+        assert isinstance(output, ForwardBackwardOutput), output
+
+    def peak(self, tokens: int, length: int = LENGTH) -> int:
+        self.pass_over(tokens, length)
+        return max(self.of_each("peak"))
+
+
+def _datum(random: np.random.Generator, length: int) -> Datum:
+    row = random.integers(0, VOCAB, length + 1)
+    return Datum(row[:-1].astype(np.int32), {"target_tokens": row[1:], "weights": np.ones(length, np.float32)})
+
+
+@contextmanager
+def measured(model: Path, spec: ParallelSpec, **knobs: Any) -> Iterator[Measured]:
+    """With a run, after its first pass, which makes what is made once."""
+    config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **knobs)
+    configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
+    worker = "trainhouse.tests.workers.parallel.measuring_worker:MeasuringWorker"
+    with asyncio.Runner() as runner:
+        pool = LocalPool(PoolSpec(worker, configs))
+        ranks = Ranks(pool, spec)
+        runner.run(ranks.start())
+        try:
+            where = Measured(runner, pool, ranks, spec)
+            where.of_each("create_run", RunSpec("run", LORA))
+            where.pass_over(LENGTH)
+            yield where
+        finally:
+            runner.run(ranks.close())

@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.layer_inputs import HostMemory, LayerInputs
+from trainhouse.workers.model import BaseModel
 from trainhouse.workers.parallel.spec import ParallelSpec
 
 from ...tiny import tiny_model
@@ -123,6 +125,13 @@ def test_layers_run_once_more_and_so_do_their_exchanges(case: Case, by_way: dict
     for way in ("recompute", "offload"):
         found = by_way[way].exchanges
         assert {kind: found[kind] - by_way["keep"].exchanges[kind] for kind in found} == pytest.approx(more)
+
+
+def test_models_that_transformers_runs_are_refused(tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path, hidden_act="gelu")
+    BaseModel(WorkerConfig(ServedModel("m", str(model))))
+    with pytest.raises(ValueError, match="as transformers does: leave out --activations recompute"):
+        BaseModel(WorkerConfig(ServedModel("m", str(model)), activations="recompute"))
 
 
 @pytest.mark.parametrize("host", [None, HostMemory(torch.device("cpu"))])

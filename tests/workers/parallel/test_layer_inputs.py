@@ -25,16 +25,16 @@ class Case:
     spec: str
     kind: str = "qwen3"
     dtype: str = "float32"
-    kv_heads: int = 2
+    ring: bool = False
 
     def __str__(self) -> str:
-        return f"{self.spec}-{self.kind}-{self.dtype}" + ("-ring" if self.kv_heads == 3 else "")
+        return f"{self.spec}-{self.kind}-{self.dtype}" + ("-ring" if self.ring else "")
 
 
 CORE = (Case("single"), Case("tp=2", dtype="bfloat16"))
 MORE = (
     *(Case("single", kind, dtype) for kind in ("llama", "qwen3_moe") for dtype in ("float32", "bfloat16")),
-    *(Case("sp=2"), Case("sp=2", kv_heads=3), Case("fsdp=2"), Case("fsdp=2,tp=2")),
+    *(Case("sp=2"), Case("sp=2", ring=True), Case("fsdp=2"), Case("fsdp=2,tp=2")),
     *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,sp=2")),
 )
 CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in MORE)]
@@ -56,9 +56,8 @@ def case(request: pytest.FixtureRequest) -> Case:
 
 @pytest.fixture(scope="module")
 def by_way(case: Case, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Trained]]:
-    directory = tmp_path_factory.mktemp("model")
-    shape = {"num_hidden_layers": NUM_LAYERS, "num_attention_heads": 6, "num_key_value_heads": case.kv_heads}
-    model = tiny_model(case.kind, directory, **(shape | {"head_dim": 16}))
+    heads = {"num_attention_heads": 6, "num_key_value_heads": 3} if case.ring else {}
+    model = tiny_model(case.kind, tmp_path_factory.mktemp("model"), num_hidden_layers=NUM_LAYERS, **heads)
     found = {}
     for way in WAYS:
         knobs = {"activations": way, "dtype": case.dtype}
@@ -115,7 +114,7 @@ def test_layers_run_once_more_and_so_do_their_exchanges(case: Case, by_way: dict
     if spec.tp > 1:
         more["all_gather"] += 2
         more["reduce_scatter"] += 2
-    if spec.sp > 1 and case.kv_heads == 3:
+    if case.ring:
         more["pass_on"] += spec.sp - 1
     elif spec.sp > 1:
         more["all_to_all"] += 4

@@ -158,6 +158,7 @@ class ServerConfig:
     tp_activations: Literal["sharded", "whole"] = knob(
         "sharded", "what tp ranks have of a pass's tokens between layers"
     )
+    zero_stage: Literal["3", "2"] = knob("3", "2: along fsdp, weights stay from forward to backward")
     activations: Literal["keep", "recompute", "offload"] = knob(
         "keep", "what a pass keeps of layers for its way back (docs/parallel.md)"
     )

@@ -88,6 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
         ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
         ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
+        ("zero-stage", "3|2", f"as of serve ({Load.zero_stage})"),
         ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
     )
     for name, metavar, words in knobs:
@@ -135,6 +136,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
             "activations": asdict(memory.activations) | {"total": memory.activations.total},
             "gathered": memory.gathered,
+            "arriving": memory.arriving,
             "sampling": memory.sampling,
             "step": memory.step,
             "work": memory.work,
@@ -164,6 +166,7 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
         longest=length,
         dtype="bfloat16" if dtype == "auto" else dtype,
         tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
+        zero_stage=_one_of(options, "zero_stage", ("3", "2")),
         activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
         samples=not options.train_only,
         **{name: value for name, value in given.items() if value is not None},
@@ -269,7 +272,8 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     if activations.host:
         yield "in host memory, beside that", gigabytes(activations.host), "inputs of layers (--activations offload)"
     if memory.gathered:
-        yield "a layer gathered along fsdp", gigabytes(memory.gathered), "twice while it arrives"
+        what = "a layer" if load.zero_stage == "3" else "all layers"
+        yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
     if memory.sampling:
         yield "all layers gathered to sample", gigabytes(memory.sampling), "when no pass runs"
     if memory.step:

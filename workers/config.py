@@ -5,6 +5,8 @@ from typing import Literal
 
 from .parallel.spec import SINGLE, ParallelSpec
 
+ZeroStage = Literal["3", "2"]
+
 
 @dataclass(frozen=True)
 class ServedModel:
@@ -30,6 +32,8 @@ class WorkerConfig:
     is_local: whether all of them are on this machine.
     tp_activations: what lies between the linear layers: "sharded" = each rank along tp has some tokens of it, in
         training; "whole" = all of them.
+    zero_stage: how long ranks along fsdp have a layer's weights whole: "3" = while its forward runs, and while its
+        backward runs; "2" = from the one to the other.
     activations: what a pass keeps of each layer for its way back: "keep" = all that this needs; "recompute" = the
         layer's input, from which it runs once more; "offload" = that, too, but in host memory.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
@@ -53,6 +57,7 @@ class WorkerConfig:
     rank: int = 0
     is_local: bool = True
     tp_activations: Literal["sharded", "whole"] = "sharded"
+    zero_stage: ZeroStage = "3"
     activations: Literal["keep", "recompute", "offload"] = "keep"
     hang_seconds: float = 60.0
 

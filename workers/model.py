@@ -19,7 +19,7 @@ from transformers.utils import logging as transformers_logging
 from ..schemas.errors import OperationError
 from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
-from .config import WorkerConfig
+from .config import WorkerConfig, ZeroStage
 from .experts import RoutedExperts
 from .footprint import gigabytes
 from .kernels import kernels_for
@@ -88,6 +88,7 @@ class BaseModel:
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
             )
         self._activations = config.activations
+        self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
             raise ValueError(
                 f"{config.model.source}: passes of {self.config.model_type} models keep all that their way back needs,"
@@ -186,7 +187,7 @@ class BaseModel:
             prefix = f"{self.model.base_model_prefix}.layers.{number}."
             names = [name.removeprefix(prefix) for name in self._sharded if name.startswith(prefix)]
             layers.append(ShardedLayer(layer, names, team))
-        return ShardedLayers(layers)
+        return ShardedLayers(layers, self._zero_stage)
 
     def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
         """Of `share.hidden`: [tokens, hidden]."""

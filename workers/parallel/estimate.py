@@ -31,8 +31,8 @@ class AdapterBytes:
 class Memory:
     """Bytes on each rank: of what stays, and of the work that comes in turns.
 
-    gathered: a layer whose weights other ranks have parts of; they arrive in one piece, and are copied from there.
-    sampling: all such layers. step: the exchange of gradients.
+    gathered: layers whose weights other ranks have parts of, and are whole at a time. arriving: the next of them, in
+    one piece, from which it is copied. sampling: all such layers. step: the exchange of gradients.
     """
 
     base: int
@@ -40,14 +40,16 @@ class Memory:
     kv_cache: int
     activations: Activations
     gathered: int
+    arriving: int
     sampling: int
     step: int
 
     @property
     def work(self) -> int:
         """The most that is needed at a time beside what stays."""
-        training = max(self.activations.head, self.activations.working + self.gathered, 2 * self.gathered)
-        return max(self.activations.kept + training, self.sampling, self.step)
+        # What scores the last hidden states runs while the last layer stays for its way back.
+        of_pass = self.activations.kept + max(self.activations.head, self.activations.working)
+        return max(of_pass + self.gathered + self.arriving, self.sampling, self.step)
 
     @property
     def total(self) -> int:
@@ -63,7 +65,8 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         adapters=_adapters(adapters, load),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
-        gathered=_gathered(table, one_layer=True) * load.number_bytes,
+        gathered=_gathered(table, one_layer=load.zero_stage == "3") * load.number_bytes,
+        arriving=_gathered(table, one_layer=True) * load.number_bytes,
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
         step=_FLOAT32 * adapters if spec.num_ranks > 1 else 0,
     )

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .mesh import Team
+from ..config import ZeroStage
+from .mesh import Arriving, Team
 
 
 class ShardedLayer:
@@ -24,6 +25,7 @@ class ShardedLayer:
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._sizes = [parameter.numel() for parameter in self._parameters]
         self._shard = torch.cat([parameter.data.flatten() for parameter in self._parameters])
+        self._arriving: Arriving | None = None
         self._is_whole = True
         self.free()
 
@@ -31,11 +33,17 @@ class ShardedLayer:
     def num_whole_bytes(self) -> int:
         return self._shard.nbytes * self._team.size
 
+    def begin(self) -> None:
+        """To gather it, while something else runs. All ranks of the team at once, as `gather`."""
+        if not self._is_whole and self._arriving is None:
+            self._arriving = self._team.joining(self._shard[None])
+
     def gather(self) -> None:
-        """All ranks of the team at once."""
         if self._is_whole:
             return
-        whole = self._team.joined(self._shard[None])
+        self.begin()
+        assert self._arriving is not None
+        whole, self._arriving = self._arriving.wait(), None
         for parameter, shape, part in zip(self._parameters, self._shapes, whole.split(self._sizes, 1), strict=True):
             parameter.data = part.reshape(shape[0] * self._team.size, *shape[1:])
         self._is_whole = True
@@ -49,10 +57,13 @@ class ShardedLayer:
 
 
 class ShardedLayers:
-    """In the order in which they run."""
+    """In the order in which they run. While one runs, the weights of the one that comes next arrive."""
 
-    def __init__(self, layers: Sequence[ShardedLayer]) -> None:
+    def __init__(self, layers: Sequence[ShardedLayer], zero_stage: ZeroStage = "3") -> None:
+        """zero_stage: "3" = a layer is gathered for its forward pass and once more for its backward pass, "2" = it
+        stays from the one to the other."""
         self._layers = layers
+        self._stays = zero_stage == "2"
         self._are_held = False
 
     @property
@@ -64,21 +75,25 @@ class ShardedLayers:
         """Before a layer runs: gathers it, and frees it behind its backward pass. hidden, update: what it takes."""
         if self._are_held or not self._layers:
             return hidden, update
-        self._layers[number].gather()
+        self._gather(number, number + 1)
         return _passed(self._layers[number].free, hidden, update)
 
     def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives."""
+        """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives.
+
+        The last one's comes at once: it stays.
+        """
         if self._are_held or not self._layers:
             return hidden, update
-        self._layers[number].free()
-        return _passed(self._layers[number].gather, hidden, update)
+        if not torch.is_grad_enabled() or not (self._stays or number == len(self._layers) - 1):
+            self._layers[number].free()
+        return _passed(lambda: self._gather(number, number - 1), hidden, update)
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, all layers are whole, on all ranks of the team."""
-        for layer in self._layers:
-            layer.gather()
+        for number in range(len(self._layers)):
+            self._gather(number, number + 1)
         self._are_held = True
         try:
             yield
@@ -86,6 +101,11 @@ class ShardedLayers:
             self._are_held = False
             for layer in self._layers:
                 layer.free()
+
+    def _gather(self, number: int, next_one: int) -> None:
+        self._layers[number].gather()
+        if 0 <= next_one < len(self._layers):
+            self._layers[next_one].begin()
 
 
 def _passed(then: Callable[[], None], hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -25,6 +25,7 @@ class Load:
     adapter_slots: int = WorkerConfig.adapter_slots
     kv_cache_bytes: int = WorkerConfig.kv_cache_bytes
     tp_activations: str = WorkerConfig.tp_activations
+    zero_stage: str = WorkerConfig.zero_stage
     activations: str = WorkerConfig.activations
     samples: bool = True
 

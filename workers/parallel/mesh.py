@@ -24,14 +24,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Arriving:
-    """A tensor on its way from another rank, and the one that goes to the next meanwhile, which nobody may change."""
+    """A tensor on its way from other ranks, and the one that goes to them meanwhile, which nobody may change."""
 
     works: Sequence[dist.Work]
     received: Tensor
     sent: Tensor
 
     def wait(self) -> Tensor:
-        """The one from the other rank; the other has left."""
+        """What was to come; the other has left."""
         for work in self.works:
             work.wait()
         return self.received
@@ -59,12 +59,15 @@ class Team:
 
     def joined(self, tensor: Tensor) -> Tensor:
         """[n, ...] of each rank, all alike in shape -> [size * n, ...], in the order of the ranks."""
-        if self.size == 1:
-            return tensor
+        return tensor if self.size == 1 else self.joining(tensor).wait()
+
+    def joining(self, tensor: Tensor) -> Arriving:
+        """Begins to do the same, of a team of several."""
         self._sent["all_gather"] += 1
-        whole = tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
-        dist.all_gather_single(whole, tensor.contiguous(), group=self._group)
-        return whole
+        sent, whole = tensor.contiguous(), tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        work = dist.all_gather_single(whole, sent, group=self._group, async_op=True)
+        assert work is not None
+        return Arriving([work], whole, sent)
 
     def summed_part(self, tensor: Tensor) -> Tensor:
         """[size * n, ...] -> the part [n, ...] of the sum over all ranks that has this one's index."""

@@ -67,7 +67,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert (name, value) in {
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
             ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
-            ("activations", "keep"), ("samples", True),
+            ("zero_stage", "3"), ("activations", "keep"), ("samples", True),
         }  # fmt: skip
 
 

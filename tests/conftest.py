@@ -14,7 +14,7 @@ os.environ["TINKER_TELEMETRY"] = "0"
 
 import trainhouse
 
-from .live import RUNNING, LiveServer, live_server, save_byte_tokenizer
+from .live import EACH_LAYOUT, MANNERS, RUNNING, LiveServer, live_server, save_byte_tokenizer
 from .postgres import Databases, NoPostgresError, databases
 from .tiny import tiny_model
 
@@ -52,12 +52,13 @@ def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(kernels, "load_kernels", lambda: None)
 
 
-@pytest.fixture(scope="session")
-def shared_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
+@pytest.fixture(scope="session", params=EACH_LAYOUT)
+def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     """Serves "tiny/chat" (a random Llama with a byte-level tokenizer); clients chunk their batches by five datums."""
     model = tiny_model("llama", tmp_path_factory.mktemp("chat"))
     save_byte_tokenizer(model)
-    with live_server({"tiny/chat": model}, tmp_path_factory.mktemp("state"), sdk_max_chunk_datums=5) as server:
+    options = {"sdk_max_chunk_datums": 5} | MANNERS[request.param]
+    with live_server({"tiny/chat": model}, tmp_path_factory.mktemp("state"), **options) as server:
         yield server
 
 

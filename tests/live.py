@@ -10,16 +10,22 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 READY_SECONDS = 120
 STOP_SECONDS = 20
 # Where the ranks of a base model run, and how many: options of a server.
-MANNERS = {
+MANNERS: dict[str, dict[str, Any]] = {
     "local": {},
     "ray": {"pool": "ray"},
     "fsdp=2": {"parallel": "fsdp=2"},
     "tp=2": {"parallel": "tp=2"},
 }
+# For fixtures that start a server: only the first of them takes part in a short run.
+EACH_MANNER = [pytest.param(manner, marks=[pytest.mark.full] if manner != "local" else []) for manner in MANNERS]
+EACH_LAYOUT = [each for each in EACH_MANNER if each.values != ("ray",)]
 RUNNING: list["LiveServer"] = []  # conftest shows their logs beside a failed test
 
 

@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -40,14 +41,13 @@ def nothing() -> None:
 class Crashing:
     """A server on one port that can be killed and started again, and so can its worker.
 
-    state_dir: where its state is, if not in `directory` beside its log. module: what is run. pids: of all servers so
-    far.
+    options: as of `live_server`. state_dir: where its state is, if not in `directory` beside its log. module: what is
+    run. pids: of all servers so far.
     """
 
     model: Path
     directory: Path
-    options: Mapping[str, object] = field(default_factory=lambda: OPTIONS)
-    pool: str = "local"
+    options: Mapping[str, Any] = field(default_factory=lambda: OPTIONS)
     state_dir: Path = field(kw_only=True, default=Path())
     module: str = field(kw_only=True, default="trainhouse.server")
     port: int = field(default_factory=free_port)
@@ -75,10 +75,16 @@ class Crashing:
         return self._server.process.pid
 
     def signal_worker(self, number: signal.Signals) -> None:
-        """As soon as there is one: it may just have died."""
+        """All its ranks, as soon as there are any: they may just have died."""
         until(lambda: worker_pids(self.pid))
         for pid in worker_pids(self.pid):
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # one ends with the other
+                os.kill(pid, number)
+
+    def signal_rank(self, number: signal.Signals) -> None:
+        """The last of them that was started, once there are several."""
+        until(lambda: len(worker_pids(self.pid)) > 1)
+        os.kill(max(worker_pids(self.pid)), number)
 
     def restart(self, meanwhile: Callable[[], None] = nothing) -> None:
         """After kill -9; `meanwhile` is done while no server runs."""
@@ -89,15 +95,17 @@ class Crashing:
         self._start()
 
     def strike(self, killed: str) -> None:
-        """killed: "worker", "server" or "both"."""
+        """killed: "worker", one "rank" of it, "server" or "both"."""
         if killed in ("worker", "both"):
             self.signal_worker(signal.SIGKILL)
+        if killed == "rank":
+            self.signal_rank(signal.SIGKILL)
         if killed in ("server", "both"):
             self.restart()
 
     def _start(self) -> None:
         options = {"port": self.port, "state-dir": self.state_dir} | dict(self.options)
-        live = live_server({MODEL: self.model}, self.directory, self.pool, self.module, **options)
+        live = live_server({MODEL: self.model}, self.directory, module=self.module, **options)
         self._server: LiveServer = self._stack.enter_context(live)
         self.pids.append(self.pid)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from ..live import MANNERS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train
 
@@ -32,19 +33,21 @@ def test_training_scripts_do_not_notice(tiny_models: dict[str, Path], undisturbe
         assert_same(found, undisturbed(15)[::-1])
 
 
-def faults_of(worker: int, server: int, both: int, num_steps: int) -> dict[int, str]:
+def faults_of(worker: int, rank: int, server: int, both: int, num_steps: int) -> dict[int, str]:
     """At steps drawn at random."""
-    kinds = ["worker"] * worker + ["server"] * server + ["both"] * both
+    kinds = ["worker"] * worker + ["rank"] * rank + ["server"] * server + ["both"] * both
     steps = random.Random(0).sample(range(1, num_steps), len(kinds))
     return dict(zip(sorted(steps), kinds, strict=True))
 
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("pool", ["local", "ray"])
+@pytest.mark.parametrize("manner", ["local", "ray", "fsdp=2"])
 def test_thirteen_crashes_in_forty_steps(
-    pool: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS, pool).running() as crashing:
-        found = train(crashing, 40, striking(crashing, faults_of(5, 5, 3, 40)))
+    """Of several ranks one dies now and then, and all of them others."""
+    faults = faults_of(1, 4, 5, 3, 40) if manner == "fsdp=2" else faults_of(5, 0, 5, 3, 40)
+    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner]).running() as crashing:
+        found = train(crashing, 40, striking(crashing, faults))
     assert_same(found, undisturbed(40))

@@ -18,6 +18,7 @@ from trainhouse.server.strikes import STRIKE
 
 from ..faults.damage import DAMAGES, TEARS, newest_segment, snapshots_of_runs
 from ..faults.disk import filled, small_disk
+from ..live import MANNERS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train, until
 from .poisonable import POISON, POISONABLE
@@ -141,10 +142,10 @@ class Bystander:
 
 
 @contextmanager
-def on_a_small_disk(model: Path, directory: Path) -> Iterator[Crashing]:
+def on_a_small_disk(model: Path, directory: Path, manner: str = "local") -> Iterator[Crashing]:
     with (
         small_disk(directory / "disk", 64 << 20) as disk,
-        Crashing(model, directory, OPTIONS, state_dir=disk / "state").running() as crashing,
+        Crashing(model, directory, OPTIONS | MANNERS[manner], state_dir=disk / "state").running() as crashing,
     ):
         yield crashing
 
@@ -159,8 +160,11 @@ def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> N
 
 
 @pytest.mark.full
-def test_a_full_disk_is_waited_for(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
-    with on_a_small_disk(tiny_models["qwen3"], tmp_path) as crashing:
+@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+def test_a_full_disk_is_waited_for(
+    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with on_a_small_disk(tiny_models["qwen3"], tmp_path, manner) as crashing:
         bystander = Bystander(crashing.url)
         found = train(crashing, STEPS, {7: partial(fill_the_disk, crashing, bystander, 1.0)})
         assert bystander.submit(2).status_code == 200
@@ -197,10 +201,14 @@ def test_full_disks_and_deaths_change_nothing(
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-def test_a_hung_worker_is_replaced(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
-    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | {"hang_seconds": 2})
+@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+def test_a_hung_worker_is_replaced(
+    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Of several ranks one hangs, and the others wait for it."""
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner] | {"hang_seconds": 2})
     with crashing.running():
-        hang = partial(crashing.signal_worker, signal.SIGSTOP)
+        hang = partial(crashing.signal_rank if manner == "fsdp=2" else crashing.signal_worker, signal.SIGSTOP)
         found = train(crashing, MANY_STEPS, dict.fromkeys((3, 17, 29), hang))
         assert crashing.log.count("it hung: ") >= 3
     assert_same(found, undisturbed(MANY_STEPS))
@@ -208,13 +216,15 @@ def test_a_hung_worker_is_replaced(tiny_models: dict[str, Path], undisturbed: Un
 
 @pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("strikes_before_restart", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("strikes_before_restart", "manner"), [*((strikes, "local") for strikes in range(3)), (0, "fsdp=2")]
+)
 def test_a_poisoned_operation_fails_alone(
-    strikes_before_restart: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    strikes_before_restart: int, manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
-    """After three strikes, which are remembered over a restart of the server."""
+    """After three strikes, which are remembered over a restart of the server; of two ranks one dies each time."""
     poison = [Datum([POISON] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
-    crashing = Crashing(tiny_models["qwen3"], tmp_path, module=POISONABLE)
+    crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner], module=POISONABLE)
     with crashing.running(), ServiceClient(crashing.url, "tml-poisoner") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1)
         doomed = []

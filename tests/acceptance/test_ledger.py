@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +20,7 @@ from safetensors.numpy import load_file
 
 from ..benchmarks.ledger import Entry, LedgerClient, Planned, Sentence, check, connected, final_moment, work
 from ..faults.proxy import Weather, proxy
+from ..live import MANNERS
 from .crashing import Crashing, worker_pids
 from .training_script import MODEL
 
@@ -51,18 +52,26 @@ class Plan:
 
 
 SHORT = Plan(20, 15, 6.0, (1.0, 5.0), {"worker": 1, "both": 1})
+SHORT_OF_RANKS = replace(SHORT, faults={"rank": 1, "both": 1})
 LONG = Plan(200, 50, 600.0, (60.0, 300.0), {"worker": 5, "server": 3, "both": 2})
 
 
 @pytest.fixture
-def crashing(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
-    with Crashing(tiny_models["qwen3"], tmp_path, {"snapshot_steps": 5, "max_lora_rank": 4}).running() as crashing:
+def manner() -> str:
+    return "local"
+
+
+@pytest.fixture
+def crashing(manner: str, tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[Crashing]:
+    options = {"snapshot_steps": 5, "max_lora_rank": 4} | MANNERS[manner]
+    with Crashing(tiny_models["qwen3"], tmp_path, options).running() as crashing:
         yield crashing
 
 
 @pytest.mark.full
-def test_a_ledger_is_right_to_the_last_operation(crashing: Crashing) -> None:
-    carry_out(crashing, SHORT)
+@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+def test_a_ledger_is_right_to_the_last_operation(manner: str, crashing: Crashing) -> None:
+    carry_out(crashing, SHORT_OF_RANKS if manner == "fsdp=2" else SHORT)
     once = [Planned("forward_backward", 3), Planned("optim_step", 3, 1)]
     check_carried_out(crashing, once)
     for wrong in ([once[0], *once], [*once[:1], Planned("optim_step", 6, 2)], [once[1], once[0]]):

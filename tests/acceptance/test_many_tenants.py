@@ -17,7 +17,7 @@ from safetensors.numpy import load
 from tinker import types
 from tinker.types import LossFnType
 
-from ..live import MANNERS, LiveServer, live_server
+from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -28,10 +28,7 @@ STEPS = 3
 PASS_TOKENS = 512
 
 
-@pytest.fixture(
-    scope="module",
-    params=["local", *(pytest.param(manner, marks=pytest.mark.full) for manner in MANNERS if manner != "local")],
-)
+@pytest.fixture(scope="module", params=EACH_MANNER)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     """Its passes are small, so that tenants share and large operations are split; adapters take turns on the slots."""
     options = {"pass_tokens": PASS_TOKENS, "micro_batch_tokens": 256, "adapter_slots": 4} | MANNERS[request.param]

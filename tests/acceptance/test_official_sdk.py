@@ -18,7 +18,7 @@ from peft import PeftModel
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from ..live import MANNERS, LiveServer, live_server
+from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -27,10 +27,7 @@ MODEL = "tiny/qwen3"
 VOCAB = 512
 
 
-@pytest.fixture(
-    scope="module",
-    params=["local", *(pytest.param(manner, marks=pytest.mark.full) for manner in MANNERS if manner != "local")],
-)
+@pytest.fixture(scope="module", params=EACH_MANNER)
 def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory) -> Iterator[LiveServer]:
     with live_server(
         {MODEL: tiny_models["qwen3"]},

@@ -19,7 +19,7 @@ from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..letters import SPECIAL, save_letter_tokenizer
-from ..live import LiveServer, live_server
+from ..live import EACH_LAYOUT, MANNERS, LiveServer, live_server
 from ..tiny import tiny_model
 
 pytestmark = pytest.mark.anyio
@@ -47,9 +47,11 @@ def tokenizer(model: Path) -> PreTrainedTokenizerFast:
     return AutoTokenizer.from_pretrained(model)
 
 
-@pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    with live_server({MODEL: model}, tmp_path_factory.mktemp("state")) as running:
+@pytest.fixture(scope="module", params=EACH_LAYOUT)
+def server(
+    request: pytest.FixtureRequest, model: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[LiveServer]:
+    with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **MANNERS[request.param]) as running:
         yield running
 
 

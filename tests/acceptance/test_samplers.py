@@ -7,7 +7,7 @@ import pytest
 import tinker
 from tinker import types
 
-from ..live import LiveServer, live_server, save_byte_tokenizer
+from ..live import EACH_LAYOUT, MANNERS, LiveServer, live_server, save_byte_tokenizer
 from ..tiny import tiny_model
 from .test_official_sdk import batch, datum, logprobs_of, train
 
@@ -20,14 +20,15 @@ MODEL = "tiny/qwen3"
 PROMPT = [7, 8, 9, 10]
 
 
-@pytest.fixture(scope="module", params=["workers", pytest.param("vllm", marks=pytest.mark.vllm)])
+@pytest.fixture(scope="module", params=[*EACH_LAYOUT, pytest.param("vllm", marks=pytest.mark.vllm)])
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    """Training under each layout. A head of 32, for vLLM's attention on CPUs knows none of 16."""
     model = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
     save_byte_tokenizer(model)
-    options: dict[str, object] = {"sampler_workers": 2}
     if request.param == "vllm":
         options = {"sampler": "vllm", "vllm_python": request.getfixturevalue("vllm_python"), "max_lora_rank": 8}
+    else:
+        options = {"sampler_workers": 2} | MANNERS[request.param]
     with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **options) as running:
         yield running
 

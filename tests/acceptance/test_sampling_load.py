@@ -15,6 +15,7 @@ from tinker import types
 from trainhouse.server.app import create_app
 from trainhouse.server.connections import Connection
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.parallel.spec import ParallelSpec
 
 from ..server.real import MODEL, server_config, started_dispatch
 
@@ -132,13 +133,13 @@ async def served(model: Path, state_dir: Path, **options: object) -> AsyncIterat
                 await serving
 
 
-@pytest.mark.parametrize("polling", ["each", "together"])
+@pytest.mark.parametrize(("polling", "layout"), [("each", "single"), ("together", "single"), ("each", "tp=2")])
 async def test_all_end_but_those_given_up_and_memory_stays_within_the_budget(
-    tiny_models: dict[str, Path], tmp_path: Path, polling: str
+    tiny_models: dict[str, Path], tmp_path: Path, polling: str, layout: str
 ) -> None:
     made = requests()
     budget = budget_of(made)
-    options = {"kv_cache_bytes": budget, "sdk_sample_polling": polling}
+    options = {"kv_cache_bytes": budget, "sdk_sample_polling": polling, "parallel": ParallelSpec.parse(layout)}
     async with served(tiny_models["qwen3"], tmp_path, **options) as (url, dispatch):
         watched, answered = Watched(dispatch), asyncio.Event()
         watching = asyncio.create_task(watched.watch(answered))

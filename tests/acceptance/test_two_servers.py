@@ -11,6 +11,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from ..live import MANNERS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, assert_same, train, until
 
@@ -37,9 +38,9 @@ class Pair:
 
 
 @contextmanager
-def pair(model: Path, directory: Path, database_url: str, pool: str = "local") -> Iterator[Pair]:
-    options = {**OPTIONS, "database_url": database_url, "lease_seconds": LEASE_SECONDS}
-    servers = [Crashing(model, directory / name, options, pool, state_dir=directory / "state") for name in "ab"]
+def pair(model: Path, directory: Path, database_url: str, manner: str = "local") -> Iterator[Pair]:
+    options = {**OPTIONS, **MANNERS[manner], "database_url": database_url, "lease_seconds": LEASE_SECONDS}
+    servers = [Crashing(model, directory / name, options, state_dir=directory / "state") for name in "ab"]
     with ExitStack() as stack:
         for server in servers:
             stack.enter_context(server.running())
@@ -60,16 +61,16 @@ def refused_in(log: str) -> bool:
 
 @pytest.mark.full
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(("num_steps", "pool"), [(15, "local"), (40, "ray")], ids=["local", "ray"])
+@pytest.mark.parametrize(("num_steps", "manner"), [(15, "local"), (40, "ray"), (15, "fsdp=2")], ids=str)
 def test_the_other_server_goes_on_when_the_one_that_works_is_killed(
     num_steps: int,
-    pool: str,
+    manner: str,
     tiny_models: dict[str, Path],
     undisturbed: Undisturbed,
     tmp_path: Path,
     postgres_url: str,
 ) -> None:
-    with pair(tiny_models["qwen3"], tmp_path, postgres_url, pool) as servers:
+    with pair(tiny_models["qwen3"], tmp_path, postgres_url, manner) as servers:
         assert readiness(servers.second) | {"status": "standby", "holder": servers.first.url} == readiness(
             servers.second
         )

@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,6 +19,7 @@ from trainhouse.workers.pool import LocalPool, PoolSpec
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 
+WORKER = "trainhouse.workers.worker:Worker"
 RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
 # Beside an eps of almost nothing a step is the gradient's sign, also where that gradient is rounding alone.
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, eps=1e-2)
@@ -49,6 +50,10 @@ class Layout:
 
     def call(self, method: str, *arguments: object) -> Any:
         return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=HANG_SECONDS))
+
+    def answers(self, method: str, *arguments: object) -> list[Any]:
+        """Of all ranks."""
+        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=HANG_SECONDS))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
         parts = [Part(self._new_operation(), request) for request in requests]
@@ -91,12 +96,13 @@ class Layout:
 
 
 @contextmanager
-def layout(model: Path, spec: ParallelSpec, scratch: Path, **knobs: Any) -> Iterator[Layout]:
+def layout(model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, **knobs: Any) -> Iterator[Layout]:
+    """worker: the class of its ranks."""
     knobs = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | knobs
     config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **knobs)
     configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
     with asyncio.Runner() as runner:
-        ranks = Ranks(LocalPool(PoolSpec("trainhouse.workers.worker:Worker", configs)), spec)
+        ranks = Ranks(LocalPool(PoolSpec(worker, configs)), spec)
         runner.run(ranks.start())
         try:
             yield Layout(runner, ranks, config, scratch)
@@ -104,19 +110,40 @@ def layout(model: Path, spec: ParallelSpec, scratch: Path, **knobs: Any) -> Iter
             runner.run(ranks.close())
 
 
-def some_data(seed: int, *lengths: int) -> tuple[Datum, ...]:
+def error(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray) -> float:
+    """The largest, relative to the largest of theirs."""
+    ours, theirs = np.asarray(ours, np.float64), np.asarray(theirs, np.float64)
+    return float(np.abs(ours - theirs).max() / max(np.abs(theirs).max(), np.finfo(np.float64).tiny))
+
+
+def close(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray, tolerance: float = 1e-4) -> bool:
+    return error(ours, theirs) <= tolerance
+
+
+def largest_error(ours: Sequence[Mapping[str, np.ndarray]], theirs: Sequence[Mapping[str, np.ndarray]]) -> float:
+    """Of any matrix; they have the same names and shapes."""
+    assert [named.keys() for named in ours] == [named.keys() for named in theirs]
+    pairs = [(mine[name], other[name]) for mine, other in zip(ours, theirs, strict=True) for name in mine]
+    assert all(one.shape == other.shape for one, other in pairs)
+    return max(error(one, other) for one, other in pairs)
+
+
+def some_data(seed: int, *lengths: int, vocab_size: int = 512) -> tuple[Datum, ...]:
     random = np.random.default_rng(seed)
-    return tuple(_datum(random, length) for length in lengths)
+    return tuple(_datum(random, length, vocab_size) for length in lengths)
 
 
-def _datum(random: np.random.Generator, length: int) -> Datum:
-    tokens = random.integers(3, 512, length + 1)
+def _datum(random: np.random.Generator, length: int, vocab_size: int) -> Datum:
+    tokens = random.integers(3, vocab_size, length + 1)
     weights = random.uniform(0.1, 1.0, length).astype(np.float32)
     return Datum(tokens[:-1].astype(np.int32), {"target_tokens": tokens[1:], "weights": weights})
 
 
-def supervised(run_id: str, seed: int, *lengths: int, forward_only: bool = False) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(run_id, 1, some_data(seed, *lengths), "cross_entropy", forward_only=forward_only)
+def supervised(
+    run_id: str, seed: int, *lengths: int, forward_only: bool = False, vocab_size: int = 512
+) -> ForwardBackwardRequest:
+    data = some_data(seed, *lengths, vocab_size=vocab_size)
+    return ForwardBackwardRequest(run_id, 1, data, "cross_entropy", forward_only=forward_only)
 
 
 def reinforced(run_id: str, seed: int, *lengths: int, loss_fn: str = "ppo") -> ForwardBackwardRequest:

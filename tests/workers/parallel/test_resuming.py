@@ -1,0 +1,137 @@
+"""What was saved under any layout goes on under any other, and is the same file."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.verbs import Step
+
+from .training import ADAM, Layout, close, largest_error, layout, next_losses, supervised, train
+
+LAYOUTS = ("single", "replicas=2", "fsdp=2", "replicas=2,fsdp=2", "tp=2", "fsdp=2,tp=2", "sp=2", "sp=2,tp=2")
+OF_EXPERTS = ("ep=2", "fsdp=2,ep=2")
+
+MATRICES = [
+    pytest.param("qwen3_tied", ("fsdp=2", "tp=2"), id="core"),
+    *(
+        pytest.param(kind, layouts, id=kind, marks=[pytest.mark.full, pytest.mark.timeout(900)])
+        for kind, layouts in (("qwen3", LAYOUTS), ("qwen3_tied", LAYOUTS), ("qwen3_moe", LAYOUTS + OF_EXPERTS))
+    ),
+]
+TOLERANCE = 1e-4
+# Of files: what layouts round otherwise in two steps of at most 0.01 each.
+SAME = 1e-6
+
+
+@dataclass(frozen=True)
+class Saved:
+    """Of one layout. run: run "a". snapshot: run "b", in the midst of a window.
+
+    losses, window: what came next without an interruption.
+    """
+
+    where: Layout
+    run: Path
+    snapshot: Path
+    losses: list[float]
+    window: list[float]
+
+
+@pytest.fixture(scope="module", params=MATRICES)
+def matrix(
+    request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[list[Saved]]:
+    kind, specs = request.param
+    with ExitStack() as stack:
+        wheres = [
+            stack.enter_context(layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path_factory.mktemp("files")))
+            for spec in specs
+        ]
+        yield [trained(where) for where in wheres]
+
+
+def trained(where: Layout) -> Saved:
+    train(where, 2)
+    where.run_pass(supervised("b", 3, 9, 14, 7))
+    run, snapshot = where.saved("a"), where.snapshot("b")
+    return Saved(where, run, snapshot, next_losses(where), rest_of_window(where))
+
+
+def rest_of_window(where: Layout) -> list[float]:
+    """Of run "b": the loss of another batch, the gradient's norm with it, and the loss after the step."""
+    numbers = []
+    for seed in (4, 5):
+        (output,) = where.run_pass(supervised("b", seed, 21, 2))
+        assert isinstance(output, ForwardBackwardOutput)
+        (metrics,) = where.call("apply_steps", (Step("b", ADAM),))
+        numbers += [output.metrics["loss:sum"], metrics["grad_norm"]]
+    return numbers
+
+
+def test_what_one_layout_saved_goes_on_under_each(matrix: list[Saved]) -> None:
+    for saved in matrix:
+        for each in matrix:
+            each.where.call("load_run", "a", str(saved.run), True)
+            assert close(next_losses(each.where), saved.losses, TOLERANCE), f"{saved.where.spec} -> {each.where.spec}"
+        # What this bound would not let pass: two steps more, or an optimizer that begins anew.
+        assert not close(next_losses(saved.where), saved.losses, TOLERANCE)
+        saved.where.call("load_run", "a", str(saved.run), False)
+        assert not close(next_losses(saved.where), saved.losses, TOLERANCE)
+
+
+def test_a_window_that_one_layout_had_begun_is_ended_under_each(matrix: list[Saved]) -> None:
+    for saved in matrix:
+        for each in matrix:
+            each.where.call("load_run", "b", str(saved.snapshot), True)
+            assert close(rest_of_window(each.where), saved.window, TOLERANCE), (
+                f"{saved.where.spec} -> {each.where.spec}"
+            )
+        saved.where.call("load_run", "b", str(saved.snapshot), True)
+        saved.where.call("clear_gradients", "b")
+        assert not close(rest_of_window(saved.where), saved.window, TOLERANCE)
+
+
+def test_adapters_that_were_trained_alike_are_exported_alike(matrix: list[Saved]) -> None:
+    first, *others = (files_of(saved.run) for saved in matrix)
+    for saved, files in zip(matrix[1:], others, strict=True):
+        for name, matrices in files.items():
+            assert types_of(matrices) == types_of(first[name])
+            assert largest_error([matrices], [first[name]]) <= (SAME if "adapter" in name else TOLERANCE), saved.where
+    another = {name: 1.00001 * values for name, values in first["adapter_model"].items()}
+    assert largest_error([another], [first["adapter_model"]]) > SAME
+
+
+def test_what_one_layout_saved_each_saves_again_bit_for_bit(matrix: list[Saved]) -> None:
+    (wanted, words), weights = contents(matrix[0].run), None
+    for each in matrix:
+        each.where.call("load_run", "a", str(matrix[0].run), True)
+        found, own_words = contents(each.where.saved("a"))
+        assert own_words == words
+        assert found.keys() == wanted.keys()
+        for name, values in found.items():
+            assert values.tobytes() == wanted[name].tobytes(), f"{name} under {each.where.spec}"
+        exported = each.where.call("export_adapter", "a").weights
+        weights = exported if weights is None else weights
+        assert np.array_equal(exported, weights)
+
+
+def files_of(directory: Path) -> dict[str, dict[str, np.ndarray]]:
+    return {name: load_file(directory / f"{name}.safetensors") for name in ("adapter_model", "optimizer")}
+
+
+def contents(directory: Path) -> tuple[dict[str, np.ndarray], Sequence[str]]:
+    """All tensors by file and name, and the texts beside them."""
+    files = {
+        f"{name}/{key}": values for name, matrices in files_of(directory).items() for key, values in matrices.items()
+    }
+    return files, [path.read_text() for path in sorted(directory.glob("*.json"))]
+
+
+def types_of(matrices: dict[str, np.ndarray]) -> dict[str, tuple[object, ...]]:
+    return {name: (values.shape, values.dtype) for name, values in matrices.items()}

@@ -220,16 +220,16 @@ def test_gradients_that_are_averaged_or_not_exchanged_would_be_found(
     rule: str, alone: tuple[Layout, Numbers], many: tuple[Layout, Numbers]
 ) -> None:
     theirs, ours = one_step(alone[0], "sum"), one_step(many[0], rule)
-    are_close = [close(ours[name], theirs[name]) for name in theirs]
-    assert all(are_close) if rule == "sum" else not all(are_close)
+    others = {name: found for name in theirs if (found := error(ours[name], theirs[name])) > TOLERANCE}
+    assert bool(others) == (rule != "sum"), others
 
 
 def one_step(where: Layout, rule: str) -> dict[str, Any]:
-    """Of a new run, without clipping: its weights, and the norm of its gradient."""
+    """Of a new run: its weights, and the norm of its gradient before it is clipped."""
     where.call("follow", rule)
     where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
     where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
-    (metrics,) = where.call("apply_steps", (Step("new", ADAM.model_copy(update={"grad_clip_norm": 0.0})),))
+    (metrics,) = where.call("apply_steps", (Step("new", ADAM),))
     weights = load_file(where.saved("new") / "adapter_model.safetensors")
     where.call("drop_run", "new")
     where.call("follow", "sum")
@@ -245,11 +245,12 @@ def test_batches_of_any_size_come_back_in_their_order_from_as_many_micro_batches
 ) -> None:
     """A single datum on four ranks among them."""
     for where, _ in (alone, many):
+        where.call("create_run", RunSpec("new", LoraConfig(rank=4, seed=3)))
         where.call("cut_micro_batches", most_tokens)
         where.call("num_micro_batches")
     for lengths in BATCHES:
         for forward_only in (True, False):
-            request = supervised("a", sum(lengths), *lengths, forward_only=forward_only)
+            request = supervised("new", sum(lengths), *lengths, forward_only=forward_only)
             (theirs,), (ours,) = alone[0].run_pass(request), many[0].run_pass(request)
             assert isinstance(ours, ForwardBackwardOutput) and isinstance(theirs, ForwardBackwardOutput)
             assert close([ours.metrics["loss:sum"]], [theirs.metrics["loss:sum"]])
@@ -261,17 +262,7 @@ def test_batches_of_any_size_come_back_in_their_order_from_as_many_micro_batches
                 assert len(set(numbers)) == 1 and numbers[0] > 0, (lengths, numbers)
     for where, _ in (alone, many):
         where.call("cut_micro_batches", 4096)
-        where.call("clear_gradients", "a")
-
-
-def test_at_learning_rate_0_a_loss_repeats_bit_for_bit(many: tuple[Layout, Numbers]) -> None:
-    where, _ = many
-    losses = set()
-    for _ in range(3):
-        (output,) = where.run_pass(supervised("a", 1, 9, 30, 17))
-        losses.add(output.metrics["loss:sum"])
-        where.call("apply_steps", (Step("a", ADAM.model_copy(update={"learning_rate": 0.0})),))
-    assert len(losses) == 1
+        where.call("drop_run", "new")
 
 
 def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_once_a_step(

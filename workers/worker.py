@@ -4,8 +4,9 @@ All ranks of a base model are called with the same verbs in the same order.
 """
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -114,8 +115,7 @@ class Worker:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
         with self._resident(run_id) as adapter:
             learned = Learned.by(adapter, self._mesh)
-            if self._mesh.is_first:
-                save_adapter(learned, Path(directory), optimizer=optimizer, base_name=self._name)
+            self._by_first(partial(save_adapter, learned, Path(directory), optimizer=optimizer, base_name=self._name))
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
         """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
@@ -203,6 +203,20 @@ class Worker:
             if len(steps) == 1:
                 return [Failure(error.message, error.category)]
         return [answer for step in steps for answer in self._apply_known([step])]
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        """What the first rank does for all. Where it fails, it does on all: else they would seem to have parted."""
+        trouble: Exception | None = None
+        try:
+            if self._mesh.is_first:
+                write()
+        except Exception as error:
+            trouble = error
+        [of_first, *_] = self._mesh.exchange(None if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        if trouble is not None:
+            raise trouble
+        if of_first is not None:
+            raise OSError(of_first)
 
     def _bring_gradients_to_first(self, adapter: Adapter) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""

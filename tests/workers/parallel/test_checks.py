@@ -168,20 +168,51 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
 
 @pytest.mark.parametrize("reason", IMPOSSIBLE)
 def test_what_is_impossible_is_said_at_once(reason: str, tmp_path: Path) -> None:
-    """By a process of its own. What counts is the processor's time: others may have the cores."""
     arguments, source, said = IMPOSSIBLE[reason]
-    if not isinstance(source, str):
-        (tmp_path / "config.json").write_text(json.dumps(source))
-        source = str(tmp_path)
-    command = [sys.executable, "-m", "trainhouse.server", "plan", f"--base-model=M={source}", *arguments.split()]
-    errors = tmp_path / "errors"
+    assert_said_at_once("plan", made(source, tmp_path), arguments.split(), said, tmp_path)
+
+
+# What a model's config says, and the values that a layout may have at all.
+OF_SERVE = [
+    reason
+    for reason, (arguments, source, _) in IMPOSSIBLE.items()
+    if arguments.startswith("--parallel") and "num-devices" not in arguments and reason != "no config"
+]
+
+
+@pytest.mark.parametrize("reason", OF_SERVE)
+def test_serve_refuses_what_is_impossible_before_anything_is_there(reason: str, tmp_path: Path) -> None:
+    arguments, source, said = IMPOSSIBLE[reason]
+    state_dir = tmp_path / "state"
+    options = [*arguments.split(), f"--state-dir={state_dir}", "--port=0"]
+    assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
+    assert not state_dir.exists()
+
+
+def test_there_are_many_such_reasons() -> None:
+    assert len(OF_SERVE) >= 20
+
+
+def made(source: str | dict[str, Any], directory: Path) -> str:
+    """The directory of a model with this config.json."""
+    config = Path(source) if isinstance(source, str) else None
+    if config is not None and not config.is_file():
+        return str(config)
+    (directory / "config.json").write_text(json.dumps(source) if config is None else config.read_text())
+    return str(directory)
+
+
+def assert_said_at_once(command: str, source: str, options: list[str], said: str, directory: Path) -> None:
+    """By a process of its own. What counts is the processor's time: others may have the cores."""
+    errors = directory / "errors"
     with errors.open("w") as stream:
-        child = subprocess.Popen(command, stdout=stream, stderr=stream)
+        arguments = [sys.executable, "-m", "trainhouse.server", command, f"--base-model=M={source}", *options]
+        child = subprocess.Popen(arguments, stdout=stream, stderr=stream)
         _, status, used = os.wait4(child.pid, 0)
         child.returncode = os.waitstatus_to_exitcode(status)
     assert child.returncode in (1, 2)
     (line,) = errors.read_text().splitlines()
-    assert line.startswith("trainhouse plan: error: ") and said in line
+    assert line.startswith(f"trainhouse {command}: error: ") and said in line
     assert used.ru_utime + used.ru_stime < 1.0
 
 

@@ -15,7 +15,7 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.parallel.sequence_split import SequenceSplit
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.pool import WorkerDied
+from trainhouse.workers.pool import WorkerDied, WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 
 from ...tiny import tiny_model
@@ -332,6 +332,13 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[L
     (empty,) = where.run_pass(supervised("a", 1))
     assert isinstance(empty, Failure) and "the batch is empty" in empty.message
     where.call("clear_gradients", "a")
+
+
+def test_what_cannot_be_written_is_told_and_nothing_else_is_lost(many: tuple[Layout, Numbers], tmp_path: Path) -> None:
+    where, _ = many
+    with pytest.raises(WorkerError, match="is_missing"):
+        where.call("save_run", "a", str(tmp_path / "is_missing"), True)
+    where.saved("a")
 
 
 TROUBLE = (

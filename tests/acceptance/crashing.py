@@ -84,7 +84,8 @@ class Crashing:
     def signal_rank(self, number: signal.Signals) -> None:
         """The last of them that was started, once there are several."""
         until(lambda: len(worker_pids(self.pid)) > 1)
-        os.kill(max(worker_pids(self.pid)), number)
+        with suppress(ProcessLookupError, ValueError):  # they have ended meanwhile
+            os.kill(max(worker_pids(self.pid)), number)
 
     def restart(self, meanwhile: Callable[[], None] = nothing) -> None:
         """After kill -9; `meanwhile` is done while no server runs."""
@@ -113,13 +114,13 @@ class Crashing:
 def worker_pids(server_pid: int) -> list[int]:
     """Of the processes below it those that have torch loaded, but for the forkserver, its own child."""
     below = psutil.Process(server_pid).children(recursive=True)
-    return [each.pid for each in below if each.ppid() != server_pid and _has_torch(each.pid)]
+    return [each.pid for each in below if _is_rank(each, server_pid)]
 
 
-def _has_torch(pid: int) -> bool:
+def _is_rank(process: psutil.Process, server_pid: int) -> bool:
     try:
-        return "libtorch_cpu" in Path(f"/proc/{pid}/maps").read_text()
-    except (FileNotFoundError, ProcessLookupError):
+        return process.ppid() != server_pid and "libtorch_cpu" in Path(f"/proc/{process.pid}/maps").read_text()
+    except (psutil.NoSuchProcess, FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -22,7 +22,7 @@ from .group import Group, OnProgress
 from .parallel.checks import check_layout, cuda_devices
 from .parallel.shape import model_directory, read_model
 from .parallel.spec import SINGLE
-from .pool import LocalPool, Pool, PoolSpec, RayCluster, RayPool
+from .pools import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Snapshot, Verb

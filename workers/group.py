@@ -18,7 +18,7 @@ from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
 from .footprint import gigabytes, loaded_bytes
 from .patience import Patience
-from .pool import NoPlace, Pool, WorkerDied, WorkerError
+from .pools import NoPlace, Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .ranks import Ranks
 from .shares import PassLimits

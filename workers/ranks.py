@@ -9,7 +9,7 @@ from typing import Any
 
 from ..schemas.training import ForwardBackwardOutput
 from .parallel.spec import ParallelSpec
-from .pool import PerRank, Pool, WorkerDied
+from .pools import PerRank, Pool, WorkerDied
 from .verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput, Slice, SliceResult
 
 

@@ -21,7 +21,7 @@ from trainhouse.tests.workers.test_pool import OPENS_A_POOL, NewPool, new_pool, 
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.patience import Patience, Seen, cost_of
-from trainhouse.workers.pool import LocalPool, PoolSpec, WorkerDied
+from trainhouse.workers.pools import LocalPool, PoolSpec, WorkerDied
 from trainhouse.workers.verbs import RunSpec, SampleJob, WorkerLost
 
 __all__ = ["new_pool", "ray_cluster"]

@@ -16,7 +16,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pool import LocalPool, PerRank, Pool, PoolSpec, RayCluster, RayPool, WorkerDied, WorkerError
+from trainhouse.workers.pools import LocalPool, PerRank, Pool, PoolSpec, RayCluster, RayPool, WorkerDied, WorkerError
 
 NewPool = Callable[[PoolSpec], Pool]
 
@@ -223,7 +223,7 @@ def test_ctrl_c_is_left_to_the_server_and_the_main_script_is_not_run_again() -> 
 OPENS_A_POOL = """
 import asyncio
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pool import LocalPool, PoolSpec
+from trainhouse.workers.pools import LocalPool, PoolSpec
 
 async def main():
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))
@@ -252,7 +252,7 @@ def test_a_program_that_does_not_close_its_pool_ends_all_the_same() -> None:
     program = """
 import asyncio
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pool import LocalPool, PoolSpec
+from trainhouse.workers.pools import LocalPool, PoolSpec
 
 async def main():
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))

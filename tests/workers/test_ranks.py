@@ -7,7 +7,7 @@ import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.parallel.training import reinforced, supervised
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pool import LocalPool, PoolSpec, WorkerDied
+from trainhouse.workers.pools import LocalPool, PoolSpec, WorkerDied
 from trainhouse.workers.ranks import Ranks, shared_out
 from trainhouse.workers.verbs import Part, Pass
 

@@ -192,7 +192,7 @@ class VllmProcess:
                 "VLLM_CPU_KVCACHE_SPACE": str(max(1, self._model.kv_cache_bytes >> 30)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._model.threads),
-                # Its threads share the cores with training: waiting ones are to sleep (see pool.py).
+                # Its threads share the cores with training: waiting ones are to sleep (see pools/shell.py).
                 "OMP_WAIT_POLICY": "PASSIVE",
                 "KMP_BLOCKTIME": "0",
             }

@@ -15,7 +15,7 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.parallel.sequence_split import SequenceSplit
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.pool import WorkerDied, WorkerError
+from trainhouse.workers.pools import WorkerDied, WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 
 from ...tiny import tiny_model

@@ -1,0 +1,29 @@
+"""LocalPool: ranks in processes of this machine."""
+
+import asyncio
+import socket
+
+from ..messages import Incoming, Outgoing, Piece
+from .base import Answer, PoolSpec
+from .children import ChildrenPool
+from .shell import Shell
+
+
+class LocalPool(ChildrenPool):
+    """One forkserver child per rank."""
+
+    async def _start_ranks(self) -> None:
+        for rank in range(len(self.spec.configs)):
+            await self._start_child(_serve_rank, self.spec, rank)
+
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        self._children[rank].send(message, answer)
+
+    def _preloaded(self) -> tuple[str, ...]:
+        return (self.spec.worker.partition(":")[0],)
+
+
+def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int) -> None:
+    shell, incoming = Shell(spec, rank), Incoming()
+    while (frame := incoming.receive(pipe)) is not None:
+        Outgoing(shell.answer(frame)).send(pipe)

@@ -1,0 +1,157 @@
+"""RayPool: ranks that are actors of a Ray cluster.
+
+Ray ends processes that are connected to it: a driver whose head is away for a minute, by _Exit. So this process never
+is: each RayPool has a child that is its driver, and a new pool a new one, which finds whatever cluster is there then.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import traceback
+from dataclasses import dataclass
+from itertools import cycle
+from queue import SimpleQueue
+from typing import Any
+
+from ..messages import Incoming, Outgoing, Piece, encode
+from .base import Answer, NoPlace, PoolSpec, WorkerError
+from .children import ChildrenPool, ignore_signals
+from .ray_cluster import RayCluster
+from .shell import Shell
+
+
+class RayPool(ChildrenPool):
+    """One actor per rank, in a placement group of its own, on a cluster that is connected as the pool starts.
+
+    Ray ends the actors when their driver, a child of this process, is gone; also those that do not listen.
+    """
+
+    def __init__(self, spec: PoolSpec, cluster: RayCluster, placement_timeout_seconds: float = 60.0) -> None:
+        super().__init__(spec)
+        self._cluster = cluster
+        self._placement_timeout_seconds = placement_timeout_seconds
+
+    async def _start_ranks(self) -> None:
+        drive = _Drive(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
+        await self._start_child(_drive_ray, drive)
+
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        """The driver takes messages for ranks in turn, as they are sent."""
+        self._children[0].send(message, answer)
+
+    def _preloaded(self) -> tuple[str, ...]:
+        return ()
+
+
+@dataclass(frozen=True)
+class _Drive:
+    """What a driver has to do: `spec` on the cluster at `address`."""
+
+    spec: PoolSpec
+    address: str
+    environment: dict[str, str]
+    placement_timeout_seconds: float
+
+
+def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
+    """The driver: hands messages to the ranks in turn, and answers in that order. It ends when it loses one of them."""
+    os.environ.update(drive.environment)
+    try:
+        _connect(drive.address)
+        actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
+    except ValueError as error:
+        _refuse(pipe, error)
+        return
+    watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
+    threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
+    answers: SimpleQueue[Any] = SimpleQueue()
+    threading.Thread(target=_send_answers, args=(answers, pipe), daemon=True).start()
+    incoming = Incoming()
+    for actor in cycle(actors):
+        answers.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
+
+
+def _refuse(pipe: socket.socket, error: ValueError) -> None:
+    incoming = Incoming()
+    while incoming.receive(pipe) is not None:
+        Outgoing(encode(Answer(error=error))).send(pipe)
+
+
+def _watch(watches: list[Any], lifeline: socket.socket) -> None:
+    import ray
+
+    ray.wait(watches)
+    lifeline.sendall(b"its Ray actor is gone: it ended unexpectedly (out of memory?), or its node did")
+    os._exit(1)
+
+
+def _send_answers(answers: "SimpleQueue[Any]", pipe: socket.socket) -> None:
+    import ray
+    from ray.exceptions import RayActorError
+
+    while True:
+        try:
+            frame: list[Piece] = [ray.get(answers.get())]
+        except RayActorError:  # the watch tells
+            return
+        except Exception as error:  # Ray lost the message or the answer
+            frame = encode(Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
+        Outgoing(frame).send(pipe)
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    try:
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}") from error
+    ignore_signals()  # Ray has a handler of its own
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+
+
+def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]:
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    # Ray takes no empty bundle.
+    bundle = {"CPU": spec.cpus_per_rank or 0.001}
+    if spec.gpus_per_rank:
+        bundle["GPU"] = spec.gpus_per_rank
+    placement = placement_group([bundle] * len(spec.configs), strategy="PACK")
+    if not placement.wait(placement_timeout_seconds):
+        raise NoPlace(
+            f"the Ray cluster has no room for {len(spec.configs)} ranks of {bundle} each "
+            f"(waited {placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
+            "add nodes or ask for less"
+        )
+    decorate: Any = ray.remote
+    # A second thread, in which `wait_forever` stays for as long as the process lives.
+    actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
+    return [
+        actor_class.options(
+            num_cpus=spec.cpus_per_rank,
+            num_gpus=spec.gpus_per_rank,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
+        ).remote(spec, rank)
+        for rank in range(len(spec.configs))
+    ]
+
+
+class _RayShell(Shell):
+    def answer_frame(self, frame: bytes) -> bytes:
+        # Ray's memory is shared and read-only; what arrives is to be written to.
+        return b"".join(self.answer(memoryview(bytearray(frame))))
+
+    def wait_forever(self) -> None:
+        threading.Event().wait()

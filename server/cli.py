@@ -1,4 +1,4 @@
-"""The command line: `trainhouse serve`, `keys`, `backup`, `verify`, `plan`, `demo`. Parses, calls, says errors."""
+"""The command line: `trainhouse serve`, `workers`, `keys` and the others. Parses, calls, says errors."""
 
 import argparse
 import asyncio
@@ -17,6 +17,7 @@ from .auth import create_key, list_keys, revoke_key
 from .backup import Backup
 from .claim import StartError, check_database, check_kind
 from .config import (
+    ADDRESS,
     ENVIRONMENT_PREFIX,
     REPEATED,
     ConfigError,
@@ -28,6 +29,7 @@ from .config import (
     place_config_of,
     shown_default,
     store_config_of,
+    worker_knobs,
 )
 from .logs import configure_logging
 from .plan import main as plan
@@ -71,6 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"trainhouse {VERSION}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
+    _add_workers(commands)
     _add_keys(commands)
     _add_backup(commands)
     _add_verify(commands)
@@ -159,6 +162,53 @@ def _serve(options: argparse.Namespace) -> int:
     configure_logging(config.log_level)
     check_kind(StoreConfig(config.state_dir, config.database_url))
     serve(config)
+    return 0
+
+
+# trainhouse workers
+
+_WORKERS_USAGE = "trainhouse workers --base-model NAME[=PATH_OR_HUB_ID] --listen HOST:PORT [FLAGS]"
+
+
+def _add_workers(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "workers",
+        help="keep workers, for servers that come and go",
+        usage=_WORKERS_USAGE,
+        add_help=False,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--help", "-h", action=_Print, text=workers_help, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--listen", metavar="HOST:PORT")
+    for entry in worker_knobs():
+        action = "append" if entry.name in REPEATED else "store"
+        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    parser.set_defaults(run=_workers)
+
+
+def workers_help() -> str:
+    listen = ("--listen HOST:PORT", "where servers attach, with --workers HOST:PORT")
+    return f"""\
+usage: {_WORKERS_USAGE}
+
+{_knob_table(worker_knobs(), listen)}
+
+Knobs are those of `trainhouse serve`, from its file and environment, too: the same file may be given to both."""
+
+
+def _workers(options: argparse.Namespace) -> int:
+    from .keeping import keep
+
+    config = load_config(_knob_flags(options), os.environ, _config_file(options))
+    if not config.base_models:
+        raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+    listen = options.listen or config.workers
+    if listen is None or not ADDRESS.holds(listen):
+        given = "is not given" if listen is None else f"is {listen!r}"
+        raise ConfigError(f"--listen {given}: expected {ADDRESS.words}, such as 127.0.0.1:7000")
+    configure_logging(config.log_level)
+    keep(config, listen)
     return 0
 
 

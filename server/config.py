@@ -15,11 +15,10 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ..workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from ..workers.dispatch import DispatchConfig
+from ..workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .checkpoint_files import PlaceConfig
-from .places import check_url
+from .places import check_url, is_url
 from .store import StoreConfig
 from .values import BYTE_UNITS, ConfigError, parse_bytes, parse_served_model
 
@@ -97,9 +96,20 @@ DATABASE_URL = Check(
     lambda value: re.fullmatch(r"postgresql(\+psycopg)?://[^\s]+", str(value)) is not None,
     "postgresql+psycopg://USER:PASSWORD@HOST/DATABASE",
 )
+ADDRESS = Check(
+    lambda value: re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", str(value)) is not None, "HOST:PORT"
+)
 REPEATED = ("base_models", "mirrors")
 """The knobs that a command line may name several times."""
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
+
+
+_OF_WORKERS = {
+    *("base_models", "pool", "dtype", "device", "threads", "parallel", "tp_activations", "max_lora_rank"),
+    *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
+    *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_device", "ray_address", "ray_cpus_per_rank"),
+    *("ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
+}
 
 
 @dataclass(frozen=True)
@@ -118,7 +128,6 @@ class ServerConfig:
         (),
         "served name, directory or hub id; repeatable",
         common=True,
-        check=Check(lambda value: bool(value), "at least one NAME[=PATH_OR_HUB_ID]"),
         flag="--base-model",
     )
     host: str = knob("127.0.0.1", "beyond loopback it takes keys", common=True)
@@ -194,6 +203,8 @@ class ServerConfig:
     ray_gpus_per_rank: float = knob(
         1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
     )
+    workers: str | None = knob(None, "HOST:PORT of `trainhouse workers`, whose ranks stay", check=ADDRESS)
+    workers_secret_file: Path | None = knob(None, "what this server and its workers share")  # noqa: RUF009
     tenant_weights: tuple[TenantWeight, ...] = knob((), "shares of the passes, alice=2,bob=0.5; of others: 1")
     tenant_runs: int = knob(2000, "most live runs of a tenant", check=POSITIVE)
     tenant_queued_operations: int = knob(20_000, "most unanswered operations of a tenant", check=POSITIVE)
@@ -246,7 +257,13 @@ class ServerConfig:
                 f"queued_bytes {self.queued_bytes} is below twice max_body_bytes {self.max_body_bytes}: raise the "
                 "one or lower the other"
             )
-        if len(self._devices) not in (1, len(self.base_models)):
+        if not self.base_models and self.workers is None:
+            raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+        if self.workers is not None and self.workers_secret_file is None:
+            raise ConfigError(
+                "workers needs workers_secret_file, the same file as theirs: make one with `openssl rand -hex 32`"
+            )
+        if self.base_models and len(self._devices) not in (1, len(self.base_models)):
             raise ConfigError(
                 f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
                 "or one for each in their order"
@@ -270,9 +287,26 @@ class ServerConfig:
     def worker_config(self, model: ServedModel) -> WorkerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
         # On another machine of a Ray cluster our directories may not be there.
-        pages = None if self.pool == "ray" else str((self.state_dir / "pages").absolute())
+        pages = None if self._may_be_elsewhere else str((self.state_dir / "pages").absolute())
         shared: dict[str, typing.Any] = _shared(self, WorkerConfig) | {"parallel": self.parallel or SINGLE}
-        return replace(WorkerConfig(model=model, **shared), device=device, page_directory=pages)
+        return replace(
+            WorkerConfig(model=model, **shared),
+            device=device,
+            page_directory=pages,
+            shared_directories=self._shared_directories,
+        )
+
+    @property
+    def _may_be_elsewhere(self) -> bool:
+        """Whether ranks may be on other machines."""
+        return self.pool == "ray" or self.workers is not None
+
+    @property
+    def _shared_directories(self) -> tuple[str, ...]:
+        if not self._may_be_elsewhere:
+            return ()
+        checkpoints = () if self.checkpoints is None or is_url(self.checkpoints) else (Path(self.checkpoints),)
+        return tuple(str(each.expanduser().absolute()) for each in (self.state_dir, *checkpoints))
 
     @property
     def _devices(self) -> list[str]:
@@ -317,6 +351,11 @@ def knob_of(knob_field: Field) -> Knob:
 
 def flag_of(knob_field: Field) -> str:
     return knob_of(knob_field).flag or "--" + knob_field.name.replace("_", "-")
+
+
+def worker_knobs() -> list[Field]:
+    """Those of `trainhouse workers`."""
+    return [entry for entry in fields(ServerConfig) if entry.name in _OF_WORKERS]
 
 
 def load_config(
@@ -510,8 +549,6 @@ def _check_value(knob_field: Field, value: object) -> None:
         raise ConfigError(f"{knob_field.name} is {value!r}: expected {' or '.join(choices)}")
     if knob.check is None or knob.check.holds(value):
         return
-    if value == ():
-        raise ConfigError(f"{flag_of(knob_field)} is not given: expected {knob.check.words}")
     shown = "malformed" if knob.secret else repr(value)
     raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
 
@@ -525,7 +562,7 @@ def _check_sampler(config: ServerConfig) -> None:
     if config.vllm_python is not None and not config.vllm_python.is_file():
         raise ConfigError(f"vllm_python: there is no {config.vllm_python}")
     num_urls = len(config.vllm_url.split(",")) if config.vllm_url else 0
-    if num_urls not in (0, len(config.base_models)):
+    if config.base_models and num_urls not in (0, len(config.base_models)):
         raise ConfigError(
             f"vllm_url names {num_urls} servers for {len(config.base_models)} base models: name one for each in their "
             "order"

@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 from ..schemas.errors import OperationError
 from ..workers.dispatch import WorkerDispatch
 from .app import LiveState, create_app
+from .attached import dispatch_config, with_workers
 from .auth import require_keys
 from .auto_layout import with_layouts
 from .claim import StartError, locked, made
@@ -118,6 +119,7 @@ def allow_many_connections() -> None:
 
 
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
+    config = await with_workers(config)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
     with ready_file(config.ready_file) as write_ready:
@@ -140,7 +142,8 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
 async def _leading(config: ServerConfig, live: LiveState | None) -> AsyncIterator[FastAPI]:
     """Does all the work there is, for as long as the block lasts. Raises StartError."""
     scratch_dir = config.state_dir if live is None else live.directory
-    async with _loaded(replace(config, state_dir=scratch_dir)) as dispatch:
+    epoch = None if live is None else live.tenure.record.epoch
+    async with _loaded(replace(config, state_dir=scratch_dir), epoch) as dispatch:
         if live is not None:  # loading may have taken long
             live.tenure.check()
         app = create_app(config, dispatch, live)
@@ -277,28 +280,28 @@ class _Turns:
 
 
 _BIND_REMEDIES = {
-    errno.EADDRINUSE: "something listens there already: stop it, or choose another --port (0 = a free one)",
-    errno.EACCES: "that takes privileges: choose a --port above 1023",
-    errno.EADDRNOTAVAIL: "this machine has no such address: choose another --host",
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 = a free one)",
+    errno.EACCES: "that takes privileges: choose a {port} above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another {host}",
 }
 
 
 @contextlib.contextmanager
-def bound(host: str, port: int) -> Iterator[socket.socket]:
+def bound(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> Iterator[socket.socket]:
     """A socket with the address taken, not listening yet: while we load, clients are refused, not kept waiting.
 
-    Raises StartError.
+    host_flag, port_flag: where the two are from. Raises StartError.
     """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except socket.gaierror as error:
-        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another --host") from None
+        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another {host_flag}") from None
     with socket.socket(family, socket.SOCK_STREAM) as listener:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind(address)
         except OSError as error:
-            remedy = _BIND_REMEDIES.get(error.errno or 0, error.strerror)
+            remedy = _BIND_REMEDIES.get(error.errno or 0, str(error.strerror)).format(host=host_flag, port=port_flag)
             raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
         yield listener
 
@@ -379,10 +382,10 @@ def _opened_store(config: ServerConfig) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def _loaded(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
-    """The workers with their models loaded; ended on leaving. Raises StartError."""
+async def _loaded(config: ServerConfig, epoch: int | None) -> AsyncIterator[WorkerDispatch]:
+    """The workers with their models loaded; ended on leaving, but for those that are kept. Raises StartError."""
     try:
-        settings = config.dispatch_config()
+        settings = dispatch_config(config, epoch)
         if config.parallel is None:
             settings = with_layouts(settings, config.device_memory_bytes, say)
         dispatch = WorkerDispatch(settings)

@@ -1,9 +1,11 @@
-"""What a rank must know to load and run a base model. Imports no torch."""
+"""What a rank must know to load and run a base model, and a dispatch of all its ranks. Imports no torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Literal
 
 from .parallel.spec import SINGLE, ParallelSpec
+from .pools import KeptAt
 
 ZeroStage = Literal["3", "2"]
 
@@ -36,6 +38,7 @@ class WorkerConfig:
         backward runs; "2" = from the one to the other.
     activations: what a pass keeps of each layer for its way back: "keep" = all that this needs; "recompute" = the
         layer's input, from which it runs once more; "offload" = that, too, but in host memory.
+    shared_directories: of the server, for ranks that may be on other machines: they must be the same directories there.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
         and is killed and started anew.
     """
@@ -59,6 +62,7 @@ class WorkerConfig:
     tp_activations: Literal["sharded", "whole"] = "sharded"
     zero_stage: ZeroStage = "3"
     activations: Literal["keep", "recompute", "offload"] = "keep"
+    shared_directories: tuple[str, ...] = ()
     hang_seconds: float = 60.0
 
 
@@ -90,3 +94,29 @@ class SamplingConfig:
     vllm: VllmConfig | None = None
     devices: tuple[str, ...] = ()
     directory: str | None = None
+
+
+@dataclass(frozen=True)
+class DispatchConfig:
+    """One group per model, each of one rank, and those that only sample.
+
+    pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
+    ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
+    slice_milliseconds: about how long sampling holds the ranks at a time.
+    pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
+    tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
+    worker: the class built on every rank, as "module:Class".
+    kept: where another process keeps the workers, which are then as it was told.
+    """
+
+    models: tuple[WorkerConfig, ...]
+    pool: Literal["local", "ray"] = "local"
+    ray_address: str | None = None
+    ray_cpus_per_rank: float = 1.0
+    ray_gpus_per_rank: float = 1.0
+    slice_milliseconds: float = 50.0
+    pass_tokens: int = 8192
+    tenant_weights: Mapping[str, float] = field(default_factory=dict)
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    worker: str = f"{__package__}.worker:Worker"
+    kept: KeptAt | None = None

@@ -5,53 +5,25 @@ Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
 
 import asyncio
 import math
-import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from urllib.parse import quote
 
 from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from .config import SamplingConfig, WorkerConfig
+from .config import DispatchConfig, WorkerConfig
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
-from .footprint import check_fit, runs_on_cpu
 from .group import Group, OnProgress
-from .parallel.checks import check_layout, cuda_devices
-from .parallel.shape import model_directory, read_model
-from .parallel.spec import SINGLE
-from .pools import LocalPool, Pool, PoolSpec, RayCluster, RayPool
 from .shares import PassLimits
+from .sources import named_samplers, samplers, source_of, with_threads
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Snapshot, Verb
 
 _MOST_WEIGHT_RATIO = 1000
-
-
-@dataclass(frozen=True)
-class DispatchConfig:
-    """One group per model, each of one rank, and those that only sample.
-
-    pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
-    ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
-    slice_milliseconds: about how long sampling holds the ranks at a time.
-    pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
-    tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
-    worker: the class built on every rank, as "module:Class".
-    """
-
-    models: tuple[WorkerConfig, ...]
-    pool: Literal["local", "ray"] = "local"
-    ray_address: str | None = None
-    ray_cpus_per_rank: float = 1.0
-    ray_gpus_per_rank: float = 1.0
-    slice_milliseconds: float = 50.0
-    pass_tokens: int = 8192
-    tenant_weights: Mapping[str, float] = field(default_factory=dict)
-    sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    worker: str = f"{__package__}.worker:Worker"
 
 
 class WorkerDispatch:
@@ -66,9 +38,9 @@ class WorkerDispatch:
         _check_weights(config.tenant_weights)
         self.models = {}
         self._config = config
-        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
-        models = _with_threads(config)
-        self._groups = {model.model.name: self._new_group(model) for model in models}
+        self._source = source_of(config)
+        models = with_threads(config)
+        self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
         self._homes: dict[str, _Home] = {}  # by id of the run
         self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
@@ -76,13 +48,8 @@ class WorkerDispatch:
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads every base model. Raises ValueError: no such model, a bad one, a layout that it cannot have, or not
         enough memory."""
-        for model in self._config.models:
-            _check_layout(model, is_local=self._cluster is None)
-        copies = _copies(self._config)
-        check_fit(copies)
         try:
-            if self._cluster is not None:
-                await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
+            await self._source.open()
             for name, group in self._groups.items():
                 await group.start(on_progress)
                 await self._engines[name].start(on_progress)
@@ -95,8 +62,7 @@ class WorkerDispatch:
         """Ends the workers; what still waits for them fails."""
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
         await asyncio.gather(*(group.close() for group in self._groups.values()))
-        if self._cluster is not None:
-            await self._cluster.disconnect()
+        await self._source.close()
 
     def status(self, base_model: str) -> str | None:
         """What work on this base model waits for, in words; None when nothing waits."""
@@ -207,9 +173,9 @@ class WorkerDispatch:
             )
         return self._homes[run_id]
 
-    def _new_group(self, model: WorkerConfig, name: str | None = None) -> Group:
+    def _new_group(self, model: WorkerConfig, name: str) -> Group:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
-        return Group(model, self._new_pool, limits, self._config.slice_milliseconds, name)
+        return Group(model, partial(self._source.new_pool, name), limits, self._config.slice_milliseconds, name)
 
     def _new_engine(self, number: int, model: WorkerConfig) -> Engine:
         """number: the model's, in the order of the config."""
@@ -217,25 +183,12 @@ class WorkerDispatch:
         directory = Path(sampling.directory) / quote(model.model.name, safe="") if sampling.directory else None
         if sampling.vllm is not None and sampling.vllm.urls:
             return Vllm(training, VllmAt(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
-        samplers = list(_samplers(model, sampling))
         if sampling.vllm is not None:
-            return Vllm(training, VllmProcess(samplers[0], sampling.vllm, directory), directory)
-        if not samplers:
+            return Vllm(training, VllmProcess(samplers(model, sampling)[0], sampling.vllm, directory), directory)
+        groups = [self._new_group(each, name) for name, each in named_samplers(model, sampling)]
+        if not groups:
             return TrainingWorkers(training)
-        groups = [
-            self._new_group(each, f"{model.model.name} (sampler {i})") for i, each in enumerate(samplers, start=1)
-        ]
         return SamplerGroups(training, groups, AdapterCopies(directory))
-
-    def _new_pool(self, model: WorkerConfig) -> Pool:
-        spec = PoolSpec(
-            worker=self._config.worker,
-            configs=_of_ranks(model, is_local=self._cluster is None),
-            threads=model.threads,
-            cpus_per_rank=self._config.ray_cpus_per_rank,
-            gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
-        )
-        return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
 
 
 @dataclass(frozen=True)
@@ -260,54 +213,3 @@ def _check_weights(weights: Mapping[str, float]) -> None:
             f"tenant weights go from {lightest:g} to {heaviest:g}: the heaviest may have {_MOST_WEIGHT_RATIO} times "
             "the lightest, where 1 is that of tenants not named"
         )
-
-
-def _samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
-    """What our processes that only sample the model are built of."""
-    alone = replace(model, parallel=SINGLE)
-    if sampling.vllm is not None:
-        devices = ",".join(sampling.devices) or model.device
-        return [] if sampling.vllm.urls else [replace(alone, device=devices)]
-    devices = sampling.devices or (model.device,)
-    return [replace(alone, device=devices[number % len(devices)]) for number in range(sampling.workers)]
-
-
-def _check_layout(model: WorkerConfig, is_local: bool) -> None:
-    """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
-    if model.parallel == SINGLE or model_directory(model.model.source) is None:
-        return
-    num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
-    check_layout(model.parallel, read_model(model.model), num_devices, model.max_context_length, model.dtype)
-
-
-def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
-    """Ray lets each rank see its own GPUs alone; on this machine each takes another one."""
-    shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
-    return tuple(
-        replace(
-            model, rank=rank, is_local=is_local, device=_device_of(model.device, rank) if shares_gpus else model.device
-        )
-        for rank in range(model.parallel.num_ranks)
-    )
-
-
-def _device_of(device: str, rank: int) -> str:
-    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
-    _, _, first = device.partition(":")
-    return f"cuda:{int(first or 0) + rank}"
-
-
-def _copies(config: DispatchConfig) -> list[WorkerConfig]:
-    """One for each process that holds a base model."""
-    return [
-        copy
-        for model in config.models
-        for copy in (*_of_ranks(model, is_local=config.pool == "local"), *_samplers(model, config.sampling))
-    ]
-
-
-def _with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
-    """Threads per rank = cores / ranks, over all of them: they compute at the same time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // max(1, len(_copies(config))))
-    return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -100,7 +100,10 @@ class Group:
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model. Raises ValueError with the reason when it does not load."""
         source, size = self._config.model.source, loaded_bytes(self._config)
-        on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
+        if self._new_ranks().is_kept:
+            on_progress(f"attaching to the workers of {self.name} ...")
+        else:
+            on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
         try:
             await self._open_ranks()
@@ -480,12 +483,15 @@ class Group:
         return True
 
     async def _open_ranks(self) -> None:
-        self._ranks = Ranks(self._new_pool(self._config), self._config.parallel)
+        self._ranks = self._new_ranks()
         # The first time someone watches, and the model may have to be downloaded.
         await self._ranks.start(self._patience.loading_seconds if self.num_deaths else math.inf)
         self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
         self.info = await self._verb(self._ranks, "info")
+
+    def _new_ranks(self) -> Ranks:
+        return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)
 
     def _processes(self) -> str:
         pids = ", ".join(map(str, self.pids()))

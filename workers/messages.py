@@ -46,6 +46,11 @@ def encode(value: object) -> list[Piece]:
     return pieces
 
 
+def size_of(head: memoryview) -> int:
+    """Bytes of the frame that begins like this."""
+    return _HEAD.unpack_from(head)[0]
+
+
 def decode(frame: memoryview) -> object:
     """The value of a whole frame, whose memory it may keep."""
     _, num_pickled, num_buffers = _HEAD.unpack_from(frame)
@@ -121,6 +126,6 @@ class Incoming:
 
     def _make_room(self) -> None:
         head = self._frame
-        self._frame = np.empty(_HEAD.unpack(head)[0], np.uint8).data
+        self._frame = np.empty(size_of(head), np.uint8).data
         self._frame[: _HEAD.size] = head
         self._missing = self._frame[_HEAD.size :]

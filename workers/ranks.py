@@ -8,17 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from ..schemas.training import ForwardBackwardOutput
+from .landmark import Landmark
 from .parallel.spec import ParallelSpec
 from .pools import PerRank, Pool, WorkerDied
 from .verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput, Slice, SliceResult
 
 
 class Ranks:
-    """Raises as the pool does. death, pids: see Pool."""
+    """Raises as the pool does. death, pids, is_kept: see Pool."""
 
-    def __init__(self, pool: Pool, spec: ParallelSpec) -> None:
+    def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
+        """shared_directories: of this machine, where all ranks are to read and write, too."""
         self._pool = pool
         self._spec = spec
+        self._shared_directories = shared_directories
         self._samplers = _Samplers(spec)
 
     @property
@@ -29,17 +32,40 @@ class Ranks:
     def pids(self) -> list[int]:
         return self._pool.pids
 
+    @property
+    def is_kept(self) -> bool:
+        return self._pool.is_kept
+
     async def start(self, hang_seconds: float = math.inf) -> None:
-        """Loads the base model on every rank."""
+        """Loads the base model on every rank; those that were kept have it, and drop what an earlier server left.
+
+        Raises ValueError where a rank does not see what it is to share with this machine.
+        """
         await self._pool.start(hang_seconds)
-        if self._spec.num_ranks == 1:
-            return
         try:
-            [address, *_] = await self._pool.call("meet", hang_seconds=hang_seconds)
-            await self._pool.call("load", address, hang_seconds=hang_seconds)
+            if self._pool.is_kept:
+                await self._pool.call("start_over", hang_seconds=hang_seconds)
+            elif self._spec.num_ranks > 1:
+                [address, *_] = await self._pool.call("meet", hang_seconds=hang_seconds)
+                await self._pool.call("load", address, hang_seconds=hang_seconds)
+            for directory in self._shared_directories:
+                await self._check_shared(directory, hang_seconds)
         except BaseException:
             await self._pool.close()
             raise
+
+    async def _check_shared(self, directory: str, hang_seconds: float) -> None:
+        landmark = await asyncio.to_thread(Landmark.left_in, directory)
+        try:
+            for rank, trouble in enumerate(await self._pool.call("look_for", landmark, hang_seconds=hang_seconds)):
+                if trouble is not None:
+                    raise ValueError(
+                        f"{directory} is not shared with rank {rank}: {trouble}; ranks read and write there: mount one "
+                        "file system at the same path on every machine, or name a directory that is on such a one "
+                        "with --state-dir (and --checkpoints, where that is a directory)"
+                    )
+        finally:
+            await asyncio.to_thread(landmark.remove)
 
     async def close(self) -> None:
         await self._pool.close()

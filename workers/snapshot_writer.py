@@ -1,7 +1,7 @@
 """SnapshotWriter: brings the state of runs to disk in threads of its own, while the rank computes."""
 
 import logging
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import torch
@@ -38,6 +38,11 @@ class SnapshotWriter:
         """Each is told once; None: written."""
         done = [snapshot_id for snapshot_id, writing in self._writing.items() if writing.done()]
         return {snapshot_id: _outcome(self._writing.pop(snapshot_id)) for snapshot_id in done}
+
+    def wait(self) -> None:
+        """Until none is under way; who began them does not ask for them any more."""
+        wait(self._writing.values())
+        self._writing.clear()
 
     def _write(self, taken: list[Learned], copied: torch.cuda.Event | None, directory: Path) -> None:
         learned = taken.pop()

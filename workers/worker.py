@@ -16,6 +16,7 @@ from safetensors import SafetensorError
 from ..schemas.errors import OperationError
 from .checkpoint import Learned, load_adapter, load_new_adapter, read_lora_config, save_adapter
 from .config import WorkerConfig
+from .landmark import Landmark
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
 from .memory import tune_allocator
@@ -61,6 +62,17 @@ class Worker:
         meeting = self._meeting or Meeting.at(address, config.hang_seconds)
         connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
         self._load(Mesh(config.parallel, config.rank))
+
+    def start_over(self) -> None:
+        """As if the model had just been loaded: nothing of what came since is here, nor written any more."""
+        self._sampler.forget_all()
+        for adapter_id in self._adapters:
+            self.drop_run(adapter_id)
+        self._snapshots.wait()
+
+    def look_for(self, landmark: Landmark) -> str | None:
+        """Why this rank does not share the directory; None: it does."""
+        return landmark.trouble()
 
     def _load(self, mesh: Mesh) -> None:
         config = self._config

@@ -26,6 +26,15 @@ class EchoWorker:
         self._rank = config.rank
         self._num_counted = 0
 
+    def meet(self) -> str:
+        return "here"
+
+    def load(self, address: str) -> None:
+        assert address == "here"
+
+    def start_over(self) -> None:
+        self._num_counted = 0
+
     def rank(self) -> int:
         return self._rank
 

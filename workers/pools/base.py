@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import Piece, encode
+from ..messages import Piece, decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,13 @@ class PerRank:
 class WorkerDied(Exception):
     """A rank's process is gone, and with it everything that the group held in memory."""
 
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return f"the worker died: {self.reason}"
+
 
 class NoPlace(ValueError):
     """Nowhere to start the ranks now, though there may be later. The message may be told to all who wait."""
@@ -67,9 +74,11 @@ class Pool(abc.ABC):
     """The ranks of one group. Belongs to the event loop that starts it.
 
     death: resolves, with the reason, as soon as any rank is gone; from then on every call raises that reason.
-    pids: the ranks' process ids, on their own machines.
+    pids: the ranks' process ids, on their own machines. is_kept: whether they were there before, with their model
+    loaded, and stay when this is closed.
     """
 
+    is_kept = False
     death: "asyncio.Future[WorkerDied]"
     pids: list[int]
 
@@ -87,8 +96,7 @@ class Pool(abc.ABC):
         self.death = asyncio.get_running_loop().create_future()
         try:
             await self._start_ranks()
-            answers = await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds)
-            self.pids = raised(answers)
+            self.pids = await self._build(hang_seconds)
         except BaseException:
             await self.close()
             raise
@@ -111,6 +119,15 @@ class Pool(abc.ABC):
             messages = [encode((method, arguments))] * len(self.spec.configs)
         return await self._gather(messages, method, hang_seconds)
 
+    async def relay(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> "list[Answer]":
+        """What the ranks answer to messages that are encoded already, one for each. Raises WorkerDied."""
+        if self.death.done():
+            raise self.death.result()
+        answers = await self._answers_to(messages, method, hang_seconds)
+        if self.death.done():
+            raise self.death.result()
+        return answers
+
     def kill(self, reason: str) -> WorkerDied:
         """All ranks, at once; returns their death."""
         self._died(f"{reason}, so it was killed")
@@ -125,9 +142,14 @@ class Pool(abc.ABC):
     @abc.abstractmethod
     async def _start_ranks(self) -> None: ...
 
+    async def _build(self, hang_seconds: float) -> list[int]:
+        """The worker, on every rank; answers their process ids."""
+        return raised(await self._gather([encode(None)] * len(self.spec.configs), "start", hang_seconds))
+
     @abc.abstractmethod
-    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
-        """Sets `answer` (unless it is done by then) to what the rank answers to the message; None builds the worker."""
+    async def _answers_to(
+        self, messages: Sequence[list[Piece]], method: str, hang_seconds: float
+    ) -> "list[Answer]": ...
 
     @abc.abstractmethod
     async def _stop_ranks(self) -> None: ...
@@ -141,33 +163,11 @@ class Pool(abc.ABC):
             yield tuple(each.values[rank] if isinstance(each, PerRank) else each for each in arguments)
 
     async def _gather(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Any]:
-        if self.death.done():
-            raise self.death.result()
-        expected = [self._expect() for _ in messages]
-        for rank, message in enumerate(messages):
-            self._send(rank, message, expected[rank])
-        with self._killed_after(hang_seconds, method):
-            await self._all_or_none(expected, method)
-            answers = [await answer for answer in expected]
-        if self.death.done():
-            raise self.death.result()
+        answers = await self.relay(messages, method, hang_seconds)
         for rank, answer in enumerate(answers):
             if answer.error is not None:
                 self._log(answer.error, rank, method)
         return [answer.value if answer.error is None else answer.error for answer in answers]
-
-    async def _all_or_none(self, expected: "list[asyncio.Future[Answer]]", method: str) -> None:
-        """When one rank fails, others may wait for it without end: they have little time to answer, or are killed."""
-        pending = set(expected) if len(expected) > 1 else set()
-        while pending:
-            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            errors = [answer.result().error for answer in done]
-            error = next((error for error in errors if isinstance(error, WorkerError)), None)
-            if error is not None and pending:
-                _, late = await asyncio.wait(pending, timeout=GRACE_SECONDS)
-                if late:
-                    self.kill(f"{method} failed on one of its ranks, the others waited for it: {error}")
-                return
 
     @contextlib.contextmanager
     def _killed_after(self, seconds: float, method: str) -> Iterator[None]:
@@ -195,7 +195,7 @@ class Pool(abc.ABC):
     def _died(self, reason: str) -> None:
         if self.death.done():
             return
-        self.death.set_result(WorkerDied(f"the worker died: {reason}"))
+        self.death.set_result(WorkerDied(reason))
         # Of the other ranks, too: one that waits for a dead one in a collective would never answer.
         for answer in tuple(self._expected):
             settle(answer, Answer(error=self.death.result()))
@@ -219,3 +219,12 @@ def settle(answer: "asyncio.Future[Answer]", value: Answer) -> None:
     """One that is done was cancelled with its caller, or knows already of a death."""
     if not answer.done():
         answer.set_result(value)
+
+
+def answer_in(frame: memoryview) -> Answer:
+    """Of a frame, whose memory it keeps."""
+    try:
+        answer: Any = decode(frame)
+    except Exception as error:  # of a type, say, that this process cannot build: its caller hears of it
+        return Answer(error=error)
+    return answer

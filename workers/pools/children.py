@@ -15,11 +15,11 @@ import sys
 import threading
 import types
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..messages import Incoming, Outgoing, Piece, decode
-from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, settle
+from ..messages import Incoming, Outgoing, Piece
+from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, WorkerError, answer_in, settle
 from .shell import let_waiting_threads_sleep
 
 _MOST_WORDS = 4096  # bytes of what a child says beside its answers
@@ -41,6 +41,31 @@ class ChildrenPool(Pool):
     @abc.abstractmethod
     def _preloaded(self) -> tuple[str, ...]:
         """Modules that its children need."""
+
+    @abc.abstractmethod
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        """Sets `answer` (unless it is done by then) to what the rank answers to the message; None builds the worker."""
+
+    async def _answers_to(self, messages: Sequence[list[Piece]], method: str, hang_seconds: float) -> list[Answer]:
+        expected = [self._expect() for _ in messages]
+        for rank, message in enumerate(messages):
+            self._send(rank, message, expected[rank])
+        with self._killed_after(hang_seconds, method):
+            await self._all_or_none(expected, method)
+            return [await answer for answer in expected]
+
+    async def _all_or_none(self, expected: "list[asyncio.Future[Answer]]", method: str) -> None:
+        """When one rank fails, others may wait for it without end: they have little time to answer, or are killed."""
+        pending = set(expected) if len(expected) > 1 else set()
+        while pending:
+            done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+            errors = [answer.result().error for answer in done]
+            error = next((error for error in errors if isinstance(error, WorkerError)), None)
+            if error is not None and pending:
+                _, late = await asyncio.wait(pending, timeout=GRACE_SECONDS)
+                if late:
+                    self.kill(f"{method} failed on one of its ranks, the others waited for it: {error}")
+                return
 
     async def _stop_ranks(self) -> None:
         for child in self._children:
@@ -113,7 +138,7 @@ class Child:
     def _receive(self) -> None:
         try:
             if (frame := self._incoming.receive(self._pipe)) is not None:
-                settle(self._answers.popleft(), _answer_in(frame))
+                settle(self._answers.popleft(), answer_in(frame))
         except (OSError, EOFError):  # as above
             asyncio.get_running_loop().remove_reader(self._pipe)
 
@@ -137,14 +162,6 @@ class Child:
             self.process.kill()
             await self.ended.wait()
         self.process.close()
-
-
-def _answer_in(frame: memoryview) -> Answer:
-    try:
-        answer: Any = decode(frame)
-    except Exception as error:  # of a type, say, that this process cannot build: its caller hears of it
-        return Answer(error=error)
-    return answer
 
 
 def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Any:

@@ -90,11 +90,17 @@ class NativeSampler:
             self._run_until(deadline)
         except Exception:
             # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
-            self._forget_all()
+            self.forget_all()
             raise
         if not self._together.speaks:
             return SliceResult({}, 0)
         return SliceResult(self._finished, len(self._jobs), self._progress())
+
+    def forget_all(self) -> None:
+        """Jobs and prefixes; nobody is answered."""
+        self._jobs.clear()
+        self._schedule.clear()
+        self._drawing = self._plan = None
 
     def cache_bytes(self) -> int:
         """Of the budget: slots in use, slots that wait for use, and prefixes."""
@@ -156,11 +162,6 @@ class NativeSampler:
                 self._fail_jobs_of(adapter_ids[0], error)
                 return []
         return [brought for each in adapter_ids for brought in self._bring([each], held)]
-
-    def _forget_all(self) -> None:
-        self._jobs.clear()
-        self._schedule.clear()
-        self._drawing = self._plan = None
 
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"

@@ -1,0 +1,69 @@
+"""`trainhouse workers`: one process that starts ranks and keeps them, for servers that come and go."""
+
+import asyncio
+import socket
+from dataclasses import replace
+from functools import partial
+
+from ..workers.config import DispatchConfig, SamplingConfig
+from ..workers.keeper import Keeper, KeptGroup
+from ..workers.pools.sealed import read_secret
+from ..workers.sources import Source, groups_of, source_of
+from .attached import knobs_of_workers
+from .claim import StartError
+from .config import ServerConfig
+from .process import bound, ready_file, say, until_signal
+
+
+def keep(config: ServerConfig, listen: str) -> None:
+    """Keeps workers until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError.
+
+    listen: HOST:PORT, port 0 = a free one.
+    """
+    if config.workers_secret_file is None:
+        raise StartError("--workers-secret-file is not given: make one with `openssl rand -hex 32`, for servers, too")
+    host, _, port = listen.rpartition(":")
+    try:
+        secret = read_secret(config.workers_secret_file)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    with bound(host.strip("[]"), int(port), "--listen", "--listen") as listener:
+        listener.listen()
+        listener.setblocking(False)
+        asyncio.run(until_signal(_keep(config, secret, listener)))
+
+
+async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket) -> None:
+    host, port, *_ = listener.getsockname()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    of_all = _ranks_alone(config)
+    source = source_of(of_all)
+    groups = {name: KeptGroup(name, model, partial(source.new_pool, name, model)) for name, model in groups_of(of_all)}
+    keeper = Keeper(groups, knobs_of_workers(config), secret)
+    with ready_file(config.ready_file) as write_ready:
+        receiving = asyncio.create_task(keeper.receive(listener))
+        try:
+            await _started(source, keeper)
+            write_ready(address)
+            say(f"ready: workers at {address} for `trainhouse serve --workers {address}`")
+            await receiving
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+            await keeper.close()
+            await source.close()
+
+
+async def _started(source: Source, keeper: Keeper) -> None:
+    try:
+        await source.open()
+        await keeper.start(say)
+    except (ValueError, OSError) as error:
+        raise StartError(str(error)) from None
+
+
+def _ranks_alone(config: ServerConfig) -> DispatchConfig:
+    """Whatever else is configured is the servers', and so are directories."""
+    of_all = config.dispatch_config()
+    models = tuple(replace(model, page_directory=None, shared_directories=()) for model in of_all.models)
+    return replace(of_all, models=models, sampling=SamplingConfig() if config.sampler == "vllm" else of_all.sampling)

@@ -1,0 +1,140 @@
+"""Workers that another process keeps: servers come and go, are killed and replaced, and load no model for it."""
+
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ..kept import SECRET, Workers, kept_workers
+from .conftest import Undisturbed
+from .crashing import OPTIONS, Crashing, assert_same, free_port, train, until, worker_pids
+from .test_two_servers import LEASE_SECONDS
+from .training_script import MODEL
+
+
+@contextmanager
+def attached(workers: Workers, model: Path, directory: Path, **options: object) -> Iterator[Crashing]:
+    with Crashing(model, directory, OPTIONS | workers.options | options).running() as crashing:
+        yield crashing
+
+
+def ranks(workers: Workers) -> list[int]:
+    return sorted(worker_pids(workers.process.pid))
+
+
+def kill_ranks(workers: Workers) -> None:
+    until(lambda: ranks(workers))
+    for pid in ranks(workers):
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_a_server_that_is_killed_finds_its_workers_as_they_were(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with (
+        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path) as workers,
+        attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
+    ):
+        before = ranks(workers)
+        assert len(before) == 1 and worker_pids(crashing.pid) == []
+        seen = []
+        faults = {
+            3: crashing.restart,
+            7: lambda: (seen.append(ranks(workers)), kill_ranks(workers)),
+            10: crashing.restart,
+        }
+        found = train(crashing, 15, faults)
+        assert seen == [before] and len(ranks(workers)) == 1 and ranks(workers) != before
+        assert SECRET not in crashing.log + workers.log.read_text()
+        after = ranks(workers)
+    assert not any(psutil.pid_exists(pid) for pid in before + after)
+    assert_same(found, undisturbed(15))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("layout", ["fsdp=2", "replicas=2"])
+def test_so_it_is_with_several_ranks_and_when_both_are_killed(
+    layout: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    with (
+        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, parallel=layout) as workers,
+        attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
+    ):
+        before = ranks(workers)
+        assert len(before) == 2
+        first = train(crashing, 15, {3: crashing.restart, 8: crashing.restart})
+        assert ranks(workers) == before
+        second = train(
+            crashing,
+            15,
+            {
+                3: lambda: os.kill(ranks(workers)[0], signal.SIGKILL),
+                6: lambda: crashing.restart(lambda: kill_ranks(workers)),
+                10: crashing.restart,
+            },
+        )
+        assert not set(ranks(workers)) & set(before)
+    for found in (first, second):
+        assert_same(found, undisturbed(15))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_again(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    listen = f"127.0.0.1:{free_port()}"
+    models = {MODEL: tiny_models["qwen3"]}
+    with kept_workers(models, tmp_path, listen) as first, attached(first, tiny_models["qwen3"], tmp_path) as crashing:
+        started = []
+
+        def replace(ending: signal.Signals) -> None:
+            last = started[-1].process if started else first.process
+            of_last = worker_pids(last.pid)
+            last.send_signal(ending)
+            assert last.wait(30) == (0 if ending == signal.SIGTERM else -ending)
+            until(lambda: not any(psutil.pid_exists(pid) for pid in of_last), 15)
+            until(lambda: f"there are no workers at {listen}" in crashing.log)
+            manager = kept_workers(models, tmp_path / str(len(started)), listen)
+            started.append(manager.__enter__())
+            managers.append(manager)
+
+        managers = []
+        try:
+            found = train(crashing, 15, {4: lambda: replace(signal.SIGKILL), 9: lambda: replace(signal.SIGTERM)})
+        finally:
+            for manager in managers:
+                manager.__exit__(None, None, None)
+    assert_same(found, undisturbed(15))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_a_server_that_takes_over_takes_the_workers_too(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path, postgres_url: str
+) -> None:
+    state = {"database_url": postgres_url, "lease_seconds": LEASE_SECONDS}
+    model = tiny_models["qwen3"]
+    with kept_workers({MODEL: model}, tmp_path) as workers:
+        before = ranks(workers)
+        options = OPTIONS | state | workers.options
+        first, second = (
+            Crashing(model, tmp_path / name, options, state_dir=tmp_path / "state") for name in ("first", "second")
+        )
+        with first.running(), second.running():
+            sleep = {5: lambda: os.kill(first.pid, signal.SIGSTOP)}
+            found = train(first, 15, sleep, url=second.url)
+            assert "taking over, as number 2" in second.log
+            os.kill(first.pid, signal.SIGCONT)
+            until(lambda: "the lease of epoch 1" in first.log)
+            again = train(second, 15, {5: lambda: os.kill(second.pid, signal.SIGKILL)}, url=first.url)
+            assert "taking over, as number 3" in first.log
+        assert ranks(workers) == before
+        assert "epoch 2 has taken the workers over" in workers.log.read_text()
+    assert_same(found, undisturbed(15))
+    assert_same(again, undisturbed(15))

@@ -1,0 +1,127 @@
+"""What a server takes over from kept workers before it begins, and what it refuses to begin with."""
+
+import asyncio
+import re
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.server import attached
+from trainhouse.server.attached import knobs_of_workers, with_workers
+from trainhouse.server.claim import StartError
+from trainhouse.server.cli import main, workers_help
+from trainhouse.server.config import ServerConfig, worker_knobs
+from trainhouse.server.values import ConfigError
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.keeper import Keeper
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pools.sealed import read_secret
+
+pytestmark = pytest.mark.anyio
+
+MODELS = (ServedModel("tiny/a", "a/on-their-machine"), ServedModel("tiny/b", "b"))
+SECRET = 40 * "geheim"
+
+
+@pytest.fixture
+def secret_file(tmp_path: Path) -> Path:
+    file = tmp_path / "secret"
+    file.write_text(SECRET)
+    return file
+
+
+@asynccontextmanager
+async def kept(secret_file: Path, **knobs: Any) -> AsyncIterator[str]:
+    """Where there are workers of such knobs; they are only asked what they are."""
+    config = ServerConfig(base_models=MODELS, **knobs)
+    keeper = Keeper({}, knobs_of_workers(config), read_secret(secret_file))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        receiving = asyncio.create_task(keeper.receive(listener))
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+        receiving.cancel()
+        await asyncio.wait({receiving})
+
+
+async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
+    made = {"parallel": ParallelSpec(fsdp=2), "adapter_slots": 3, "sampler_workers": 1, "hang_seconds": 7.0}
+    async with kept(secret_file, **made) as address:
+        given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
+        config = await with_workers(given)
+        assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(fsdp=2), 3)
+        assert (config.sampler_workers, config.port) == (1, 1)
+        assert config.hang_seconds == given.hang_seconds, "a server's own patience"
+        elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
+        config = await with_workers(
+            ServerConfig(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
+        )
+        assert config.base_models == elsewhere
+
+
+@pytest.mark.parametrize(
+    ("knobs", "reason"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, "--parallel is tp=2 here and fsdp=2 at the workers at 127.0.0.1:"),
+        ({"max_lora_rank": 8}, "--max-lora-rank is 8 here and 256 at the workers"),
+        ({"base_models": MODELS[:1]}, "--base-model is tiny/a here and tiny/a, tiny/b at the workers"),
+    ],
+)
+async def test_what_is_otherwise_at_the_workers_is_refused(
+    knobs: dict[str, Any], reason: str, secret_file: Path
+) -> None:
+    async with kept(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
+        with pytest.raises(StartError, match=re.escape(reason)):
+            await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
+
+
+async def test_a_wrong_secret_is_refused_without_being_told(
+    secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    other = tmp_path / "other"
+    other.write_text("anders" + SECRET)
+    async with kept(secret_file) as address:
+        with pytest.raises(StartError, match="the secrets of the two sides differ") as refused:
+            await with_workers(ServerConfig(workers=address, workers_secret_file=other))
+    assert "geheim" not in caplog.text + str(refused.value)
+
+
+async def test_workers_that_are_started_at_the_same_time_are_waited_for(
+    secret_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(attached, "_LOOK_SECONDS", 0.05)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+    config = ServerConfig(workers=address, workers_secret_file=secret_file)
+    monkeypatch.setattr(attached, "_PATIENCE_SECONDS", 0.1)
+    with pytest.raises(StartError, match=f"start them with `trainhouse workers --listen {address}`"):
+        await with_workers(config)
+
+
+def test_what_the_command_lacks_is_said(secret_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def refusal(*arguments: str) -> str:
+        assert main(arguments) != 0
+        return capsys.readouterr().err
+
+    short = tmp_path / "short"
+    short.write_text("geheim")
+    own = ["workers", "--base-model=x/y"]
+    assert "--base-model is not given" in refusal("workers")
+    assert "--listen is not given: expected HOST:PORT" in refusal(*own)
+    assert "--listen is 'everywhere': expected HOST:PORT" in refusal(*own, "--listen=everywhere")
+    assert "--workers-secret-file is not given" in refusal(*own, "--listen=127.0.0.1:0")
+    assert "has 6 bytes" in refusal(*own, "--listen=127.0.0.1:0", f"--workers-secret-file={short}")
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        listen = f"--listen=127.0.0.1:{other.getsockname()[1]}"
+        assert "choose another --listen" in refusal(*own, listen, f"--workers-secret-file={secret_file}")
+    assert "workers needs workers_secret_file" in refusal("serve", "--workers=127.0.0.1:1")
+    with pytest.raises(ConfigError, match="workers is 'nowhere': expected HOST:PORT"):
+        ServerConfig(workers="nowhere", workers_secret_file=secret_file)
+
+
+def test_the_help_of_workers_names_its_knobs() -> None:
+    for entry in worker_knobs():
+        assert f"--{entry.name.replace('_', '-')}".removesuffix("s") in workers_help()
+    assert max(map(len, workers_help().splitlines())) <= 120

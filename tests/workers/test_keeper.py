@@ -1,0 +1,335 @@
+"""Kept ranks: they are called as any others, and outlive who calls them; one at a time, who knows the secret."""
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
+from trainhouse.tests.workers.test_pool import wait_until_gone
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.keeper import Keeper, KeptGroup
+from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pools import Claim, KeptAt, LocalPool, NoPlace, PerRank, PoolSpec, RemotePool, WorkerDied
+from trainhouse.workers.pools.remote import describe
+from trainhouse.workers.pools.sealed import NotSealed, Sealed, read_secret
+from trainhouse.workers.ranks import Ranks
+
+SECRET = b"s" * 32
+FIRST, SECOND = Claim("first"), Claim("second")
+
+
+@dataclass
+class Kept:
+    keeper: Keeper
+    address: str
+    num_ranks: int
+
+    def pool(self, claim: Claim = FIRST, secret: bytes = SECRET, group: str = "echo") -> RemotePool:
+        return RemotePool(self._spec(), group, KeptAt(self.address, secret, claim))
+
+    @asynccontextmanager
+    async def attached(self, claim: Claim = FIRST) -> AsyncIterator[RemotePool]:
+        """As a server's group does."""
+        pool = self.pool(claim)
+        ranks = Ranks(pool, ParallelSpec(replicas=self.num_ranks))
+        await ranks.start(20)
+        try:
+            yield pool
+        finally:
+            await ranks.close()
+
+    def _spec(self) -> PoolSpec:
+        return PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(self.num_ranks)))
+
+
+@asynccontextmanager
+async def kept(num_ranks: int = 1) -> AsyncIterator[Kept]:
+    spec = PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)))
+    config = WorkerConfig(ServedModel("echo", "echo"), parallel=ParallelSpec(replicas=num_ranks))
+    keeper = Keeper({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, {"dtype": "float32"}, SECRET)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        listener.setblocking(False)
+        receiving = asyncio.create_task(keeper.receive(listener))
+        try:
+            await keeper.start(lambda _: None)
+            yield Kept(keeper, f"127.0.0.1:{listener.getsockname()[1]}", num_ranks)
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+            await keeper.close()
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    for _ in range(400):
+        if condition():
+            return
+        await asyncio.sleep(0.025)
+    pytest.fail("it did not come about in 10 s")
+
+
+def test_kept_ranks_are_called_as_any_others() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers, workers.attached() as pool:
+            assert await pool.call("rank") == [0, 1]
+            assert await pool.call("echo", PerRank(("first", "second"))) == ["first", "second"]
+            values = np.random.default_rng(0).normal(size=1 << 20).astype(np.float32)
+            for doubled in await pool.call("double", values):
+                np.testing.assert_array_equal(doubled, values * 2)
+                doubled += 1
+            with pytest.raises(OperationError, match="too low"):
+                await pool.call("refuse", "rank 0 is too low")
+            calls = [asyncio.create_task(pool.call("count", values)) for _ in range(5)]
+            assert await asyncio.gather(*calls) == [[number, number] for number in range(1, 6)]
+
+    run(check())
+
+
+def test_they_are_the_same_for_the_next_server_which_finds_nothing_of_the_last_one() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+                assert await pool.call("count", None) == [1, 1]
+            async with workers.attached(SECOND) as pool:
+                assert pool.pids == pids
+                assert await pool.call("count", None) == [1, 1]
+        await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_what_a_server_began_before_it_left_is_done_on_all_ranks_before_the_next_one_starts_over() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                slow = asyncio.create_task(pool.call("sleep", 0.5))
+                counted = asyncio.create_task(pool.call("count", None))
+                await asyncio.sleep(0.1)
+                assert not slow.done()
+            for call in (slow, counted):
+                with pytest.raises(WorkerDied, match="stopped"):
+                    await call
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("count", None) == [1, 1]
+
+    run(check())
+
+
+def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            with pytest.raises(ValueError, match="the secrets of the two sides differ"):
+                await workers.pool(secret=b"x" * 32).start()
+            with pytest.raises(ValueError, match="the secrets of the two sides differ"):
+                await describe(KeptAt(workers.address, b"x" * 32, FIRST))
+            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as stranger:
+                stranger.sendall(b"GET / HTTP/1.1\r\nHost: workers\r\n\r\n" + bytes(100))
+                stranger.setblocking(False)
+                said = b""
+                with suppress(ConnectionResetError):
+                    while heard := await asyncio.get_running_loop().sock_recv(stranger, 1000):
+                        said += heard
+                assert len(said) < 100  # its greeting
+            async with workers.attached() as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+    assert "no trainhouse" in caplog.text and "sss" not in caplog.text and "xxx" not in caplog.text
+
+
+def test_the_newer_epoch_has_them_and_an_older_one_is_refused() -> None:
+    async def check() -> None:
+        older, newer = Claim("older", 1), Claim("newer", 2)
+        async with kept() as workers:
+            async with workers.attached(older) as first:
+                assert await first.call("count", None) == [1]
+                async with workers.attached(newer) as second:
+                    death = await asyncio.wait_for(asyncio.shield(first.death), 5)
+                    assert "a server with the lease of epoch 2 has taken the workers over" in str(death)
+                    with pytest.raises(WorkerDied):
+                        await first.call("count", None)
+                    assert await second.call("count", None) == [1]
+                    with pytest.raises(NoPlace, match="a server with the lease of epoch 2 has had them"):
+                        await workers.pool(older).start()
+                    assert await second.call("count", None) == [2]
+            with pytest.raises(NoPlace, match="this one's is of epoch 1"):  # also when that one is gone
+                await workers.pool(older).start()
+
+    run(check())
+
+
+def test_servers_without_a_lease_do_not_take_them_from_each_other() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached(FIRST) as pool:
+                with pytest.raises(NoPlace, match="another server is attached to them"):
+                    await workers.pool(SECOND).start()
+                with pytest.raises(NoPlace, match="another server is attached to them"):
+                    await workers.pool(Claim("leased", 7)).start()
+                assert await pool.call("rank") == [0]
+                async with workers.attached(FIRST) as again:  # its connection was lost, say
+                    assert await again.call("rank") == [0]
+                    assert "attached again" in str(await asyncio.wait_for(asyncio.shield(pool.death), 5))
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def test_a_rank_that_dies_is_replaced_and_the_server_hears_of_it() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                call = asyncio.create_task(pool.call("sleep", 50))
+                await asyncio.sleep(0.1)
+                os.kill(pids[1], signal.SIGKILL)
+                with pytest.raises(WorkerDied, match=r"the worker died: killed by SIGKILL \(out of memory\?\)"):
+                    await call
+            async with workers.attached() as pool:
+                assert not set(pids) & set(pool.pids)
+                assert await pool.call("rank") == [0, 1]
+            await wait_until_gone(pids)
+
+    run(check())
+
+
+@pytest.mark.parametrize("is_there", [True, False], ids=["waited for", "left"])
+def test_a_call_that_hangs_is_ended_also_when_its_server_has_left(is_there: bool) -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                call = asyncio.create_task(pool.call("sleep", 50, hang_seconds=0.5))
+                await asyncio.sleep(0.1)
+                if is_there:
+                    with pytest.raises(WorkerDied, match="it hung: sleep had no answer after 0 s, so it was killed"):
+                        await call
+            await asyncio.gather(call, return_exceptions=True)
+            async with workers.attached(SECOND) as pool:
+                assert not set(pids) & set(pool.pids)
+
+    run(check())
+
+
+def test_a_server_can_have_its_ranks_killed() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool:
+                pids = pool.pids
+                assert "for a reason, so it was killed" in str(pool.kill("for a reason"))
+            async with workers.attached() as pool:
+                assert pool.pids != pids
+
+    run(check())
+
+
+def test_workers_that_are_stopped_say_so_and_cannot_be_reached() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            pool = workers.pool()
+            await pool.start()
+        assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 5))
+        await pool.close()
+        with pytest.raises(NoPlace, match=f"there are no workers at {workers.address}"):
+            await workers.pool().start()
+
+    run(check())
+
+
+def test_what_is_kept_is_told() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            description = await describe(KeptAt(workers.address, SECRET, FIRST))
+            assert (description.knobs, description.groups) == ({"dtype": "float32"}, ("echo",))
+            with pytest.raises(NoPlace, match="other is not among them: there are echo"):
+                await workers.pool(group="other").start()
+
+    run(check())
+
+
+# Sealed
+
+
+@asynccontextmanager
+async def introduced() -> AsyncIterator[tuple[Sealed, Sealed, socket.socket, socket.socket]]:
+    """Both ends, and their sockets."""
+    one, other = socket.socketpair()
+    with one, other:
+        one.setblocking(False)
+        other.setblocking(False)
+        ends = await asyncio.gather(Sealed.by_caller(one, SECRET), Sealed.by_called(other, SECRET))
+        yield (*ends, one, other)
+
+
+@pytest.mark.parametrize("sizes", [[], [0], [1, 3], [100_000, 7, 70_000, 1], [1 << 22]])
+def test_messages_arrive_as_they_were_sent(sizes: list[int]) -> None:
+    async def check() -> None:
+        pieces = [np.random.default_rng(size).bytes(size) for size in sizes]
+        async with introduced() as (caller, called, _, _):
+            for sender, receiver in ((caller, called), (called, caller), (caller, called)):
+                _, message = await asyncio.gather(sender.send(pieces), receiver.receive())
+                assert bytes(message) == b"".join(pieces)
+
+    run(check())
+
+
+@pytest.mark.parametrize("change", ["nothing", "a bit", "the size", "left out", "said again", "of the other side"])
+def test_what_others_do_to_a_connection_is_noticed(change: str) -> None:
+    async def check() -> None:
+        async with introduced() as (caller, called, one, other):
+            loop = asyncio.get_running_loop()
+            written = []
+            for words in (b"first", b"second"):
+                await caller.send([words])
+                written.append(bytearray(await loop.sock_recv(other, 1000)))
+            if change == "a bit":
+                written[1][-40] ^= 1
+            elif change == "the size":
+                written[0][0] ^= 1
+            elif change == "left out":
+                del written[0]
+            elif change == "said again":
+                written.insert(1, written[0])
+            elif change == "of the other side":
+                await called.send([b"first"])
+                written[0] = bytearray(await loop.sock_recv(one, 1000))
+            await loop.sock_sendall(one, b"".join(written))
+            if change == "nothing":
+                assert [bytes(await called.receive()) for _ in range(2)] == [b"first", b"second"]
+                return
+            with pytest.raises(NotSealed):
+                for _ in range(2):
+                    await called.receive()
+
+    run(check())
+
+
+def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG)
+    file = tmp_path / "secret"
+    with pytest.raises(ValueError, match=r"cannot be read from .*: No such file"):
+        read_secret(file)
+    file.write_text("geheim\n")
+    with pytest.raises(ValueError, match="has 6 bytes, and 32 are the least") as refused:
+        read_secret(file)
+    assert "geheim" not in str(refused.value) + caplog.text
+    file.write_text("geheim" * 6 + "\n")
+    secret = read_secret(file)
+    file.write_text("geheim" * 6)
+    assert secret == read_secret(file) and b"geheim" not in secret
+    assert "geheim" not in repr(KeptAt("a:1", secret, FIRST)) and str(secret) not in repr(KeptAt("a:1", secret, FIRST))

@@ -1,0 +1,171 @@
+"""What a server and the process that keeps workers say to each other, over a sealed connection for each group.
+
+A call is one message, with what is for each rank: so either all ranks of a group hear of it, or none.
+"""
+
+import asyncio
+import hashlib
+import inspect
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+from ...schemas import errors, models, sampling, training
+from .. import messages, verbs
+from ..messages import Piece, decode, encode
+from .sealed import Sealed
+
+_ALIGNMENT = 64
+_SHARED: tuple[ModuleType, ...] = (errors, models, sampling, training, messages, verbs)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who wants to use kept workers.
+
+    holder: drawn anew by each server whenever it begins its work. epoch: of its lease; None of a server that needs
+    none, and so does not know who comes before whom.
+    """
+
+    holder: str
+    epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class KeptAt:
+    """Where workers are kept. secret: see read_secret."""
+
+    address: str
+    secret: bytes = field(repr=False)
+    claim: Claim
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
+
+
+# What a server says
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Answered by a Description."""
+
+
+@dataclass(frozen=True)
+class Attach:
+    """From now on the connection is of this group. Answered by Attached as soon as its ranks are up, or by NotNow."""
+
+    group: str
+    claim: Claim
+
+
+@dataclass(frozen=True)
+class Call:
+    """As Pool.answers: with the frame for all ranks, or one for each. Answered by Answered, with a frame of each."""
+
+    number: int
+    method: str
+    hang_seconds: float
+
+
+@dataclass(frozen=True)
+class Kill:
+    """The ranks, at once."""
+
+    reason: str
+
+
+# What is answered
+
+
+@dataclass(frozen=True)
+class Description:
+    """knobs: by name, those of the server's configuration that are the workers'. groups: their names."""
+
+    knobs: Mapping[str, Any]
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Attached:
+    pids: list[int]
+
+
+@dataclass(frozen=True)
+class NotNow:
+    """There may be a place later."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    number: int
+
+
+@dataclass(frozen=True)
+class Died:
+    """The ranks of the group; or they are another server's now."""
+
+    reason: str
+
+
+class Line:
+    """Says things, with frames beside them, one after the other; hears them on the other side."""
+
+    def __init__(self, sealed: Sealed) -> None:
+        self._sealed = sealed
+        self._unsent: asyncio.Queue[list[Piece] | None] = asyncio.Queue()
+        self._sending = asyncio.create_task(self._send())
+
+    def say(self, words: object, frames: Sequence[list[Piece]] = ()) -> None:
+        """What breaks the connection is heard of by `hear`."""
+        pieces: list[Piece] = []
+        for frame in (encode(words), *frames):
+            size = sum(memoryview(piece).nbytes for piece in frame)
+            pieces += [*frame, bytes(-size % _ALIGNMENT)]
+        self._unsent.put_nowait(pieces)
+
+    async def hear(self) -> tuple[Any, list[memoryview]]:
+        """Raises OSError, and EOFError when one of the two has hung up."""
+        message, frames = await self._sealed.receive(), []
+        while message:
+            size = messages.size_of(message)
+            frames.append(message[:size])
+            message = message[size + -size % _ALIGNMENT :]
+        return decode(frames[0]), frames[1:]
+
+    def hang_up(self) -> None:
+        """Once all is said."""
+        self._unsent.put_nowait(None)
+
+    async def close(self, seconds: float = 0.0) -> None:
+        """When nobody hears any more. seconds: for what is not said yet."""
+        self.hang_up()
+        await asyncio.wait({self._sending}, timeout=seconds)
+        self._sending.cancel()
+        await asyncio.wait({self._sending})
+        self._sealed.close()
+
+    async def _send(self) -> None:
+        try:
+            while (pieces := await self._unsent.get()) is not None:
+                await self._sealed.send(pieces)
+        except OSError:
+            pass
+        finally:
+            self._sealed.hang_up()
+
+
+def fingerprint() -> str:
+    """Of the types that cross: of one trainhouse and another it differs where they would not understand each other."""
+    described = [
+        (name, inspect.get_annotations(kind), [str(base) for base in kind.__bases__])
+        for module in _SHARED
+        for name, kind in sorted(inspect.getmembers(module, inspect.isclass))
+        if kind.__module__ == module.__name__
+    ]
+    return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()

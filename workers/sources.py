@@ -1,0 +1,143 @@
+"""Sources: where the pools of groups come from: started here or on Ray, or kept by another process.
+
+Imports neither torch nor ray.
+"""
+
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from .config import DispatchConfig, SamplingConfig, WorkerConfig
+from .footprint import check_fit, runs_on_cpu
+from .parallel.checks import check_layout, cuda_devices
+from .parallel.shape import model_directory, read_model
+from .parallel.spec import SINGLE
+from .pools import KeptAt, LocalPool, Pool, PoolSpec, RayCluster, RayPool, RemotePool
+
+
+class Source(Protocol):
+    async def open(self) -> None:
+        """Raises ValueError: a layout that a model cannot have, or not enough memory."""
+        ...
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        """group: its name. Not started."""
+        ...
+
+    async def close(self) -> None:
+        """After the pools."""
+        ...
+
+
+def source_of(config: DispatchConfig) -> Source:
+    return Started(config) if config.kept is None else Kept(config, config.kept)
+
+
+class Started:
+    """Processes of this machine, or actors."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._config = config
+        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
+
+    async def open(self) -> None:
+        for model in self._config.models:
+            _check_layout(model, is_local=self._cluster is None)
+        copies = _copies(self._config)
+        check_fit(copies)
+        if self._cluster is not None:
+            await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        spec = PoolSpec(
+            worker=self._config.worker,
+            configs=_of_ranks(model, is_local=self._cluster is None),
+            threads=model.threads,
+            cpus_per_rank=self._config.ray_cpus_per_rank,
+            gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
+        )
+        return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
+
+    async def close(self) -> None:
+        if self._cluster is not None:
+            await self._cluster.disconnect()
+
+
+class Kept:
+    """Those of another process, which has looked at all that."""
+
+    def __init__(self, config: DispatchConfig, at: KeptAt) -> None:
+        self._worker = config.worker
+        self._at = at
+
+    async def open(self) -> None: ...
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        return RemotePool(PoolSpec(self._worker, (model,) * model.parallel.num_ranks), group, self._at)
+
+    async def close(self) -> None: ...
+
+
+def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """All that are made of our own processes, by name: of each base model one that trains, then those that sample."""
+    for model in with_threads(config):
+        yield model.model.name, model
+        if config.sampling.vllm is None:
+            yield from named_samplers(model, config.sampling)
+
+
+def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    for number, each in enumerate(samplers(model, sampling), start=1):
+        yield f"{model.model.name} (sampler {number})", each
+
+
+def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
+    """What our processes that only sample the model are built of."""
+    alone = replace(model, parallel=SINGLE)
+    if sampling.vllm is not None:
+        devices = ",".join(sampling.devices) or model.device
+        return [] if sampling.vllm.urls else [replace(alone, device=devices)]
+    devices = sampling.devices or (model.device,)
+    return [replace(alone, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+
+
+def _check_layout(model: WorkerConfig, is_local: bool) -> None:
+    """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
+    if model.parallel == SINGLE or model_directory(model.model.source) is None:
+        return
+    num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
+    check_layout(model.parallel, read_model(model.model), num_devices, model.max_context_length, model.dtype)
+
+
+def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
+    """Ray lets each rank see its own GPUs alone; on this machine each takes another one."""
+    shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
+    return tuple(
+        replace(
+            model, rank=rank, is_local=is_local, device=_device_of(model.device, rank) if shares_gpus else model.device
+        )
+        for rank in range(model.parallel.num_ranks)
+    )
+
+
+def _device_of(device: str, rank: int) -> str:
+    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
+    _, _, first = device.partition(":")
+    return f"cuda:{int(first or 0) + rank}"
+
+
+def _copies(config: DispatchConfig) -> list[WorkerConfig]:
+    """One for each process that holds a base model."""
+    return [
+        copy
+        for model in config.models
+        for copy in (*_of_ranks(model, is_local=config.pool == "local"), *samplers(model, config.sampling))
+    ]
+
+
+def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+    """Threads per rank = cores / ranks, over all of them: they compute at the same time."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    share = max(1, cores // max(1, len(_copies(config))))
+    return tuple(replace(model, threads=model.threads or share) for model in config.models)

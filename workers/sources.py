@@ -56,6 +56,7 @@ class Started:
             threads=model.threads,
             cpus_per_rank=self._config.ray_cpus_per_rank,
             gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
+            blocks=model.parallel.blocks,
         )
         return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
 
@@ -94,7 +95,7 @@ def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tu
 
 def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
     """What our processes that only sample the model are built of."""
-    alone = replace(model, parallel=SINGLE)
+    alone = replace(model, parallel=SINGLE, shared_directories=())
     if sampling.vllm is not None:
         devices = ",".join(sampling.devices) or model.device
         return [] if sampling.vllm.urls else [replace(alone, device=devices)]

@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,9 +29,10 @@ _ENVIRONMENT = {
 
 @dataclass
 class RayNodes:
-    """directory: short, for Ray has sockets in it."""
+    """directory: short, for Ray has sockets in it. environment: beside what tests need."""
 
     directory: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
     port: int = 0
     running: list[psutil.Process] = field(default_factory=list)
 
@@ -73,15 +74,19 @@ class RayNodes:
         command = [ray, "start", "--block", "--object-store-memory=100000000", f"--num-cpus={cpus}", *options]
         with (self.directory / "nodes.log").open("ab") as log:
             node = psutil.Popen(
-                command, env=os.environ | _ENVIRONMENT, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+                command,
+                env=os.environ | _ENVIRONMENT | dict(self.environment),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
             )
         self.running.append(node)
         return node
 
 
 @contextmanager
-def ray_nodes(directory: Path) -> Iterator[RayNodes]:
-    nodes = RayNodes(directory)
+def ray_nodes(directory: Path, **environment: str) -> Iterator[RayNodes]:
+    nodes = RayNodes(directory, environment)
     try:
         yield nodes
     finally:

@@ -65,6 +65,12 @@ class ParallelSpec:
         """Into how many parts the sequences of a pass are split."""
         return prod(getattr(self, axis) for axis in SHARING_OUT)
 
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Numbers of neighbours: those of a replica, and ever fewer that exchange ever more with each other, to 1."""
+        along = [getattr(self, axis) for axis in AXES[1:]]
+        return tuple(dict.fromkeys(prod(along[axis:]) for axis in range(len(along) + 1)))
+
     def coordinates(self, rank: int) -> dict[str, int]:
         """Of a rank along each axis."""
         found: dict[str, int] = {}

@@ -27,6 +27,7 @@ class PoolSpec:
     threads: CPU threads of a rank's arithmetic, told to OpenMP by environment; a worker that finds its libraries
         loaded already (the forkserver preloads them) sets the same number itself.
     cpus_per_rank, gpus_per_rank: what a Ray node must have free for a rank; a LocalPool ignores them.
+    blocks: numbers of neighbours that had better be on one node, the most first; the last is 1.
     """
 
     worker: str
@@ -34,6 +35,7 @@ class PoolSpec:
     threads: int = 1
     cpus_per_rank: float = 1.0
     gpus_per_rank: float = 0.0
+    blocks: tuple[int, ...] = (1,)
 
 
 @dataclass(frozen=True)

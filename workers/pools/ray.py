@@ -18,6 +18,7 @@ from typing import Any
 from ..messages import Incoming, Outgoing, Piece, encode
 from .base import Answer, NoPlace, PoolSpec, WorkerError
 from .children import ChildrenPool, ignore_signals
+from .placement import places_of
 from .ray_cluster import RayCluster
 from .shell import Shell
 
@@ -121,30 +122,15 @@ def _knock(address: str) -> None:
 
 def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]:
     import ray
-    from ray.util.placement_group import placement_group
-    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-    # Ray takes no empty bundle.
-    bundle = {"CPU": spec.cpus_per_rank or 0.001}
-    if spec.gpus_per_rank:
-        bundle["GPU"] = spec.gpus_per_rank
-    placement = placement_group([bundle] * len(spec.configs), strategy="PACK")
-    if not placement.wait(placement_timeout_seconds):
-        raise NoPlace(
-            f"the Ray cluster has no room for {len(spec.configs)} ranks of {bundle} each "
-            f"(waited {placement_timeout_seconds:.0f} s; free: {ray.available_resources()}): "
-            "add nodes or ask for less"
-        )
     decorate: Any = ray.remote
     # A second thread, in which `wait_forever` stays for as long as the process lives.
     actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
     return [
-        actor_class.options(
-            num_cpus=spec.cpus_per_rank,
-            num_gpus=spec.gpus_per_rank,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(placement, placement_group_bundle_index=rank),
-        ).remote(spec, rank)
-        for rank in range(len(spec.configs))
+        actor_class.options(num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, scheduling_strategy=place).remote(
+            spec, rank
+        )
+        for rank, place in enumerate(places_of(spec, placement_timeout_seconds))
     ]
 
 

@@ -72,7 +72,10 @@ class RayCluster:
 def _ray_environment(address: str | None) -> dict[str, str]:
     """Of the processes that import Ray, which reads it then."""
     environment = {"RAY_USAGE_STATS_ENABLED": "0"}
-    if address is None:
+    if address is not None:
+        # Forked processes have the environment of when the forkserver was started.
+        environment |= {name: value for name, value in os.environ.items() if name.startswith("RAY_AUTH_")}
+    else:
         # Otherwise Ray leaves one in the user's home.
         environment |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
     if address is None or address.startswith("127."):

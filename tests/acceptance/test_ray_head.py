@@ -82,3 +82,33 @@ def test_a_run_goes_on_when_the_head_is_lost_and_made_again(
             other.steps(12)
     np.testing.assert_allclose(run.losses, same.losses, rtol=TOLERANCE)
     assert not np.allclose(run.losses, other.losses, rtol=TOLERANCE)
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ranks_of_one_model_on_two_nodes_go_on_when_one_of_these_is_lost(
+    nodes: RayNodes, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    nodes.start_head(num_cpus=0)
+    pair = []
+    for _ in range(2):
+        pair.append(nodes.start_node(num_cpus=1))
+        nodes.wait_until_joined()
+    options = {"pool": "ray", "ray_address": nodes.address, "snapshot_steps": 3, "parallel": "fsdp=2"}
+    models = {MODEL: tiny_models["qwen3"]}
+    with live_server(models, tmp_path / "ray", **options) as server, training(server.url, seed=1) as run:
+        run.steps(4)
+        assert [len(workers(node)) for node in pair] == [1, 1]
+        nodes.kill(pair[0])
+        third = nodes.start_node(num_cpus=1)
+        run.steps(4)
+        assert [len(workers(node)) for node in (pair[1], third)] == [1, 1]
+    with (
+        live_server(models, tmp_path / "one") as server,
+        training(server.url, seed=1) as same,
+        training(server.url, seed=2) as other,
+    ):
+        same.steps(8)
+        other.steps(8)
+    np.testing.assert_allclose(run.losses, same.losses, rtol=TOLERANCE)
+    assert not np.allclose(run.losses, other.losses, rtol=TOLERANCE)

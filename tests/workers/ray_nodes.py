@@ -57,6 +57,13 @@ class RayNodes:
             f"--address={self.address}", f"--node-ip-address=127.0.0.{len(self.running) + 3}", cpus=num_cpus
         )
 
+    def wait_until_joined(self) -> None:
+        """All that were started, and none is gone."""
+        deadline = time.monotonic() + 2 * START_SECONDS
+        while self.log().count("Ray runtime started") < len(self.running):
+            assert time.monotonic() < deadline, self.log()[-4000:]
+            time.sleep(0.1)
+
     def kill(self, node: psutil.Process) -> None:
         """Its raylet, its actors, and what else it runs, all at once as far as they go."""
         processes = [node, *node.children(recursive=True)]
@@ -67,7 +74,7 @@ class RayNodes:
         psutil.wait_procs(processes, timeout=10)
 
     def log(self) -> str:
-        return (self.directory / "nodes.log").read_text(errors="replace")[-4000:]
+        return (self.directory / "nodes.log").read_text(errors="replace")
 
     def _start(self, *options: str, cpus: int) -> psutil.Process:
         ray = Path(sys.executable).with_name("ray")

@@ -105,11 +105,13 @@ def _send_answers(answers: "SimpleQueue[Any]", pipe: socket.socket) -> None:
 def _connect(address: str) -> None:
     import ray
 
+    hint = ""
     try:
         _knock(address)
+        hint = " (where it asks for a token, RAY_AUTH_MODE=token and its file have to be here, too: docs/cluster.md)"
         ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
     except Exception as error:
-        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}") from error
+        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
     ignore_signals()  # Ray has a handler of its own
 
 

@@ -3,7 +3,7 @@
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,9 +28,13 @@ class Workers:
 
 @contextmanager
 def kept_workers(
-    models: Mapping[str, Path], directory: Path, listen: str = "127.0.0.1:0", **options: object
+    models: Mapping[str, Path],
+    directory: Path,
+    listen: str = "127.0.0.1:0",
+    below: Sequence[str] = (),
+    **options: object,
 ) -> Iterator[Workers]:
-    """options: as those of live_server."""
+    """below: a command that runs the one that follows it. options: as those of live_server."""
     directory.mkdir(parents=True, exist_ok=True)
     log, ready, secret_file = (directory / name for name in ("workers.log", "workers.ready", "secret"))
     secret_file.write_text(SECRET)
@@ -38,7 +42,7 @@ def kept_workers(
     flags = [f"--base-model={name}={model}" for name, model in models.items()]
     knobs = {"threads": 1, "listen": listen, "ready_file": ready, "workers_secret_file": secret_file} | dict(options)
     flags += [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
-    process = start([sys.executable, "-m", "trainhouse.server", "workers", *flags], log)
+    process = start([*below, sys.executable, "-m", "trainhouse.server", "workers", *flags], log)
     try:
         yield Workers(_address(process, ready, log), process, log, secret_file)
     finally:

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from ..kept import SECRET, Workers, kept_workers
+from ..live import live_server
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, assert_same, free_port, train, until, worker_pids
 from .test_two_servers import LEASE_SECONDS
@@ -138,3 +140,27 @@ def test_a_server_that_takes_over_takes_the_workers_too(
         assert "epoch 2 has taken the workers over" in workers.log.read_text()
     assert_same(found, undisturbed(15))
     assert_same(again, undisturbed(15))
+
+
+ELSEWHERE = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none "$0" && exec "$@"']
+"""Before a directory that is another one for what is run: as on a machine on which it is not mounted."""
+
+
+@pytest.mark.full
+def test_workers_on_a_machine_without_the_state_directory_are_refused(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    state_dir = tmp_path / "state"
+    state_dir.mkdir()
+    if subprocess.run([*ELSEWHERE, str(state_dir), "true"], capture_output=True).returncode:
+        pytest.skip("nothing may be mounted here")
+    models, below = {MODEL: tiny_models["qwen3"]}, [*ELSEWHERE, str(state_dir)]
+    with kept_workers(models, tmp_path / "workers", below=below, parallel="replicas=2") as workers:
+        with pytest.raises(RuntimeError) as refused, live_server(models, state_dir, **workers.options):
+            pass
+        assert f"error: {state_dir} is not shared with rank 0: on " in str(refused.value)
+        assert "what was just written there is not to be found" in str(refused.value)
+        assert "with --state-dir" in str(refused.value)
+        shared = tmp_path / "shared"
+        with live_server(models, shared, **workers.options):
+            assert not list(shared.glob(".shared-*"))

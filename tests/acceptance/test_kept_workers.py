@@ -59,16 +59,20 @@ def test_a_server_that_is_killed_finds_its_workers_as_they_were(
 
 @pytest.mark.full
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("layout", ["fsdp=2", "replicas=2"])
-def test_so_it_is_with_several_ranks_and_when_both_are_killed(
-    layout: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+@pytest.mark.parametrize(
+    ("made", "num_ranks"),
+    [({"parallel": "fsdp=2"}, 2), ({"sampler_workers": 1}, 2), ({"pool": "ray"}, 1)],
+    ids=["fsdp=2", "a sampler", "ray"],
+)
+def test_so_it_is_with_other_ranks_and_when_both_are_killed(
+    made: dict[str, object], num_ranks: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with (
-        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, parallel=layout) as workers,
+        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, **made) as workers,  # pyright: ignore[reportArgumentType]
         attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
     ):
         before = ranks(workers)
-        assert len(before) == 2
+        assert len(before) == num_ranks
         first = train(crashing, 15, {3: crashing.restart, 8: crashing.restart})
         assert ranks(workers) == before
         second = train(

@@ -399,3 +399,33 @@ def test_end_tokens_come_from_the_model_where_its_generation_config_names_none(
 def test_a_context_longer_than_the_model_is_refused_at_start(tiny_models: dict[str, Path]) -> None:
     with pytest.raises(ValueError, match="max_context_length 2048 exceeds the 1024 positions"):
         Worker(config(tiny_models["llama"], max_context_length=2048))
+
+
+def test_a_worker_that_starts_over_has_nothing_left_and_writes_nothing_more(
+    worker: Worker, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """As the first time: the next server may use the same names and numbers."""
+
+    def begin() -> tuple[float, Any]:
+        begun = worker.run_pass(Pass((Part(7, ForwardBackwardRequest("run", 1, DATA, "cross_entropy"), last=False),)))
+        assert begun == (None,)
+        job = SampleJob("job", "sampler", np.arange(3, 9), SamplingParams(max_tokens=4, seed=3), (), ())
+        worker.copy_adapter("run", "sampler")
+        return loss(worker), worker.sample_slice(Slice((job,), (), 0.0)).num_active
+
+    fresh = begin()
+    train(worker)
+    step(worker)
+    worker.begin_snapshot(0, "run", str(tmp_path))
+    assert loss(worker) < fresh[0]
+    worker.start_over()
+    assert (tmp_path / "window.safetensors").exists() is False and (tmp_path / "optimizer.safetensors").exists()
+    assert worker.ended_snapshots() == {}
+    assert worker.memory()["adapters"] == 0 and worker.memory()["kv_cache"] == 0
+    for run_id in ("run", "sampler"):
+        with pytest.raises(OperationError, match=f"run {run_id} is not on this worker"):
+            worker.copy_adapter(run_id, "other")
+    worker.create_run(RunSpec("run", LORA))
+    assert begin() == fresh
+    worker.start_over()
+    worker.create_run(RunSpec("run", LORA))

@@ -50,7 +50,7 @@ def kept_workers(
 
 
 def _address(process: "subprocess.Popen[bytes]", ready: Path, log: Path) -> str:
-    deadline = time.monotonic() + READY_SECONDS
+    deadline = time.monotonic() + 2 * READY_SECONDS  # for a Ray cluster, too
     while time.monotonic() < deadline and process.poll() is None:
         if ready.is_file():
             return ready.read_text().strip()

@@ -4,14 +4,14 @@ import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 
-from ..workers.config import WorkerConfig
-from ..workers.dispatch import DispatchConfig
+from ..workers.config import DispatchConfig, WorkerConfig
 from ..workers.footprint import gigabytes, runs_on_cpu
 from ..workers.parallel.checks import cuda_devices
 from ..workers.parallel.choice import Choice, layout_that_fits, lighter
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
 from ..workers.parallel.shape import ModelShape, read_model
+from .config import ServerConfig
 
 _ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
 _ASKING_SECONDS = 10.0
@@ -29,6 +29,18 @@ def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable
         say(f"{model.model.name}: --parallel {choice.spec}{way} ({needed})")
         models.append(replace(model, parallel=choice.spec, activations=choice.load.activations))
     return replace(config, models=tuple(models))
+
+
+def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
+    """With the layout that all base models have then. Raises ValueError, also where they do not have the same."""
+    if config.parallel is not None:
+        return config
+    models = with_layouts(config.dispatch_config(), config.device_memory_bytes, say).models
+    chosen = {(model.parallel, model.activations): model.model.name for model in models}
+    if len(chosen) > 1:
+        layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
+        raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or keep workers for each apart")
+    return replace(config, parallel=models[0].parallel, activations=models[0].activations)
 
 
 def _choice(model: WorkerConfig, memory: int, samples: bool, is_local: bool) -> Choice:

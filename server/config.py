@@ -20,7 +20,7 @@ from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .checkpoint_files import PlaceConfig
 from .places import check_url, is_url
 from .store import StoreConfig
-from .values import BYTE_UNITS, ConfigError, parse_bytes, parse_served_model
+from .values import AUTO, BYTE_UNITS, ConfigError, parse_bytes, parse_served_model
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
@@ -476,7 +476,7 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
 
 def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec | None:
     """None: auto."""
-    if text == "auto":
+    if text == AUTO:
         return None
     try:
         return ParallelSpec.parse(text if isinstance(text, str) else ",".join(text))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from ..workers.parallel.checks import check_layout
 from ..workers.parallel.shape import model_directory, read_model
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import ConfigError, parse_served_model
+from .values import AUTO, ConfigError, parse_served_model
 
 FAILED = 1
 WRONGLY_USED = 2
@@ -33,6 +33,8 @@ def refused(arguments: Sequence[str]) -> int:
 
 
 def _check(layout: str, base_models: Sequence[str]) -> None:
+    if layout == AUTO:
+        return
     try:
         spec = ParallelSpec.parse(layout)
     except ValueError as error:

@@ -10,6 +10,7 @@ from ..workers.keeper import Keeper, KeptGroup
 from ..workers.pools.sealed import read_secret
 from ..workers.sources import Source, groups_of, source_of
 from .attached import knobs_of_workers
+from .auto_layout import settled
 from .claim import StartError
 from .config import ServerConfig
 from .process import bound, ready_file, say, until_signal
@@ -25,6 +26,7 @@ def keep(config: ServerConfig, listen: str) -> None:
     host, _, port = listen.rpartition(":")
     try:
         secret = read_secret(config.workers_secret_file)
+        config = settled(config, say)
     except ValueError as error:
         raise StartError(str(error)) from None
     with bound(host.strip("[]"), int(port), "--listen", "--listen") as listener:

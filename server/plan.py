@@ -18,7 +18,7 @@ from ..workers.parallel.load import Load
 from ..workers.parallel.parameters import Parameters, num_parameters, parameters
 from ..workers.parallel.shape import ModelShape, read_model
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import ConfigError, parse_bytes, parse_served_model
+from .values import AUTO, ConfigError, parse_bytes, parse_served_model
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
@@ -103,7 +103,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
     device_bytes, num_devices = _bytes(options, "device_memory"), _number(options, "num_devices")
-    is_auto = options.parallel == "auto"
+    is_auto = options.parallel == AUTO
     spec = SINGLE if is_auto or options.parallel is None else _spec(options.parallel)
     model = read_model(parse_served_model(options.base_model))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")

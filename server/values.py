@@ -5,6 +5,8 @@ from pathlib import Path
 
 from ..workers.config import ServedModel
 
+# In place of a layout: the smallest that fits.
+AUTO = "auto"
 BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}
 
 

@@ -152,25 +152,28 @@ def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixt
 
 # The document
 
-KNOBS = ("--adapter-slots=4", "--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
+KNOBS = ("--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
-    """Of the table in docs/parallel.md: of each model, longest sequence and number of nodes."""
+    """Of the table in docs/parallel.md: of each model, adapter slots, longest sequence and number of nodes."""
     wanted = [
-        ("Qwen3-30B-A3B", (16, 32), (2, 4, 8)),
-        ("Qwen3-30B-A3B-YaRN", (64,), (2, 4, 8)),
-        ("Llama-3.1-8B", (8, 16, 32), (1, 2)),
-        ("Llama-3.1-70B", (8, 16, 32), (1, 2, 4, 8)),
+        ("Qwen3-30B-A3B", 4, (16, 32), (2, 4, 8)),
+        ("Qwen3-30B-A3B-YaRN", 4, (64,), (2, 4, 8)),
+        ("Qwen3-30B-A3B", 1, (16, 32), (2, 4, 8)),
+        ("Qwen3-30B-A3B-YaRN", 1, (64,), (2, 4, 8)),
+        ("Llama-3.1-8B", 4, (8, 16, 32), (1, 2)),
+        ("Llama-3.1-70B", 4, (8, 16, 32), (1, 2, 4, 8)),
     ]
-    for model, lengths, numbers in wanted:
+    for model, slots, lengths, numbers in wanted:
         for length in lengths:
             for nodes in numbers:
-                yield row(capsys, model, length, nodes)
+                yield row(capsys, model, slots, length, nodes)
 
 
-def row(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, nodes: int) -> str:
-    arguments = (*KNOBS, f"--max-context-length={kilotokens * 1024}", f"--num-devices={8 * nodes}")
+def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: int, nodes: int) -> str:
+    longest = f"--max-context-length={kilotokens * 1024}"
+    arguments = (*KNOBS, f"--adapter-slots={slots}", longest, f"--num-devices={8 * nodes}")
     status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
     captured = capsys.readouterr()
     if status == 0:
@@ -183,7 +186,7 @@ def row(capsys: pytest.CaptureFixture[str], model: str, kilotokens: int, nodes: 
     parts = [memory["base"], memory["adapters"]["total"], memory["activations"]["total"], memory["total"]]
     shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
     verdict = "fits" if plan["fits"] else "does not fit"
-    return f"| {model} | {kilotokens}k | {nodes} | `{layout}` | {way} | {shown} | {verdict} |"
+    return f"| {model} | {kilotokens}k | {slots} | {nodes} | `{layout}` | {way} | {shown} | {verdict} |"
 
 
 def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,10 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from .parallel.spec import SINGLE, ParallelSpec
-from .pools import KeptAt
+
+if TYPE_CHECKING:  # what only plans must not load what pools need
+    from .pools import KeptAt
 
 ZeroStage = Literal["3", "2"]
 
@@ -119,4 +121,4 @@ class DispatchConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = f"{__package__}.worker:Worker"
-    kept: KeptAt | None = None
+    kept: "KeptAt | None" = None

@@ -105,7 +105,8 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 
 _OF_WORKERS = {
-    *("base_models", "pool", "dtype", "device", "threads", "parallel", "tp_activations", "max_lora_rank"),
+    *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
+    *("tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_device", "ray_address", "ray_cpus_per_rank"),
     *("ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
@@ -156,11 +157,11 @@ class ServerConfig:
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec | None = knob(  # noqa: RUF009
-        SINGLE, "ranks of each base model, such as replicas=2,tp=4; auto: the fewest that fit (docs/parallel.md)"
+        SINGLE, "ranks of each base model, replicas=2,tp=4 or auto (docs/parallel.md)"
     )
     device_memory_bytes: int | None = knob(
         None,
-        "of each, for --parallel auto (default: what nvidia-smi says)",
+        "of each device, for --parallel auto (default: ask CUDA)",
         check=POSITIVE,
         flag="--device-memory",
     )

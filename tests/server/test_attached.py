@@ -13,7 +13,7 @@ from trainhouse.server import attached
 from trainhouse.server.attached import knobs_of_workers, with_workers
 from trainhouse.server.claim import StartError
 from trainhouse.server.cli import main, workers_help
-from trainhouse.server.config import ServerConfig, worker_knobs
+from trainhouse.server.config import ServerConfig, flag_of, worker_knobs
 from trainhouse.server.values import ConfigError
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.keeper import Keeper
@@ -123,5 +123,5 @@ def test_what_the_command_lacks_is_said(secret_file: Path, tmp_path: Path, capsy
 
 def test_the_help_of_workers_names_its_knobs() -> None:
     for entry in worker_knobs():
-        assert f"--{entry.name.replace('_', '-')}".removesuffix("s") in workers_help()
+        assert flag_of(entry) in workers_help()
     assert max(map(len, workers_help().splitlines())) <= 120

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import fields
 from pathlib import Path
 
 import httpx
@@ -17,7 +18,7 @@ import psutil
 import pytest
 from trainhouse.schemas.version import VERSION
 from trainhouse.server.cli import main, serve_help, serve_help_all
-from trainhouse.server.config import ServerConfig
+from trainhouse.server.config import ServerConfig, flag_of
 from trainhouse.server.process import FORCED_STATUS
 
 from ..letters import save_letter_tokenizer
@@ -56,8 +57,8 @@ def test_the_help_of_serve_fits_one_screen() -> None:
 
 def test_the_full_help_names_every_knob() -> None:
     text = serve_help_all()
-    for name in ServerConfig.__dataclass_fields__:
-        assert f"--{name.replace('_', '-')}".removesuffix("s") in text
+    for knob_field in fields(ServerConfig):
+        assert flag_of(knob_field) in text
     assert max(map(len, text.splitlines())) <= 120
 
 

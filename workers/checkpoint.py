@@ -141,7 +141,7 @@ def _peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "target_modules": sorted({target.kind for target in adapter.targets}),
+        "target_modules": sorted({target.saved_kind for target in adapter.targets}),
         **_dense_beside_experts(adapter),
     }
 
@@ -151,7 +151,7 @@ def _dense_beside_experts(adapter: Adapter) -> dict[str, Any]:
 
     Its rank and scale of a pair are then those of the whole, as of experts.
     """
-    of_experts = {target.kind for target in adapter.targets if target.num_experts is not None}
+    of_experts = {target.saved_kind for target in adapter.targets if target.num_experts is not None}
     dense = {target.name for target in adapter.targets if target.num_experts is None and target.kind in of_experts}
     paths = {".".join(name.split(".")[-2:]) for name in dense}
     return {"target_parameters": sorted(f"{path}.weight" for path in paths)} if paths else {}

@@ -22,9 +22,13 @@ if TYPE_CHECKING:
 
 class RoutedExperts:
     """A router and experts of transformers, whose weights lie one after the other: gate_up_proj [experts, 2 * features,
-    hidden], the gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some."""
+    hidden], the gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some.
 
-    def __init__(self, block: Any, team: Team) -> None:
+    linears: what gate, up and down of one are called in files.
+    """
+
+    def __init__(self, block: Any, team: Team, linears: tuple[str, str, str]) -> None:
+        self.linears = linears
         self._router, self._experts, self._team = block.gate, block.experts, team
         self._active: Active | None = None
         self._name = ""

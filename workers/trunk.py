@@ -114,7 +114,9 @@ class _Layer:
         self._joint_norms: JointNorms | None = None
         self._set_head_norms(mesh.along("tp"))
         self._is_dense = _is(layer.mlp, family, "MLP")
-        self.experts = None if self._is_dense else RoutedExperts(layer.mlp, mesh.along("ep"))
+        self.experts: RoutedExperts | None = None
+        if not self._is_dense:
+            self.experts = RoutedExperts(layer.mlp, mesh.along("ep"), family.expert_linears)
         self._activated = GATES[family.activation]
         config, tp = attention.config, mesh.along("tp").size
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp

@@ -114,21 +114,23 @@ def peft_parameters(tuned: PeftModel) -> dict[str, torch.nn.Parameter]:
     }
 
 
-def peft_gradients(tuned: PeftModel, adapter: Adapter) -> dict[str, Tensor]:
-    """By the names of the adapter's matrices."""
+def peft_gradients(
+    tuned: PeftModel, num_experts: int, linears: Sequence[str] = ("gate_proj", "up_proj", "down_proj")
+) -> dict[str, Tensor]:
+    """By the names of the adapter's matrices. linears: what gate, up and down of an expert are called in files."""
     gradients = {}
     for name, parameter in peft_parameters(tuned).items():
         assert parameter.grad is not None
         layer, experts, side = name.partition(".experts.")
-        gradients |= _of_experts(layer, side, parameter.grad, adapter) if experts else {name: parameter.grad}
+        of_experts = _of_experts(layer, side, parameter.grad, num_experts, linears) if experts else None
+        gradients |= of_experts or {name: parameter.grad}
     return gradients
 
 
-def _of_experts(layer: str, side: str, gradient: Tensor, adapter: Adapter) -> dict[str, Tensor]:
+def _of_experts(layer: str, side: str, gradient: Tensor, num: int, linears: Sequence[str]) -> dict[str, Tensor]:
     """peft has A as [experts * ranks, in] and B as [out, ranks * experts], of down_proj, or of gate and up at once:
     with twice as many ranks, the first of the gate, the others of up."""
-    num = next(target.num_experts for target in adapter.targets if target.num_experts)
-    kinds = ["gate_proj", "up_proj"] if side.startswith("base_layer.") else ["down_proj"]
+    kinds = linears[:2] if side.startswith("base_layer.") else linears[2:]
     if side.endswith("lora_A.weight"):
         parts = [each.chunk(len(kinds)) for each in gradient.view(num, -1, gradient.shape[1])]
     else:

@@ -10,6 +10,7 @@ from torch.nn.functional import silu
 from trainhouse.workers.experts import RoutedExperts
 from trainhouse.workers.grouped import GroupedRows
 from trainhouse.workers.lora import Adapter, Segment
+from trainhouse.workers.parallel.families import FAMILIES
 from trainhouse.workers.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM
 
@@ -29,7 +30,7 @@ def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
     block = model.base_model.layers[0].mlp.requires_grad_(False)
     for weight in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj):
         nn.init.normal_(weight, std=0.3)
-    ours = RoutedExperts(block, Mesh().along("ep"))
+    ours = RoutedExperts(block, Mesh().along("ep"), FAMILIES["qwen3_moe"].expert_linears)
     x, gradient = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(num_tokens, 64)
     theirs = block(x[None])[0]
     theirs.backward(gradient)

@@ -164,10 +164,11 @@ def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapp
     of_gate_up, of_down = (splits.get(f"{name}.{kind}", {}) for kind in ("gate_up_proj", "down_proj"))
     packed, inner, by_expert = of_gate_up.get(1), of_down.get(2), of_down.get(0)
     outer = replace(packed, sections=(features,)) if packed else None
-    for kind in GATE_UP:
-        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert)
+    *of_features, of_hidden = experts.linears
+    for kind, saved_as in zip(GATE_UP, of_features, strict=True):
+        yield Target(f"{name}.{kind}", hidden, features, None, outer, num, by_expert, saved_as)
     for kind in DOWN:
-        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert)
+        yield Target(f"{name}.{kind}", features, hidden, inner, None, num, by_expert, of_hidden)
 
 
 def _unembed_target(base: BaseModel) -> Target:

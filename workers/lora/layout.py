@@ -21,7 +21,7 @@ class Target:
 
     in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it. num_experts: where it
     is one of each expert of a sparse layer, model.layers.0.mlp.experts.up_proj, each with a pair of matrices of its
-    own. expert_split: how experts are shared out.
+    own. expert_split: how experts are shared out. saved_as: what the layer is called in PEFT's files, None = as here.
     """
 
     name: str
@@ -31,6 +31,11 @@ class Target:
     out_split: Split | None = None
     num_experts: int | None = None
     expert_split: Split | None = None
+    saved_as: str | None = None
+
+    @property
+    def saved_kind(self) -> str:
+        return self.saved_as or self.kind
 
     @property
     def kind(self) -> str:
@@ -109,7 +114,7 @@ class Side:
         if self.target.num_experts is None:
             yield f"{path}.{self.kind}.weight"
             return
-        experts, _, linear = path.rpartition(".")
+        experts, linear = path.rpartition(".")[0], self.target.saved_kind
         split, num_own = self.target.expert_split, self.target.num_own
         first = split.index * num_own if split else 0
         for number in range(first, first + num_own):

@@ -38,7 +38,8 @@ class Family:
     one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and ups of
     another. windows: which layers have the config's sliding window: every one, or those that it names.
     rotates_by_kind: whether layers with and without a window have rotations of their own. activation, activation_key:
-    of gates, and where the config names it. sparsity: which layers have experts.
+    of gates, and where the config names it. sparsity: which layers have experts. expert_linears: what gate, up and down
+    of an expert are called in files.
     """
 
     name: str
@@ -57,6 +58,7 @@ class Family:
     activation: str = "silu"
     activation_key: str = "hidden_act"
     sparsity: Literal["some", "all"] | None = None
+    expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
 _OF_ALL: Mapping[str, object] = {
@@ -106,6 +108,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         windows="every",
         sparsity="all",
+        expert_linears=("w1", "w3", "w2"),
     ),
     "phi3": Family("Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, is_fused=True, windows="every"),
     "qwen2": Family("Qwen2", "qwen2", {**_OF_QWEN, **_BY_LAYER}, query_bias=True, windows="by_layer"),

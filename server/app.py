@@ -27,6 +27,7 @@ from .bodies import BodyLimit, describe_errors, describe_not_json
 from .checkpoints import Checkpoints
 from .completions import Completions
 from .config import ServerConfig
+from .copied import Copied
 from .direct import Direct, endpoints
 from .ephemeral import EphemeralWeights
 from .futures import Futures
@@ -130,7 +131,8 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     loaded = Loaded(directory / "loaded", sync)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded)
     snapshots = Snapshots(directory / "snapshots", sync)
-    of_runs = RunServices(config, futures, journal, snapshots, loaded, operations, sessions, quotas, dispatch.status)
+    status, copied = dispatch.status, Copied(directory)
+    of_runs = RunServices(config, futures, journal, snapshots, loaded, operations, sessions, quotas, status, copied)
     runs = Runs(store, dispatch, checkpoints, of_runs)
     return Services(
         config=config,

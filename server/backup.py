@@ -8,6 +8,7 @@ says of another is there, and what is too new to be known of is swept when a ser
 
 import shutil
 import sqlite3
+import time
 from collections.abc import Callable, Collection
 from contextlib import closing
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .checkpoint_files import link_or_copy
+from .copied import mark_copy
 from .directories import STAGING
 from .leases import live_directory
 from .places import is_url, key_of
@@ -45,9 +47,10 @@ class Backup:
         """Blocking. Raises BackupError."""
         self._prepare()
         for _ in range(_MOST_ROUNDS):
-            newest = _numbers(self._live / "journal")[-1:]
+            newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
             named = self._take_all()
             if self._has_all_since(newest):
+                mark_copy(self._live, self._taken(self._live), began_at)
                 self._tell(named, say)
                 return
             for path in self.target.iterdir():

@@ -10,12 +10,12 @@ _RETRY_SECONDS = 5.0
 
 
 class Gap:
-    """Of one run: there is one, or none. give_up: called with the reason once it has held something up for `seconds`.
+    """Of one run: there is one, or none. give_up: called once it has held something up for `seconds`.
 
     Again and again, unless it is none then.
     """
 
-    def __init__(self, seconds: float, give_up: Callable[[str], None]) -> None:
+    def __init__(self, seconds: float, give_up: Callable[[], None]) -> None:
         self._seconds = seconds
         self._give_up = give_up
         self._tried_at = -math.inf
@@ -39,4 +39,4 @@ class Gap:
 
     def _try(self) -> None:
         self._tried_at = time.monotonic()
-        self._give_up(f"it did not arrive within {self._seconds:g} s")
+        self._give_up()

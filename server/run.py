@@ -10,6 +10,7 @@ import asyncio
 import itertools
 import logging
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -41,6 +42,11 @@ MOST_AHEAD = 10_000
 """How far a seq_id may be ahead of the one whose turn it is."""
 
 _MOST_REFUSALS_KEPT = 1000
+_MOST_LOADABLE = 5
+_DOUBT = (
+    ", nor anything else that follows what the server knew when it started: if it was put back to an older state, "
+    "steps are missing: then do not go on with this run, but create a new one from a checkpoint"
+)
 _MOST_UNDER_WAY = 64
 _OUTAGE_SECONDS = 2.0
 _MOST_BYTES_UNDER_WAY = 64 << 20
@@ -73,6 +79,9 @@ class Run:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._outage: str | None = None
         self._unusable: str | None = None
+        # Whether nothing has come that follows what an earlier process had; and what may be loaded instead of the run.
+        self._has_not_gone_on = False
+        self._loadable: Sequence[str] = ()
         self._working: asyncio.Task[None] | None = None
         self._gap = Gap(services.config.seq_gap_seconds, self._give_up_gap)
 
@@ -105,21 +114,33 @@ class Run:
             return self._submitted_before(seq_id)
         if seq_id not in self._slots:
             self._check_acceptable(seq_id)
+            goes_on = self._has_not_gone_on and seq_id == self._first_missing
             self._accept(seq_id, operation, received, admission, drawn or {})
+        else:
+            goes_on = False
         slot = self._slots[seq_id]
         await self._wait_until_journaled(seq_id, slot)
+        if goes_on:
+            self._has_not_gone_on = False
+            self._services.copied.goes_on(self.record.run_id)
         if isinstance(slot.content, Refused):
             raise _refused_before(seq_id, slot.content.reason)
         return Submitted(self.request_id(seq_id), seq_id)
 
-    async def resume(self, inherited: Inherited) -> None:
-        """Goes on where an earlier process ended. Raises ValueError, OSError, RequestError: then it cannot."""
+    async def resume(self, inherited: Inherited, loadable: Sequence[str] = ()) -> None:
+        """Goes on where an earlier process ended. loadable: the paths of its checkpoints, oldest first.
+
+        Raises ValueError, OSError, RequestError: then it cannot.
+        """
         resumed = await Resuming(self.record, self._services, self._state, inherited).resumed()
         self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
         for seq_id, reason in resumed.refusals.items():
             self._remember_refusal(seq_id, reason)
         for seq_id, undone in resumed.undone.items():
             self._slots[seq_id] = self._slot_of(seq_id, undone)
+        self._has_not_gone_on, self._loadable = True, loadable
+        if self._services.copied.is_behind(self.record.run_id):
+            self._unusable = self._behind()
         self._go_on()
 
     def standing(self, seq_id: int) -> Standing:
@@ -127,7 +148,7 @@ class Run:
         seq_id = seq_id or self._free_seq_id()
         if seq_id < self._next_seq_id or seq_id in self._slots:
             return Standing(self.record.run_id, needed=True)  # it came before, and needs only its answer
-        missing = next(number for number in itertools.count(self._next_seq_id) if number not in self._slots)
+        missing = self._first_missing
         has_gap = len(self._slots) > missing - self._next_seq_id
         rests = missing == self._next_seq_id and not self._under_way
         ready = seq_id == missing
@@ -183,6 +204,7 @@ class Run:
         while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
             await asyncio.wait(under_way)
         await self._state.close()
+        self._services.copied.goes_on(self.record.run_id)
         try:
             await self._services.operations.drop(self.record)
         except OperationError as error:
@@ -214,6 +236,10 @@ class Run:
         return not self._slots and not self._under_way
 
     # Accepting
+
+    @property
+    def _first_missing(self) -> int:
+        return next(number for number in itertools.count(self._next_seq_id) if number not in self._slots)
 
     def _free_seq_id(self) -> int:
         return max(self._slots, default=self._next_seq_id - 1) + 1
@@ -535,12 +561,34 @@ class Run:
             return None
         return next(iter(self._slots.values())).arrived_at
 
-    def _give_up_gap(self, reason: str) -> None:
-        """Up to the first operation that is there."""
-        first = min(self._slots)
-        logger.warning("%s: seq_id %d to %d given up: %s", self.record.run_id, self._next_seq_id, first - 1, reason)
+    def _give_up_gap(self) -> None:
+        """Up to the first operation that is there; of a run that is behind its client, for good."""
+        run_id, copied, first = self.record.run_id, self._services.copied, min(self._slots)
+        within = f"within {self._services.config.seq_gap_seconds:g} s"
+        if copied.is_waiting(run_id):
+            copied.found_behind(run_id)
+            self._unusable = self._behind()
+            logger.error("seq_id %d did not arrive %s: %s", self._next_seq_id, within, self._unusable)
+            self._give_up_gaps(self._unusable)
+            return
+        doubt = _DOUBT if self._has_not_gone_on else ""
+        if (last := first - 1) == self._next_seq_id:
+            which, those = f"seq_id {last}", "it"
+        else:
+            which, those = f"seq_id {self._next_seq_id} to {last}", "they"
+        logger.warning("%s: %s given up: %s did not arrive %s%s", run_id, which, those, within, doubt)
         for seq_id in range(self._next_seq_id, first):
-            self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+            self._add_refusal(seq_id, Refused(GAP, f"it did not arrive {within}{doubt}", taints=True))
+
+    def _behind(self) -> str:
+        remedy = "create a new run; this one has no checkpoint to begin with"
+        if self._loadable:
+            newest = ", ".join(self._loadable[: -_MOST_LOADABLE - 1 : -1])
+            remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
+        return (
+            f"run {self.record.run_id} is over: the server was put back to a copy of its state of "
+            f"{self._services.copied.when}, and the client is ahead of that, so steps it has seen are missing: {remedy}"
+        )
 
     def _give_up_gaps(self, reason: str) -> None:
         for seq_id in range(self._next_seq_id, max(self._slots, default=0)):

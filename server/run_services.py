@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from .config import ServerConfig
+from .copied import Copied
 from .futures import Futures
 from .journal import Journal
 from .loaded import Loaded
@@ -26,3 +27,4 @@ class RunServices:
     sessions: Sessions
     quotas: Quotas
     status: Callable[[str], str | None]
+    copied: Copied

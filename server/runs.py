@@ -57,20 +57,21 @@ class Runs:
         of_runs: dict[str, list[Journaled]] = defaultdict(list)
         for one in journaled:
             of_runs[one.header.run_id].append(one)
-        held: set[Place] = set()
+        records: dict[str, RunRecord | None] = {}
         for session_id in session_ids:
-            records = {record.run_id: record for record in await self._store.list_session_runs(session_id)}
-            begun = [
-                run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:") and run_id not in records
-            ]
-            for run_id in (*records, *begun):
-                try:
-                    await self._resume(records.get(run_id), of_runs[run_id])
-                except (RequestError, OSError, ValueError) as error:
-                    logger.error("%s cannot be taken up again now: %s", run_id, error)
-                    self._not_resumed[run_id] = of_runs[run_id]
-                    await self._services.futures.lose(one.header for one in of_runs[run_id])
-                held |= {one.place for one in of_runs[run_id]}
+            begun = [run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:")]
+            records |= dict.fromkeys(begun)
+            records |= {record.run_id: record for record in await self._store.list_session_runs(session_id)}
+        self._services.copied.begin(records.keys())
+        held: set[Place] = set()
+        for run_id, record in records.items():
+            try:
+                await self._resume(record, of_runs[run_id])
+            except (RequestError, OSError, ValueError) as error:
+                logger.error("%s cannot be taken up again now: %s", run_id, error)
+                self._not_resumed[run_id] = of_runs[run_id]
+                await self._services.futures.lose(one.header for one in of_runs[run_id])
+            held |= {one.place for one in of_runs[run_id]}
         return held
 
     async def create(
@@ -121,6 +122,7 @@ class Runs:
 
     async def end_session(self, session_id: str) -> None:
         for run_id in [run_id for run_id in self._not_resumed if run_id.startswith(f"{session_id}:train:")]:
+            self._services.copied.goes_on(run_id)
             for one in self._not_resumed.pop(run_id):
                 self._services.journal.release(one.place)
         ended = [run for run in self._runs.values() if run.record.session_id == session_id]
@@ -185,8 +187,16 @@ class Runs:
             return
         require_served(self._dispatch, record.base_model)
         run = Run(record, self._services)
-        await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures))
+        loadable = await self._loadable(record.run_id)
+        await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures), loadable)
         self._runs[record.run_id] = run
+
+    async def _loadable(self, run_id: str) -> Sequence[str]:
+        """Of a run that a copy may have left behind its client, the paths of checkpoints, oldest first."""
+        if not (self._services.copied.is_waiting(run_id) or self._services.copied.is_behind(run_id)):
+            return ()
+        saved = await self._store.list_run_checkpoints([run_id], time.time())
+        return [checkpoint.tinker_path for checkpoint in saved if checkpoint.kind == "weights"]
 
     async def _record_of(self, entries: Sequence[Journaled]) -> RunRecord | None:
         """Of a run that was accepted, but not created yet."""

@@ -13,6 +13,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
 from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.copied import Copied
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header, Journal, Journaled, read_journal
 from trainhouse.server.loaded import Loaded
@@ -180,6 +181,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,
                 status="busy: {}".format,
+                copied=Copied(tmp_path),
             )
             run = Run(replace(RECORD, run_id=f"session:train:{number}"), services)
             stack.push_async_callback(run.stop)

@@ -1,8 +1,10 @@
 """backup of a server that runs, and of one that does not: verify finds nothing, and a server on the copy goes on."""
 
 import asyncio
+import itertools
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -68,6 +70,26 @@ async def test_a_server_on_the_copy_of_a_running_one_goes_on(
         assert len(set(np.round(losses, 4))) == len(losses), "else any step would do"
         loaded = await copied.do("load_weights", seq_id=0, path=f"tinker://{run.model_id}/weights/a")
         assert loaded["type"] == "load_weights"
+
+
+async def test_a_client_that_is_ahead_of_the_copy_is_told_where_to_begin(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    state, copy = tmp_path / "state", tmp_path / "copy"
+    async with running_server(server_config(tiny_models["qwen3"], state), dispatch) as server:
+        run = await server.create_run()
+        quiet = await server.create_run()
+        path = (await run.do("save_weights", path="a"))["path"]
+        assert await backup(copy, state) == 0
+        await run.train(batch(), 1)
+    async with running_server(server_config(tiny_models["qwen3"], copy, seq_gap_seconds=0.2), dispatch) as server:
+        ahead, quiet = (replace(one, server=server) for one in (run, quiet))
+        ahead.numbers = itertools.count(4)
+        error = (await ahead.do("optim_step", adam_params=ADAM))["error"]
+        assert "the client is ahead of that" in error and error.endswith(f"newest first: {path}")
+        await ahead.submit("optim_step", status=410, adam_params=ADAM)
+        await quiet.train(batch(), 1)
+    assert not (state / "copied.json").exists()
 
 
 async def test_a_copy_of_a_stopped_server_has_what_the_database_names_wherever_it_lay(

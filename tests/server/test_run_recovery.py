@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.copied import Copied, mark_copy
 from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
 from trainhouse.server.operations import CreateRun, LoadWeights
@@ -477,3 +479,68 @@ async def until(bench: Bench, condition) -> None:
 async def snapshotted(bench: Bench, seq_id: int) -> None:
     state = bench.run._state
     await until(bench, lambda: state.covers(seq_id) and not state._snapshotting)
+
+
+# Put back
+
+
+async def restarted_on_a_copy(bench: Bench) -> None:
+    """As by a server that starts on a directory that `backup` has made."""
+    mark_copy(bench.journal_directory.parent, bench.journal_directory.parent, 0.0)
+    await restarted_again(bench)
+
+
+async def restarted_again(bench: Bench) -> None:
+    bench.services = replace(bench.services, copied=Copied(bench.journal_directory.parent))
+    bench.services.copied.begin([RUN_ID])
+    await bench.restart()
+
+
+async def test_a_run_of_a_copy_whose_client_is_ahead_is_refused_for_good(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.forward_backward(1)
+    await bench.optim_step(2)
+    await bench.result(2)
+    await restarted_on_a_copy(bench)
+    await bench.forward_backward(5)
+    await bench.optim_step(6)
+    for seq_id in (5, 6):
+        error = (await bench.result(seq_id))["error"]
+        assert "put back to a copy of its state of 1970-01-01 00:00:00 UTC" in error and "create a new run" in error
+    assert 5 not in bench.operations.performed and "seq_id 3 did not arrive within 0.1 s" in caplog.text
+    for _ in range(2):
+        with pytest.raises(RequestError, match="is over: the server was put back") as refused:
+            await bench.forward_backward(7)
+        assert refused.value.status == 410
+        await restarted_again(bench)
+
+
+async def test_a_run_of_a_copy_that_goes_on_without_a_gap_is_as_any_other(make_bench: MakeBench) -> None:
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    await restarted_on_a_copy(bench)
+    await restarted_again(bench)
+    await bench.forward_backward(2)
+    await bench.forward_backward(1)
+    assert await bench.result(2) == {"seq_id": 2}
+    assert not list(bench.journal_directory.parent.glob("copied.json"))
+    await bench.forward_backward(4)
+    assert await bench.result(4) == {"seq_id": 4}
+
+
+async def test_without_a_mark_the_refusal_says_that_the_state_may_be_older(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench(gap_seconds=0.1)
+    await bench.result(0)
+    await bench.restart()
+    for first, doubts in ((3, True), (7, False)):
+        await bench.forward_backward(first)
+        await bench.optim_step(first + 1)
+        error = (await bench.result(first + 1))["error"]
+        assert ("if it was put back to an older state, steps are missing" in error) == doubts
+        await bench.forward_backward(first + 2)
+    assert "seq_id 1 to 2 given up: they did not arrive within 0.1 s, nor" in caplog.text
+    assert "seq_id 6 given up: it did not arrive within 0.1 s\n" in caplog.text

@@ -196,7 +196,9 @@ class Backoff:
             raise failure
         if now - self.since > SILENT_SECONDS and not self._told:
             self._told = True
-            log.warning("%s Trying again for up to %.0f s.", failure, self._limit_seconds)
+            words = str(failure)
+            stop = "" if words.endswith((".", "?")) else "."
+            log.warning("%s%s Trying again for up to %.0f s.", words, stop, self._limit_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, 10.0)
         await asyncio.sleep(pause)
 

@@ -227,14 +227,15 @@ class Readiness(Wire):
     """base_models: served name -> whether its workers are up. runs: live ones; of these runs_to_make_again have their
     state on disk alone since the server started or a worker died, until they are needed or rest for long.
 
-    holder: of a standby, the URL of the server that it sends requests on to.
+    holder: of a standby, the URL of the server that it sends requests on to. reason: of one that is unavailable.
     """
 
-    status: Literal["ready", "stopping", "standby", "taking over"]
+    status: Literal["ready", "stopping", "standby", "taking over", "unavailable"]
     base_models: dict[str, Literal["up", "restarting"]]
     runs: int
     runs_to_make_again: int
     holder: str | None = None
+    reason: str | None = None
 
 
 class TokenizerFiles(Wire):

@@ -12,6 +12,7 @@ from .checkpoints import Checkpoints
 from .ephemeral import EphemeralWeights
 from .sampler import Sampler
 from .strikes import Strikes
+from .trouble import room_for
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,9 @@ class Adapters:
 
     async def take(self, run_id: str, adapter_id: str) -> None:
         """For an ephemeral sampler the weights that the run has now; durable, too. Raises OperationError."""
-        async with self._weights.writing(adapter_id) as directory:
-            await self._dispatch.save_run(run_id, directory, optimizer=False)
+        with room_for("the sampler's weights were"):
+            async with self._weights.writing(adapter_id) as directory:
+                await self._dispatch.save_run(run_id, directory, optimizer=False)
         # Behind that: who loads it anew meanwhile loads these weights.
         await self._dispatch.copy_adapter(run_id, adapter_id)
 

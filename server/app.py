@@ -48,6 +48,7 @@ from .snapshots import Snapshots
 from .store import Store, open_store
 from .store.outages import OUTAGES, words_of
 from .tokenizer import Tokenizers
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -150,6 +151,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
         recordings=recordings,
         quotas=quotas,
         tokenizers=Tokenizers(config.base_models),
+        tenure=None if live is None else live.tenure,
     )
 
 
@@ -174,8 +176,12 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.sessions.close)
         await _resume(services)
         services.sessions.watch()
-        for chores in (partial(_tidy_up, services), services.runs.settle):
-            stack.callback(asyncio.create_task(_now_and_then(chores)).cancel)
+        for name, chores in (
+            ("housekeeping", partial(_tidy_up, services)),
+            ("bringing runs into snapshots", services.runs.settle),
+            ("writing a file for trial", services.journal.try_to_write),
+        ):
+            stack.callback(asyncio.create_task(_now_and_then(name, chores)).cancel)
         yield
 
 
@@ -209,14 +215,17 @@ async def _tidy_up(services: Services) -> None:
     services.quotas.forget_idle()
 
 
-async def _now_and_then(chores: Callable[[], Awaitable[None]]) -> None:
+async def _now_and_then(name: str, chores: Callable[[], Awaitable[None]]) -> None:
+    trouble = Trouble(logger, name)
     while True:
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)
         try:
             await chores()
-        except Exception:
+        except Exception as error:
             # A full disk, say: the next round may find it better.
-            logger.exception("housekeeping failed")
+            trouble.failed(error)
+        else:
+            trouble.passed()
 
 
 def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:

@@ -34,6 +34,7 @@ from .store import (
     SessionRecord,
     Store,
 )
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -246,11 +247,14 @@ class Checkpoints:
             logger.warning("what a crash may have left there could not be looked for: %s", error)
 
     async def _expire_in_time(self) -> None:
+        trouble = Trouble(logger, "deleting expired checkpoints")
         while True:
             try:
                 await self.expire()
-            except SQLAlchemyError:  # a full disk, say: it may go better next time
-                logger.exception("expired checkpoints could not be deleted")
+            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+                trouble.failed(error)
+            else:
+                trouble.passed()
             await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
 
     async def _copy(

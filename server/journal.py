@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ..schemas.errors import RequestError
 from .segments import Damage, Guard, Place, Record, Segments, read_segment, scan_segment
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -63,6 +64,8 @@ class Journal:
 
     def __init__(self, directory: Path, segment_bytes: int, sync: bool = False, guard: Guard = lambda: None) -> None:
         self._segments = Segments(directory, segment_bytes, sync, guard)
+        self._directory = directory
+        self._trouble = Trouble(logger, f"writing the journal in {directory}")
         self.unreadable: set[int] = set()
         # Of each segment, where the entries are that are held.
         self._held: defaultdict[int, set[int]] = defaultdict(set)
@@ -83,14 +86,29 @@ class Journal:
         if appended.cancelled():
             return
         if error := written.exception():
-            reason = f"the server's journal cannot be written ({error}): free space there"
-            appended.set_exception(RequestError(reason, 503))
+            assert isinstance(error, OSError)
+            self._trouble.failed(_named(error))
+            appended.set_exception(RequestError(self._unwritable(error), 503))
             return
+        self._trouble.passed()
         place = written.result()
         self._held[place.segment].add(place.offset)
         self._newest = place.segment
         self._delete_done()
         appended.set_result(place)
+
+    async def try_to_write(self) -> str | None:
+        """Whether operations could be accepted now; else why not. The log hears of each change."""
+        try:
+            await self._segments.try_to_write()
+        except OSError as error:
+            self._trouble.failed(_named(error))
+            return self._unwritable(error)
+        self._trouble.passed()
+        return None
+
+    def _unwritable(self, error: OSError) -> str:
+        return f"the server's journal in {self._directory} cannot be written ({_named(error)}): free space there"
 
     def release(self, place: Place) -> None:
         """The entry is not needed any more: its operation is done, its result durable, its effect in a snapshot.
@@ -163,6 +181,11 @@ def read_journal(path: Path) -> Iterator[Entry]:
 def _entry(record: Record) -> Entry | None:
     header = _header(record)
     return None if header is None else Entry(header, record.body, record.offset)
+
+
+def _named(error: OSError) -> OSError:
+    """Without the file's name, which is another one each time."""
+    return OSError(error.strerror) if error.strerror else error
 
 
 def _header(found: Record | Damage) -> Header | None:

@@ -23,6 +23,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from .directories import sync_directory
 from .segments import shut_out
 from .store import LeaseLost, LeaseRecord, Store
+from .store.outages import words_of
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,8 @@ _RENEWALS = 3
 _MARGIN = 0.1
 """The share of it that clocks may differ by."""
 _LOOK_SECONDS = 0.5
+_SILENT_SECONDS = 2.0
+"""For so long a renewal may take before it is told of."""
 _SEGMENTED = ("journal", "results", "recordings")
 
 
@@ -73,6 +76,8 @@ class Lease:
         # In this order: who takes it has his lease before his live state.
         found = max(_epochs(state_dir), default=0)
         if any(lease.base_model == LIVE_STATE for lease in await self._store.list_leases()):
+            if found == 0 and not _epochs(state_dir):  # not what a server takes at this very moment
+                raise _no_live_state(state_dir)
             return
         if found > 0:
             raise ValueError(
@@ -139,12 +144,18 @@ class Tenure:
     def __init__(self, lease: Lease, record: LeaseRecord, sent_at: float) -> None:
         self._lease = lease
         self.record = record
+        self._trouble: str | None = None
         self._extend(sent_at)
 
     @property
     def is_valid(self) -> bool:
         """Whether no other server can have the lease yet. In any thread."""
         return awake_seconds() < self._valid_until
+
+    @property
+    def trouble(self) -> str | None:
+        """Why it cannot be renewed now."""
+        return self._trouble and f"the server's database does not answer ({self._trouble})"
 
     def check(self) -> None:
         """As a guard of segments. Raises TenureOver."""
@@ -160,15 +171,35 @@ class Tenure:
             await asyncio.sleep(self._lease.seconds / _RENEWALS if self.is_valid else 0)
             sent_at = awake_seconds()
             try:
-                if not await self._lease.renewed(self.record):
+                if not await self._renewed():
                     break
             except SQLAlchemyError as error:
-                logger.error("the lease cannot be renewed: %s", error)
+                self._fails(words_of(error))
                 await asyncio.sleep(_LOOK_SECONDS)
             else:
                 self._extend(sent_at)
+                if self._trouble is not None:
+                    logger.warning("the database answers again, and the lease is renewed")
+                    self._trouble = None
         self._valid_until = -math.inf
         logger.error("the lease of epoch %d is lost: another server has taken it", self.record.epoch)
+
+    async def _renewed(self) -> bool:
+        """As the lease says. A database that is away is waited for there, which somebody should know of."""
+        renewing = asyncio.create_task(self._lease.renewed(self.record))
+        try:
+            done, _ = await asyncio.wait({renewing}, timeout=_SILENT_SECONDS)
+            if not done:
+                self._fails(f"not for {_SILENT_SECONDS:g} s")
+            return await renewing
+        finally:
+            renewing.cancel()
+
+    def _fails(self, words: str) -> None:
+        """Told once, however long it lasts."""
+        if self._trouble is None:
+            logger.error("the lease cannot be renewed: the database does not answer (%s)", words)
+        self._trouble = words
 
     def take_live_state(self, state_dir: Path) -> Path:
         """The directory of what belongs to live runs and results, blocking; a former holder finds it no more.
@@ -181,10 +212,7 @@ class Tenure:
         if not self.is_valid:
             raise LeaseLost(f"the lease of epoch {epoch} ran out before its live state was taken")
         if not found:
-            raise ValueError(
-                f"state directory {state_dir} has no live state, of which the database knows: name the directory that "
-                "all servers on this database share with --state-dir, and mount it before"
-            )
+            raise _no_live_state(state_dir)
         if found[-1] > epoch:
             raise ValueError(
                 f"state directory {state_dir} has live state of epoch {found[-1]}, but the database is at {epoch}: it "
@@ -204,6 +232,13 @@ class Tenure:
 
     def _extend(self, sent_at: float) -> None:
         self._valid_until = sent_at + (1 - _MARGIN) * self._lease.seconds
+
+
+def _no_live_state(state_dir: Path) -> ValueError:
+    return ValueError(
+        f"state directory {state_dir} has no live state, of which the database knows: name the directory that all "
+        "servers on this database share with --state-dir, and mount it before"
+    )
 
 
 def _try_to_shut_out(directory: Path) -> None:

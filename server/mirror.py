@@ -22,6 +22,7 @@ from .checkpoint_files import CheckpointFiles, PlaceConfig
 from .manifest import read_manifest
 from .places import PlaceError, Places, key_of
 from .store import CheckpointCopyRecord, Store
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -117,15 +118,17 @@ class Mirror:
 
     async def _repeat(self, work: Callable[[], Awaitable[float | None]]) -> None:
         """work: answers in how many seconds there is more of it, None when only a change brings more."""
-        change = asyncio.Event()
+        change, trouble = asyncio.Event(), Trouble(logger, "keeping up the copies of checkpoints")
         self._changes.append(change)
         while True:
             change.clear()
             try:
                 seconds = await work()
-            except SQLAlchemyError:  # a full disk, say: it may go better next time
-                logger.exception("the copies of checkpoints cannot be kept up")
+            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+                trouble.failed(error)
                 seconds = self._first_pause_seconds
+            else:
+                trouble.passed()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(change.wait(), seconds)
 

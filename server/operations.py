@@ -37,6 +37,7 @@ from .recordings import Recordings
 from .samplers import Samplers
 from .segments import Place
 from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
+from .trouble import room_for
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ class Operations:
         if not await self._checkpoints.was_saved(run, kind, name, request_id):
             optimizer = kind == "weights"
             metadata = None if isinstance(operation, SaveWeightsExternalRequest) else operation.user_metadata
-            async with self._checkpoints.writing(
+            writing = self._checkpoints.writing(
                 run,
                 kind,
                 name,
@@ -263,8 +264,10 @@ class Operations:
                 metadata,
                 has_optimizer=optimizer,
                 request_id=request_id,
-            ) as staging:
-                await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+            )
+            with room_for("the checkpoint was"):
+                async with writing as staging:
+                    await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
         return f"tinker://{run.run_id}/{kind}/{name}"
 
     async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:

@@ -437,8 +437,10 @@ class _Http(uvicorn.Server):
         try:
             await asyncio.shield(serving)
         except asyncio.CancelledError:
-            say("stopping: what was accepted may be done, and open requests end")
-            if (services := self._services()) is not None:
+            if (services := self._services()) is None:
+                say("stopping")
+            else:
+                say("stopping: what was accepted may be done, and open requests end")
                 await drain(services, self._drain_seconds)
             self.should_exit = True
             await serving

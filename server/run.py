@@ -472,8 +472,10 @@ class Run:
             raise
 
     async def _wait_out(self, outage: SQLAlchemyError) -> None:
-        self._outage = f"the server's database cannot be used ({words_of(outage)})"
-        logger.error("%s waits: %s", self.record.run_id, self._outage)
+        reason = f"the server's database cannot be used ({words_of(outage)})"
+        if reason != self._outage:
+            logger.error("%s waits: %s", self.record.run_id, reason)
+        self._outage = reason
         await asyncio.sleep(_OUTAGE_SECONDS)
 
     async def _made_again(self, seq_id: int) -> None:

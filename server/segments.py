@@ -12,6 +12,7 @@ import os
 import secrets
 import shutil
 import struct
+import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterator, Mapping
@@ -36,6 +37,7 @@ _FRAME = struct.Struct("<III")
 """Behind the tag: bytes of the header, bytes of the body, crc32 of both."""
 
 _SUFFIX = ".segment"
+_TRIAL = ".trial-"
 _SMALL_BYTES = 32 << 10
 """Writing less than this into the page cache takes less than handing it to a thread and hearing back."""
 
@@ -121,6 +123,16 @@ class Segments:
         if self._flush is None:
             self._flush = asyncio.create_task(self._write_pending())
         return written
+
+    async def try_to_write(self) -> None:
+        """A file that is gone again at once. Raises OSError where nothing can be appended."""
+        await asyncio.to_thread(self._try_to_write)
+
+    def _try_to_write(self) -> None:
+        self._guard()
+        with tempfile.NamedTemporaryFile(dir=self._directory, prefix=_TRIAL) as file:
+            file.write(bytes(_SMALL_BYTES))
+            file.flush()
 
     async def read(self, place: Place) -> Record:
         """Raises ValueError where there is no whole record, OSError where there is no segment."""

@@ -12,6 +12,7 @@ from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .futures import Futures
 from .journal import Journal
+from .leases import Tenure
 from .quotas import Quotas
 from .recordings import Recordings
 from .runs import Runs
@@ -39,6 +40,7 @@ class Services:
     recordings: Recordings
     quotas: Quotas
     tokenizers: Tokenizers
+    tenure: Tenure | None
 
 
 async def current_services(request: Request) -> Services:

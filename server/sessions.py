@@ -14,6 +14,7 @@ from ..schemas.errors import RequestError
 from ..schemas.models import CreateSessionRequest, FinishSessionRequest
 from .auth import Tenant
 from .store import SessionEnd, SessionRecord, Store, string_metadata
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -157,14 +158,16 @@ class Sessions:
                 logger.exception("after the end of session %s", session_id)
 
     async def _expire_in_time(self) -> None:
-        period = min(10.0, self._expiry_seconds / 4)
+        period, trouble = min(10.0, self._expiry_seconds / 4), Trouble(logger, "bringing sessions up to date")
         while True:
             await asyncio.sleep(period)
             try:
                 await self._save_heartbeats()
                 await self.expire()
-            except SQLAlchemyError:  # a full disk, say: it may go better next time
-                logger.exception("sessions could not be brought up to date")
+            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+                trouble.failed(error)
+            else:
+                trouble.passed()
 
     async def _save_heartbeats(self) -> None:
         """For those who list sessions; the expiry does not read them."""

@@ -78,8 +78,15 @@ class Held:
                 await send(message)
                 return
             is_cut = True
-            if not has_begun:
-                await _unavailable(scope, receive, send, "the server that was asked does not have the lease any more")
+            if has_begun:
+                return
+            reason = "the server that was asked does not have the lease any more"
+            if (trouble := self._tenure.trouble) is not None:
+                reason = f"{reason}, for {trouble}"
+            if scope["path"] == _READINESS:
+                await _readiness("unavailable", None, reason)(scope, receive, send)
+            else:
+                await _unavailable(scope, receive, send, reason)
 
         await self._app(scope, receive, send_in_time)
 
@@ -235,8 +242,10 @@ def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
     return [(name, value) for name, value in headers if name not in dropped]
 
 
-def _readiness(status: Literal["standby", "taking over"], holder: str | None) -> JSONResponse:
-    answer = Readiness(status=status, base_models={}, runs=0, runs_to_make_again=0, holder=holder)
+def _readiness(
+    status: Literal["standby", "taking over", "unavailable"], holder: str | None, reason: str | None = None
+) -> JSONResponse:
+    answer = Readiness(status=status, base_models={}, runs=0, runs_to_make_again=0, holder=holder, reason=reason)
     return JSONResponse(answer.model_dump(), 503 if holder is None else 200)
 
 

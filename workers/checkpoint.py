@@ -7,7 +7,9 @@ window.safetensors                               in snapshots: the gradients acc
 The weights are those of the last step. Saving disturbs no gradients, and but for snapshots saves none.
 """
 
+import errno
 import json
+import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -26,6 +28,11 @@ from .lora.layout import Layout
 from .parallel.mesh import Mesh
 
 FORMAT = 1
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+_FULL = (
+    f"the weights were not saved, since the server's disk is full ({os.strerror(errno.ENOSPC)}): try again when there "
+    "is room on it"
+)
 _WEIGHTS = "adapter_model.safetensors"
 _PEFT_CONFIG = "adapter_config.json"
 _DESCRIPTION = "trainhouse.json"
@@ -69,7 +76,25 @@ class Learned:
 
 
 def save_adapter(learned: Learned, directory: Path, *, optimizer: bool, base_name: str) -> None:
-    """Writes into an existing empty directory. optimizer: also what a resumed training needs."""
+    """Writes into an existing empty directory. optimizer: also what a resumed training needs.
+
+    Raises OperationError (server) where there is no room for it.
+    """
+    try:
+        _write_adapter(learned, directory, optimizer, base_name)
+    except (OSError, SafetensorError) as error:
+        if _is_for_want_of_room(error):
+            raise OperationError(_FULL, "server") from None
+        raise
+
+
+def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
+    """What safetensors raises has the number in its words alone."""
+    number = error.errno if isinstance(error, OSError) else None
+    return number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM)
+
+
+def _write_adapter(learned: Learned, directory: Path, optimizer: bool, base_name: str) -> None:
     adapter, layout = learned.adapter, learned.adapter.layout.whole
     _save_tensors(directory / _WEIGHTS, layout.named_views(learned.vectors["weights"]))
     if optimizer:

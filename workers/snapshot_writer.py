@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ..schemas.errors import OperationError
 from .checkpoint import Learned, save_adapter
 from .memory import is_out_of_memory
 from .verbs import Failure
@@ -78,6 +79,6 @@ def _outcome(writing: "Future[None]") -> Failure | None:
     error = writing.exception()
     if error is None:
         return None
-    if not isinstance(error, OSError):  # of disks the message says enough
+    if not isinstance(error, OSError | OperationError):  # of disks the message says enough
         logger.error("a snapshot failed", exc_info=error)
     return Failure(f"a snapshot of the run cannot be written: {type(error).__name__}: {error}", "server")

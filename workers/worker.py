@@ -228,7 +228,7 @@ class Worker:
         if trouble is not None:
             raise trouble
         if of_first is not None:
-            raise OSError(of_first)
+            raise OperationError(of_first, "server")
 
     def _bring_gradients_to_first(self, adapter: Adapter) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""

@@ -33,10 +33,14 @@ async def healthz() -> Health:
 @router.get("/readyz", responses={503: {"model": Readiness}})
 async def readyz(services: ServicesDependency, response: Response) -> Readiness:
     """Whether new work is accepted, and how far the state of an earlier process is taken up; needs no key."""
-    accepts, dispatch = not services.quotas.is_closed, services.dispatch
-    response.status_code = 200 if accepts else 503
+    is_stopping, dispatch = services.quotas.is_closed, services.dispatch
+    reason = None if services.tenure is None else services.tenure.trouble
+    if reason is None:
+        reason = await services.journal.try_to_write()
+    response.status_code = 200 if reason is None and not is_stopping else 503
     return Readiness(
-        status="ready" if accepts else "stopping",
+        status="stopping" if is_stopping else "ready" if reason is None else "unavailable",
+        reason=reason,
         base_models={name: "up" if dispatch.is_up(name) else "restarting" for name in dispatch.models},
         runs=services.runs.num_live(),
         runs_to_make_again=services.runs.num_lost,

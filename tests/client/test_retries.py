@@ -10,9 +10,12 @@ from urllib.parse import urlsplit
 import pytest
 import trainhouse
 from trainhouse import ServiceClient
+from trainhouse.client.connection import Backoff
 
 from ..live import LiveServer
 from .test_live import MODEL, batch, loss, new_client, train
+
+pytestmark = pytest.mark.anyio
 
 
 @contextmanager
@@ -102,7 +105,16 @@ def test_a_server_that_stays_unreachable_is_named_while_it_is_tried_again(caplog
     ):
         service.get_server_capabilities()
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "127.0.0.1:9" in told
+    assert "127.0.0.1:9" in told and told.endswith("Is it running there? Trying again for up to 5 s.")
+
+
+@pytest.mark.parametrize(("reason", "told"), [("busy", "busy. Trying"), ("Busy.", "Busy. Trying")])
+async def test_what_is_tried_again_ends_with_one_full_stop(
+    reason: str, told: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainhouse.client.connection.SILENT_SECONDS", -1.0)
+    await Backoff(300).pause(trainhouse.APIConnectionError(reason))
+    assert caplog.messages == [f"{told} again for up to 300 s."]
 
 
 def test_an_address_without_a_scheme_fails_at_once() -> None:

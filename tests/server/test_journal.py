@@ -159,6 +159,29 @@ async def test_of_a_damaged_entry_the_journal_tells_whose_it_is_and_cannot_read_
     await again.close()
 
 
+async def test_the_journal_says_whether_it_can_be_written_and_the_log_hears_of_changes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with small_disk(tmp_path / "disk", 256 << 10) as disk:
+        journal = Journal(disk / "journal", 1 << 20)
+        await journal.append(header(1))
+        with filled(disk):
+            for number in (2, 3):
+                with pytest.raises(RequestError, match="free space there"):
+                    await journal.append(header(number), bytes(10_000))
+                reason = await journal.try_to_write()
+                words = f"the server's journal in {disk}/journal cannot be written (No space left on device)"
+                assert reason == f"{words}: free space there"
+        assert await journal.try_to_write() is None
+        await journal.append(header(2))
+        await journal.close()
+        assert [path.name for path in (disk / "journal").iterdir() if path.suffix != ".segment"] == []
+    assert caplog.messages == [
+        f"writing the journal in {disk}/journal failed, and is tried again: No space left on device",
+        f"writing the journal in {disk}/journal succeeds again",
+    ]
+
+
 async def test_a_full_disk_leaves_nothing_of_what_it_had_no_room_for(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk", 256 << 10) as disk:
         segments = Segments(disk, 1 << 20)

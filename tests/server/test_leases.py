@@ -5,12 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection, text
 from trainhouse.schemas.errors import RequestError
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header, Journal
@@ -205,6 +207,47 @@ async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_s
         await asyncio.sleep(0.005)
     assert ended_at
     await writing
+
+
+async def test_a_database_that_does_not_answer_is_told_once_and_so_is_its_return(
+    open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainhouse.server.leases._SILENT_SECONDS", 0.2)
+    tenure = await lease(open_store(), seconds=SOON).taken()
+    may_end, other = threading.Event(), open_store()
+
+    def lock(connection: Connection) -> None:
+        connection.execute(text("LOCK TABLE leases IN ACCESS EXCLUSIVE MODE"))
+        may_end.wait(20)
+
+    keeping, locking = asyncio.create_task(tenure.keep()), asyncio.wrap_future(other.write(lock))
+    async with asyncio.timeout(20):
+        while tenure.trouble is None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+        assert "the server's database does not answer" in tenure.trouble
+        may_end.set()
+        await locking
+        while tenure.trouble is not None:  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+    keeping.cancel()
+    assert [message.partition(" (")[0] for message in caplog.messages] == [
+        "the lease cannot be renewed: the database does not answer",
+        "the database answers again, and the lease is renewed",
+    ]
+
+
+async def test_a_standby_needs_the_live_state_that_the_database_knows_of(store: Store, tmp_path: Path) -> None:
+    shared, other = tmp_path / "shared", tmp_path / "other"
+    for directory in (shared, other):
+        directory.mkdir()
+    first, second = lease(store), lease(store, "b")
+    await first.prepare(shared)
+    tenure = await first.taken()
+    for take in (lambda: None, lambda: tenure.take_live_state(shared)):
+        take()
+        await second.prepare(shared)
+        with pytest.raises(ValueError, match="other has no live state, of which the database knows: name"):
+            await second.prepare(other)
 
 
 # Files

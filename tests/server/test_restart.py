@@ -108,6 +108,7 @@ def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repe
             "runs": 1,
             "runs_to_make_again": 1,
             "holder": None,
+            "reason": None,
         }
         assert all(client.post("retrieve_future", {"request_id": one})["metrics"] for one in accepted)
         assert client.post("forward", losses)["metrics"]["loss:sum"] > 0

@@ -37,7 +37,7 @@ class Holder:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.scopes.append(scope)
         behaviours = (self.echo, self.count, self.poll, self.refuse, self.two_pieces)
-        by_name = {each.__name__: each for each in behaviours}
+        by_name = {each.__name__: each for each in behaviours} | {"readyz": self.echo}
         await by_name[scope["path"].rpartition("/")[2]](receive, send)
 
     async def echo(self, receive: Receive, send: Send) -> None:
@@ -370,3 +370,9 @@ async def test_a_holder_whose_time_is_up_answers_nothing_more(lease: Lease) -> N
         with pytest.raises(httpx.RemoteProtocolError):
             await asking[1]
         assert (await client.post("/echo", content=b"x")).status_code == 503
+        tenure._fails("gone away")
+        for path, key in (("/echo", "detail"), ("/api/v1/readyz", "reason")):
+            answer = await client.get(path)
+            assert answer.status_code == 503
+            assert "for the server's database does not answer (gone away)" in answer.json()[key]
+        assert answer.json()["status"] == "unavailable"

@@ -381,3 +381,16 @@ async def test_stable_reinforce_trains_on_what_was_recorded(server: Server) -> N
     assert logprobs == pytest.approx(drawn.sequences[0].logprobs, abs=1e-4)
     assert output.metrics["loss:sum"] == pytest.approx(-logprobs.sum(), rel=1e-3), "on policy every ratio is 1"
     assert "metrics" in await run.optim_step()
+
+
+async def test_readiness_says_where_nothing_can_be_written(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:
+        (tmp_path / "journal").rename(tmp_path / "aside")
+        answer = await server.clients[ALICE].get("readyz")
+        assert answer.status_code == 503 and answer.json()["status"] == "unavailable"
+        assert f"journal in {tmp_path}/journal cannot be written" in answer.json()["reason"]
+        (tmp_path / "aside").rename(tmp_path / "journal")
+        answer = await server.clients[ALICE].get("readyz")
+        assert (answer.status_code, answer.json()["status"], answer.json()["reason"]) == (200, "ready", None)

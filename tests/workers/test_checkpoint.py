@@ -18,6 +18,7 @@ from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.verbs import Failure, Step
 from transformers import AutoModelForCausalLM
 
+from ..faults.disk import filled, small_disk
 from ..tiny import KINDS, tiny_model
 from .adapted import Adapted, peft_logits, quieten_peft, relative_error, sequences
 
@@ -204,3 +205,14 @@ def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], t
     with pytest.raises(OperationError, match="the checkpoint is of another base model"):
         load_new_adapter(wider.adapters, "sampler", directory)
     assert "sampler" not in wider.adapters
+
+
+def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    adapter = trained(Adapted(tiny_models["qwen3"]))
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        saved(adapter, disk / "first")
+        (disk / "second").mkdir()
+        with filled(disk):
+            with pytest.raises(OperationError, match=r"the server's disk is full.*try again when there") as failed:
+                save_adapter(Learned.by(adapter, Mesh()), disk / "second", optimizer=True, base_name="tiny/model")
+            assert failed.value.category == "server"

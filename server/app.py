@@ -215,7 +215,7 @@ async def _tidy_up(services: Services) -> None:
     services.quotas.forget_idle()
 
 
-async def _now_and_then(name: str, chores: Callable[[], Awaitable[None]]) -> None:
+async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> None:
     trouble = Trouble(logger, name)
     while True:
         await asyncio.sleep(_HOUSEKEEPING_SECONDS)

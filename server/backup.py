@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from .checkpoint_files import link_or_copy
+from .checkpoint_files import link_or_copy, moves
 from .copied import mark_copy
 from .directories import STAGING
 from .leases import live_directory
@@ -85,6 +85,10 @@ class Backup:
             raise BackupError(f"{self.source} is no state directory of a server that has run: name it with --state-dir")
         if self.has_database and not (self.source / DATABASE_NAME).is_file():
             raise BackupError(f"{self.source} has no {DATABASE_NAME}: name the server's database with --database-url")
+        if self.target.resolve().is_relative_to(self.source.resolve()):
+            raise BackupError(
+                f"{self.target} is inside of the state directory {self.source}: name a directory outside of it"
+            )
         self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
         if self.has_database and any(self.target.iterdir()):
             raise BackupError(f"{self.target} is not empty: name a directory that is not there yet")
@@ -126,9 +130,11 @@ class Backup:
             database.executemany("DELETE FROM results WHERE request_id = ?", newer)
 
     def _take_named(self, named: Collection[str]) -> None:
+        """From where they lie, though their rows may say it only once a server has started there."""
+        moved = moves(named, (self.source.absolute() / "checkpoints",))
         for directory in named:
             if not is_url(directory):
-                _take_directory(Path(directory), self._place_of(directory))
+                _take_directory(Path(moved.get(directory, directory)), self._place_of(directory))
 
     def _place_of(self, directory: str) -> Path:
         return self.target / "checkpoints" / key_of(directory)

@@ -12,7 +12,7 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,8 +21,10 @@ from typing import Any
 from ..schemas.errors import OperationError
 from .cache import Cache
 from .directories import STAGING, make_directory, move_into_place, staging_in
+from .leases import live_directory
 from .manifest import MANIFEST, check, listed_files, read_manifest, seal
 from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
+from .store import DATABASE_NAME
 
 logger = logging.getLogger(__name__)
 
@@ -54,9 +56,10 @@ class CheckpointFiles:
     """A checkpoint's `directory` is a path or a URL, and never used twice. copies: URLs where one is, too."""
 
     def __init__(self, state_dir: Path, config: PlaceConfig, places: Places, copies: Copies) -> None:
-        place = config.checkpoints or str(state_dir / "checkpoints")
+        self._own_root = state_dir.absolute() / "checkpoints"
+        place = config.checkpoints or str(self._own_root)
         is_here = not is_url(place)
-        self.local_root = Path(place).expanduser().absolute() if is_here else state_dir.absolute() / "checkpoints"
+        self.local_root = Path(place).expanduser().absolute() if is_here else self._own_root
         self._root = str(self.local_root) if is_here else place.rstrip("/")
         self._places = places
         self._copies = copies
@@ -158,7 +161,7 @@ class CheckpointFiles:
         return here / name
 
     async def follow_moved_root(self, directories: Collection[str]) -> Mapping[str, str]:
-        """Old -> new directory of those that lie elsewhere now than when their rows were written."""
+        """Old -> new directory of those that lie elsewhere now than when their rows were written; some may be lost."""
         return await asyncio.to_thread(self._moves, directories)
 
     async def found(self) -> Collection[Path]:
@@ -255,9 +258,42 @@ class CheckpointFiles:
         return size_bytes
 
     def _moves(self, directories: Collection[str]) -> Mapping[str, str]:
-        places = {one: f"{self.local_root}/{key_of(one)}" for one in directories if not is_url(one)}
-        # The state directory was moved; or --checkpoints was changed, and what was saved before is where it was.
-        return {old: new for old, new in places.items() if old != new and Path(new).exists()}
+        found = moves(directories, (self.local_root, self._own_root))
+        if lost := [old for old, new in found.items() if not Path(new).exists()]:
+            logger.warning(
+                "%d checkpoints of this database lie in another state directory and are that server's, such as %s: to "
+                "have them here, too, stop this server and copy them to where they are looked for now, such as %s",
+                *(len(lost), lost[0], found[lost[0]]),
+            )
+        return found
+
+
+def moves(directories: Collection[str], roots: Sequence[Path]) -> Mapping[str, str]:
+    """Old -> new directory of checkpoints whose rows are of when the state directory, or --checkpoints, was another.
+
+    roots: where they may lie now, the last one the state directory's own. Where --checkpoints was changed, what was
+    saved before is where it was. But what lies in another state directory is that server's, and not ours to read or to
+    delete: where a state directory was copied without some of its files, they are lost here.
+    """
+    local = {one: Path(one).parents[KEY_PARTS - 1] for one in directories if not is_url(one)}
+    of_others = {root for root in set(local.values()) if _is_of_another_state(root, roots[-1].parent)}
+    found = {}
+    for old, root in local.items():
+        new = [place / key_of(old) for place in roots]
+        there = next((place for place in new if place.exists()), new[-1] if root in of_others else Path(old))
+        if there != Path(old):
+            found[old] = str(there)
+    return found
+
+
+def _is_of_another_state(root: Path, state_dir: Path) -> bool:
+    """Whether a root of checkpoints is that of another state directory."""
+    state = root.parent
+    try:
+        has_state = (state / DATABASE_NAME).exists() or live_directory(state) != state
+        return root.name == "checkpoints" and has_state and not state.samefile(state_dir)
+    except OSError:  # there is nothing, or nothing that may be read
+        return False
 
 
 def link_files(source: Path, target: Path) -> None:

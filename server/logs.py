@@ -4,7 +4,7 @@ import logging
 
 _FORMAT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 # Their warnings are for us to read, their information is not.
-_TALKATIVE = ("uvicorn", "uvicorn.error", "httpx", "httpcore", "asyncio", "filelock")
+_TALKATIVE = ("uvicorn", "uvicorn.error", "httpx", "httpcore", "asyncio", "filelock", "aiobotocore", "botocore")
 
 
 def configure_logging(level: str) -> None:

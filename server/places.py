@@ -47,6 +47,8 @@ def check_url(url: str) -> None:
             f"{parts.scheme}://{parts.hostname} has a password in its URL, which listings and logs would show: give it "
             f"in the environment, such as FSSPEC_{parts.scheme.upper()}_PASSWORD"
         )
+    if parts.scheme == "memory":
+        raise ValueError(f"{url} is the memory of this process, and what is there ends with it: name another place")
     try:
         fsspec.get_filesystem_class(parts.scheme or "file")
     except ValueError:

@@ -67,7 +67,8 @@ def serve(config: ServerConfig) -> None:
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
     claimed = locked if config.database_url is None else made
-    with claimed(config.state_dir, config.durability == "power"), bound(config.host, config.port) as listener:
+    # In this order: where nothing can be served no state directory is made.
+    with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power"):
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, left_soon():
             runner.run(until_signal(_serve(config, listener)))

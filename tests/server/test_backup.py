@@ -154,6 +154,22 @@ async def test_a_result_that_came_behind_the_copy_of_its_file_is_not_in_the_copi
     assert [result is None for result in found] == [False, True]
 
 
+async def test_of_a_copied_state_directory_nothing_is_taken_from_the_original(
+    tmp_path: Path, verify: Callable[..., Verified]
+) -> None:
+    state, copied, taken = (tmp_path / name for name in ("state", "copied", "taken"))
+    async with running_api(state) as api:
+        lost, kept = [await save_and_end(api, b"weights") for _ in range(2)]
+    shutil.copytree(state, copied)
+    shutil.rmtree(copied / Path(lost.directory).relative_to(state))
+    assert await backup(taken, copied) == 0
+    assert (taken / Path(kept.directory).relative_to(state)).is_dir()
+    assert not (taken / Path(lost.directory).relative_to(state)).exists()
+    for one in (copied, taken):
+        lines = (await asyncio.to_thread(verify, one)).lines
+        assert lost.tinker_path in lines[-2] and lines[-1].endswith(": 1 problem")
+
+
 async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
     tmp_path: Path, verify: Callable[..., Verified]
 ) -> None:
@@ -197,6 +213,11 @@ async def test_what_cannot_be_the_source_or_the_target_is_refused(
         pass
     assert await backup(tmp_path, tmp_path / "state") == 1
     assert "is not empty" in capsys.readouterr().err
+    (tmp_path / "link").symlink_to(tmp_path / "state")
+    for inside in (tmp_path / "state" / "copy", tmp_path / "state", tmp_path / "link" / "copy"):
+        assert await backup(inside, tmp_path / "state") == 1
+        assert f"{inside} is inside of the state directory" in capsys.readouterr().err
+    assert not (tmp_path / "state" / "copy").exists()
     (tmp_path / "state" / "trainhouse.db").unlink()
     assert await backup(tmp_path / "copy", tmp_path / "state") == 1
     assert "has no trainhouse.db: name the server's database with --database-url" in capsys.readouterr().err

@@ -227,6 +227,41 @@ async def test_a_state_directory_may_be_moved(tmp_path: Path) -> None:
         assert weights_of(record) == b"moved"
 
 
+async def test_a_server_on_a_copied_state_directory_leaves_the_original_alone(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    original, copied = tmp_path / "original", tmp_path / "copied"
+    async with running_api(original) as api:
+        run = await api.run()
+        lost, kept = [await api.save(run, name) for name in ("lost", "kept")]
+    shutil.copytree(original, copied)
+    shutil.rmtree(copied / Path(lost.directory).relative_to(original))
+    async with running_api(copied) as api:
+        checkpoints, tenant = api.services.checkpoints, await api.tenant()
+        assert "1 checkpoints of this database lie in another state directory and are that server's" in caplog.text
+        mine = await checkpoints.resolve(tenant, lost.tinker_path)
+        with pytest.raises(OperationError, match=f"cannot be read: {mine.directory}"):
+            async with checkpoints.reading(mine):
+                pass
+        for one in (mine, await checkpoints.resolve(tenant, kept.tinker_path)):
+            assert one.directory.startswith(f"{copied}/")
+            await checkpoints.delete(one)
+    assert exists(lost) and exists(kept)
+
+
+async def test_what_is_copied_behind_a_copied_state_directory_is_found(tmp_path: Path) -> None:
+    original, copied = tmp_path / "original", tmp_path / "copied"
+    async with running_api(original) as api:
+        record = await api.save(await api.run())
+    shutil.copytree(original, copied, ignore=shutil.ignore_patterns("checkpoints"))
+    async with running_api(copied):
+        pass
+    shutil.copytree(original / "checkpoints", copied / "checkpoints", dirs_exist_ok=True)
+    async with running_api(copied) as api:
+        mine = await api.services.checkpoints.resolve(await api.tenant(), record.tinker_path)
+        assert weights_of(mine) == b"weights" and mine.directory.startswith(f"{copied}/")
+
+
 async def test_what_expires_is_gone_at_once_and_deleted_soon(api: Api) -> None:
     run = await api.run()
     record = await api.save(run, ttl_seconds=3600)

@@ -92,7 +92,8 @@ def start_refusal(capsys: pytest.CaptureFixture[str], tmp_path: Path, *flags: st
 def test_a_port_in_use_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         port = other.getsockname()[1]
-        message = start_refusal(capsys, tmp_path, f"--port={port}")
+        message = start_refusal(capsys, tmp_path / "new", f"--port={port}")
+    assert not (tmp_path / "new").exists()
     assert f"cannot listen on 127.0.0.1 port {port}: something listens there already" in message
 
 
@@ -350,6 +351,16 @@ for package in (trainhouse.client, trainhouse.schemas, trainhouse.server):
             importlib.import_module(module.name)
 print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modules) > 500)
 """
+
+
+def test_the_log_has_the_warnings_of_other_packages_and_not_their_information() -> None:
+    code = (
+        "import logging; from trainhouse.server.logs import configure_logging; configure_logging('info')\n"
+        "for name in ('aiobotocore.credentials', 'botocore.hooks', 'trainhouse.server'):\n"
+        "    logging.getLogger(name).info('told'); logging.getLogger(name).warning('warned')"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stderr.count("told"), done.stderr.count("warned")) == (1, 3)
 
 
 def test_no_module_of_server_client_or_schemas_loads_torch() -> None:

@@ -252,20 +252,20 @@ def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
 
 def test_places_of_checkpoints_arrive_and_mirrors_may_be_several(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
-    file.write_text(
-        'checkpoints = "file:///c"\nmirrors = ["memory://a", "memory://b"]\ncheckpoint_cache_bytes = "1MiB"'
-    )
-    environment = {"TRAINHOUSE_CHECKPOINTS": "file:///c", "TRAINHOUSE_MIRRORS": "memory://a, memory://b"}
-    flags = {"mirrors": ["memory://a", "memory://b"], "checkpoints": "file:///c"}
+    file.write_text('checkpoints = "file:///c"\nmirrors = ["file:///a", "file:///b"]\ncheckpoint_cache_bytes = "1MiB"')
+    environment = {"TRAINHOUSE_CHECKPOINTS": "file:///c", "TRAINHOUSE_MIRRORS": "file:///a, file:///b"}
+    flags = {"mirrors": ["file:///a", "file:///b"], "checkpoints": "file:///c"}
     given = [load_config(MODEL, {}, file), load_config(MODEL, environment, None), load_config(MODEL | flags, {}, None)]
     assert {(config.place_config().checkpoints, config.place_config().mirrors) for config in given} == {
-        ("file:///c", ("memory://a", "memory://b"))
+        ("file:///c", ("file:///a", "file:///b"))
     }
     assert given[0].place_config().checkpoint_cache_bytes == 1 << 20
     assert config_of().place_config() == PlaceConfig()
     for place in ("checkpoints", "mirrors"):
         with pytest.raises(ConfigError, match="fsspec knows no nofs://"):
             config_of(**{place: "nofs://b"})
+        with pytest.raises(ConfigError, match="memory://b is the memory of this process"):
+            config_of(**{place: "memory://b"})
 
 
 def test_a_weight_is_any_number_that_python_reads() -> None:

@@ -58,7 +58,7 @@ class Checkpoints:
     ) -> None:
         self._store = store
         self._auth = auth
-        self._places = Places(config.pauses_seconds)
+        self._places = Places(config.pauses_seconds, config.mirrors)
         self._mirror = Mirror(store, self._places, config)
         self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.copies)
         self._secret_file = state_dir / "url_secret"

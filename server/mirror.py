@@ -1,14 +1,15 @@
 """Mirror: copies of every published checkpoint at other URLs, made in the background and known to the store.
 
-A copy that fails is tried again, ever less often, over restarts. What is deleted goes from its mirrors, too: a copy
-that waits and whose checkpoint is not there any more is one to be removed.
+A copy that fails is tried again, ever less often, over restarts, for as long as its mirror is named. What is deleted
+goes from its mirrors, too, named or not: a copy that waits and whose checkpoint is not there any more is one to be
+removed.
 """
 
 import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 _LONGEST_PAUSE_SECONDS = 3600.0
 _MOST_PER_QUERY = 500
+_MOST_TRIES_ELSEWHERE = 34
+"""To remove what is at a mirror that is not named any more: a day."""
 
 
 class Mirror:
@@ -47,9 +50,12 @@ class Mirror:
         self._being_copied: Counter[str] = Counter()
         self._being_removed: set[str] = set()
         self._forgotten: set[str] = set()
+        # Of a mirror, or of a checkpoint that cannot be read: the reasons that are in the log, until it goes again.
+        self._told: defaultdict[str, set[str]] = defaultdict(set)
 
     async def start(self, files: CheckpointFiles, directories: Collection[str]) -> None:
         """directories: of all checkpoints; those that have no copy yet get one."""
+        await self._forget_others()
         if self._urls:
             await self._add_missing(sorted(directories))
         works = [lambda url=url: self._copy_due(files, url) for url in self._urls]
@@ -104,6 +110,13 @@ class Mirror:
                     place = f"{url}/{key_of(directory)}"
                     waiting = CheckpointCopyRecord(directory, url, place, "waiting", None, 0, self._clock())
                     await self._store.put_copy(waiting)
+
+    async def _forget_others(self) -> None:
+        """What was never copied to a mirror that is not named any more."""
+        there, _ = await self._unfinished()
+        for copy in there:
+            if copy.mirror not in self._urls:
+                await self._store.delete_copy(copy)
 
     async def _let_wait(self, directory: str) -> bool:
         """Whether there are any."""
@@ -173,6 +186,9 @@ class Mirror:
                     await self._places.upload(here, copy.url)
         except (PlaceError, OperationError, OSError, ValueError) as error:
             return self._failed(copy, error)
+        self._told.pop(copy.directory, None)
+        if self._told.pop(copy.mirror, None):
+            logger.info("%s: copies are made there again", copy.mirror)
         return replace(copy, state="copied", error=None, num_tries=copy.num_tries + 1, updated_at=self._clock())
 
     async def _is_there(self, url: str, here: Path) -> bool:
@@ -207,6 +223,9 @@ class Mirror:
             try:
                 await self._places.remove(copy.url)
             except PlaceError as error:
+                if copy.mirror not in self._urls and copy.num_tries >= _MOST_TRIES_ELSEWHERE:
+                    logger.warning("%s; it stays there, since that is no mirror any more: delete it by hand", error)
+                    continue
                 failed.append(self._failed(copy, error))
                 await self._store.put_copy(failed[-1])
         if not failed:
@@ -216,8 +235,19 @@ class Mirror:
 
     def _failed(self, copy: CheckpointCopyRecord, error: Exception) -> CheckpointCopyRecord:
         failed = replace(copy, state="failed", error=str(error), num_tries=copy.num_tries + 1, updated_at=self._clock())
-        logger.warning("%s; try %d, the next in %.0f s", error, failed.num_tries, self._seconds_until(failed))
+        self._tell(copy, error)
         return failed
+
+    def _tell(self, copy: CheckpointCopyRecord, error: Exception) -> None:
+        """Why copies fail, once for all that fail for the same reason."""
+        about, reason = copy.directory, str(error)
+        if isinstance(error, PlaceError):
+            about, reason = copy.mirror, error.reason.replace(key_of(copy.url), "...")
+        if reason not in self._told[about]:
+            self._told[about].add(reason)
+            logger.warning(
+                "%s: no copies (%s); tried again, ever less often, and told once more if that changes", about, reason
+            )
 
     def _seconds_until(self, copy: CheckpointCopyRecord) -> float:
         """Its next try; not above 0 when that is due."""

@@ -8,7 +8,7 @@ import json
 import logging
 import posixpath
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Set
+from collections.abc import Callable, Collection, Mapping, Set
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
@@ -33,6 +33,10 @@ _FINAL = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryEr
 
 class PlaceError(Exception):
     """A directory at a URL could not be read or written; the message names the URL and the reason."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+        self.reason = reason
 
 
 def is_url(text: str) -> bool:
@@ -69,8 +73,10 @@ class Places:
     The work has threads of its own: a place that hangs holds up nothing else.
     """
 
-    def __init__(self, pauses_seconds: tuple[float, ...]) -> None:
+    def __init__(self, pauses_seconds: tuple[float, ...], quiet: Collection[str] = ()) -> None:
+        """quiet: URLs below which trouble is told by whoever tries once more after that."""
         self._pauses_seconds = pauses_seconds
+        self._quiet = tuple(quiet)
         self._threads = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="places")
         self._waiting: set[asyncio.Task[Any] | None] = set()
         self._is_closed = False
@@ -135,8 +141,9 @@ class Places:
                 return await asyncio.get_running_loop().run_in_executor(self._threads, lambda: work(_at(url)))
             except Exception as error:  # each of fsspec's packages raises its own
                 if pause_seconds is None or isinstance(error, _FINAL):
-                    raise PlaceError(f"{url}: {str(error) or type(error).__name__}") from error
-                logger.warning("%s: %s; trying again in %g s", url, error, pause_seconds)
+                    raise PlaceError(url, str(error) or type(error).__name__) from error
+                level = logging.DEBUG if url.startswith(self._quiet) else logging.WARNING
+                logger.log(level, "%s: %s; trying again in %g s", url, error, pause_seconds)
             await asyncio.sleep(pause_seconds)
         raise AssertionError
 

@@ -290,10 +290,9 @@ class Store:
 
     async def put_copy(self, copy: CheckpointCopyRecord) -> None:
         """In place of what is known of that copy."""
-        same = (checkpoint_copies.c.directory == copy.directory) & (checkpoint_copies.c.mirror == copy.mirror)
 
         def statements(connection: Connection) -> None:
-            connection.execute(delete(checkpoint_copies).where(same))
+            connection.execute(delete(checkpoint_copies).where(_same_copy(copy)))
             connection.execute(insert(checkpoint_copies).values(_row_values(copy)))
 
         await self._write(statements)
@@ -307,6 +306,9 @@ class Store:
         """Those that wait and those that failed, the longest untouched first."""
         unfinished = select(checkpoint_copies).where(checkpoint_copies.c.state != "copied")
         return await self._all(CheckpointCopyRecord, unfinished.order_by(checkpoint_copies.c.updated_at))
+
+    async def delete_copy(self, copy: CheckpointCopyRecord) -> None:
+        await self._delete(checkpoint_copies, _same_copy(copy))
 
     async def delete_copies(self, directories: Collection[str]) -> None:
         await self._delete(checkpoint_copies, checkpoint_copies.c.directory.in_(directories))
@@ -490,6 +492,10 @@ def _same_request(session: SessionRecord) -> ColumnElement[bool]:
 
 def _same_checkpoint(run_id: str, kind: str, name: str) -> ColumnElement[bool]:
     return (checkpoints.c.run_id == run_id) & (checkpoints.c.kind == kind) & (checkpoints.c.name == name)
+
+
+def _same_copy(copy: CheckpointCopyRecord) -> ColumnElement[bool]:
+    return (checkpoint_copies.c.directory == copy.directory) & (checkpoint_copies.c.mirror == copy.mirror)
 
 
 def _exactly(checkpoint: CheckpointRecord) -> ColumnElement[bool]:

@@ -112,6 +112,65 @@ async def test_unfinished_copies_go_on_after_a_restart_and_a_new_mirror_gets_wha
     assert len([request for request in s3.requests if request.startswith("PUT")]) == puts, "once is enough"
 
 
+async def test_why_copies_fail_is_told_once_for_a_mirror_and_again_when_it_changes(
+    tmp_path: Path, mirror: str, s3: S3, caplog: pytest.LogCaptureFixture
+) -> None:
+    def told() -> list[str]:
+        return [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+
+    config = replace(mirrored(f"file://{tmp_path}/file/mirror", mirror), pauses_seconds=(0.01, 0.01))
+    (tmp_path / "file").touch()
+    s3.fails = lambda request: "/mirror" in request
+    async with running_api(tmp_path / "state", places=config) as api:
+        run = await api.run()
+        records = [await api.save(run, name) for name in ("a", "b")]
+        for record in records:
+            await until_copies(api, record, lambda copies: all(copy.num_tries >= 2 for copy in copies))
+        first, second = sorted(told())
+        assert first.startswith(f"file://{tmp_path}/file/mirror: no copies (") and "Not a directory" in first
+        assert second.startswith(f"{mirror}: no copies (") and "Internal Server Error" in second
+        (tmp_path / "file").unlink()
+        s3.fails = lambda request: False
+        for record in records:
+            await until_copies(api, record, all_copied)
+        s3.fails = lambda request: "/mirror" in request
+        await until_copies(api, await api.save(run, "c"), lambda copies: any(copy.state == "failed" for copy in copies))
+        assert len(told()) == 3 and told()[-1] == second
+
+
+async def test_what_was_never_copied_to_a_mirror_is_forgotten_when_that_is_not_named_any_more(
+    tmp_path: Path, mirror: str, s3: S3
+) -> None:
+    away = f"s3://{BUCKET}/away"
+    s3.fails = lambda request: "/away/" in request
+    async with running_api(tmp_path, places=mirrored(away, mirror)) as api:
+        record = await api.save(await api.run())
+        await until_copies(api, record, lambda copies: [copy.state for copy in copies] == ["failed", "copied"])
+    async with running_api(tmp_path) as api:
+        (copy,) = await api.services.store.list_copies([record.directory])
+        assert (copy.mirror, copy.state) == (mirror, "copied"), "what was copied is still known"
+    s3.fails = lambda request: False
+    async with running_api(tmp_path, places=mirrored(away)) as api:
+        assert len(await until_copies(api, record, all_copied)) == 2, "and once it is named again, it is copied"
+
+
+async def test_removing_from_a_mirror_that_is_not_named_any_more_is_given_up_after_a_day(
+    tmp_path: Path, mirror: str, s3: S3
+) -> None:
+    async with running_api(tmp_path, places=mirrored(mirror)) as api:
+        record = await api.save(await api.run())
+        (copy,) = await until_copies(api, record, all_copied)
+    s3.fails = lambda request: True
+    async with running_api(tmp_path) as api:
+        await api.services.checkpoints.delete(record)
+        (failed,) = await until_copies(api, record, lambda copies: copies[0].state == "failed")
+        await api.services.store.put_copy(replace(failed, num_tries=34, updated_at=0.0))
+        api.services.checkpoints._mirror._notice()
+        await until_copies(api, record, lambda copies: copies == ())
+    s3.fails = lambda request: False
+    assert names_at(copy.url), "what could not be removed stays"
+
+
 @pytest.mark.parametrize("damage", ["lost", "file lost", "changed", "manifest lost"])
 async def test_what_is_lost_or_damaged_here_is_read_from_the_mirror(mirroring: Api, damage: str) -> None:
     run = await mirroring.run()

@@ -10,8 +10,17 @@ from typing import Any
 from .directories import sync_directory
 
 MANIFEST = "manifest.json"
+NO_MANIFEST = f"{MANIFEST} is damaged: it is no JSON of a manifest"
 
 _READ_BYTES = 1 << 20
+
+
+class NotWhole(ValueError):
+    """A directory is not as its manifest says; reason: why, without the directory."""
+
+    def __init__(self, directory: Path, reason: str) -> None:
+        super().__init__(f"{directory}: {reason}")
+        self.reason = reason
 
 
 def seal(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> int:
@@ -40,19 +49,32 @@ def listed_files(directory: Path) -> list[str]:
 
 
 def check(directory: Path, *, hashes: bool = True) -> None:
-    """Raises ValueError with what is missing or differs. Without hashes only in size."""
+    """Raises NotWhole with what is missing or differs. Without hashes only in size."""
+    name = MANIFEST
     try:
         for name, listed in read_manifest(directory)["files"].items():
             check_file(directory / name, listed, hashes=hashes)
-    except (OSError, KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{directory} is not whole: {error}") from error
+    except FileNotFoundError as error:
+        raise NotWhole(directory, f"{name} is missing" if directory.exists() else "it is missing") from error
+    except OSError as error:
+        raise NotWhole(directory, f"{name} cannot be read ({error.strerror})") from error
+    except (KeyError, TypeError, AttributeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise NotWhole(directory, NO_MANIFEST) from error
+    except ValueError as error:
+        raise NotWhole(directory, str(error)) from error
 
 
 def check_file(path: Path, listed: Mapping[str, Any], *, hashes: bool = True) -> None:
     """listed: what the manifest says of it. Raises ValueError where it differs, OSError where it is not there."""
-    same_size = path.stat().st_size == listed["size_bytes"]
-    if not same_size or (hashes and _hash(path, sync=False) != listed["sha256"]):
-        raise ValueError(f"{path} is not as its manifest says")
+    check_size(path.name, path.stat().st_size, listed)
+    if hashes and _hash(path, sync=False) != listed["sha256"]:
+        raise ValueError(f"{path.name} is not as its manifest says (its hash differs)")
+
+
+def check_size(name: str, size_bytes: int | None, listed: Mapping[str, Any]) -> None:
+    """Raises ValueError where the manifest says another one."""
+    if size_bytes != listed["size_bytes"]:
+        raise ValueError(f"{name} is not as its manifest says ({size_bytes} bytes, not {listed['size_bytes']})")
 
 
 def _hash(path: Path, sync: bool) -> str:

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 import fsspec
 
-from .manifest import MANIFEST, check_file, listed_files
+from .manifest import MANIFEST, NO_MANIFEST, check_file, check_size, listed_files
 
 logger = logging.getLogger(__name__)
 
@@ -173,8 +173,14 @@ class _At:
         self.files.pipe_file(self.file(name), content)
 
     def manifest(self) -> dict[str, Any]:
-        manifest = json.loads(self.files.cat_file(self.file(MANIFEST)))
-        for name in manifest["files"]:
+        try:
+            manifest = json.loads(self.files.cat_file(self.file(MANIFEST)))
+            names = list(manifest["files"])
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{MANIFEST} is missing") from error
+        except (KeyError, TypeError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ValueError(NO_MANIFEST) from error
+        for name in names:
             if not PurePosixPath(name).parts or PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
                 raise ValueError(f"its manifest names {name!r}, which is outside of it")
         return manifest
@@ -182,8 +188,11 @@ class _At:
     def check(self) -> dict[str, Any]:
         manifest = self.manifest()
         for name, listed in manifest["files"].items():
-            if self.files.size(self.file(name)) != listed["size_bytes"]:
-                raise ValueError(f"{name} is not as its manifest says")
+            try:
+                size_bytes = self.files.size(self.file(name))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{name} is missing") from error
+            check_size(name, size_bytes, listed)
         return manifest
 
     def remove(self) -> None:

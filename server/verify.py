@@ -23,7 +23,7 @@ from .directories import STAGING
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
 from .leases import LIVE_STATE, live_directory
-from .manifest import MANIFEST, check, read_manifest
+from .manifest import MANIFEST, NotWhole, check, read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places, is_url
 from .segments import Damage, Place, cut, scan_segment, whole_bytes
@@ -34,22 +34,44 @@ SEGMENTED = ("journal", "results", "recordings")
 """The directories of segments."""
 
 _MOVING_SECONDS = 1.0
-_UNKNOWN = "no row of this database knows it: of another one, or a leftover to delete by hand"
+_UNKNOWN = "no row of this database knows it: it is another one's, or left over"
+_UNTIL_ITS_END = "this is told until its session ends"
+_NEW_RUN = f"begin a new run from a checkpoint of it; {_UNTIL_ITS_END}"
+_OF_DAMAGED = {
+    "journal": (
+        "an operation is lost",
+        f"nothing mends it: if its run must be made again from there, it is refused, and goes on as a new run from a "
+        f"checkpoint; {_UNTIL_ITS_END}",
+    ),
+    "results": ("a result is lost", "nothing mends it: it only mattered for whoever still polls that result"),
+    "recordings": (
+        "what was sampled is lost",
+        "nothing mends it: it only mattered for stable_reinforce on that sample",
+    ),
+}
+"""What follows from damage within a segment, and what to do about it."""
 
 T = TypeVar("T")
 
-Repair = Callable[[], Awaitable[str]]
+
+@dataclass(frozen=True)
+class Repair:
+    """does: said before. work: answers what it did; raises OperationError, PlaceError, OSError where it cannot."""
+
+    does: str
+    work: Callable[[], Awaitable[str]]
 
 
 @dataclass(frozen=True)
 class Problem:
-    """path: a file, a directory, a URL or the name of a row. meaning: what is wrong, and what follows from it.
+    """path: of a checkpoint, a file or a directory, or a URL. meaning: what is wrong, and what follows from it.
 
-    repair: answers what it did. Raises OperationError, OSError where it cannot.
+    remedy: what to do about it where there is no repair, or that fails.
     """
 
     path: str
     meaning: str
+    remedy: str
     repair: Repair | None = None
 
     def __str__(self) -> str:
@@ -98,7 +120,8 @@ async def verify(
         for problem in problems:
             done = await _repaired(problem) if repair else None
             num_left += done is None
-            say(f"{problem}{f'; repaired: {done}' if done else ''}")
+            then = f"repaired: {done}" if done else _advice(problem, is_running, repair)
+            say(f"{problem}; {then}")
         is_all = "all is whole" if verification.has_all_copies else "what is there is whole"
         say(f"{verification.counts}: {_num(num_left, 'problem') if num_left else is_all}")
         return num_left
@@ -126,9 +149,15 @@ async def _repaired(problem: Problem) -> str | None:
     if problem.repair is None:
         return None
     try:
-        return await problem.repair()
+        return await problem.repair.work()
     except (OperationError, PlaceError, OSError):
         return None
+
+
+def _advice(problem: Problem, is_running: bool, was_tried: bool) -> str:
+    if problem.repair is None or was_tried:
+        return problem.remedy
+    return f"{'stop the server and ' if is_running else ''}run with --repair, which {problem.repair.does}"
 
 
 class Verification:
@@ -141,7 +170,8 @@ class Verification:
         self._places = places
         self._config = config
         self._is_running = is_running
-        self._files = CheckpointFiles(state_dir, config, places, Mirror(store, places, config).copies)
+        self._mirror = Mirror(store, places, config)
+        self._files = CheckpointFiles(state_dir, config, places, self._copies_of)
         self._moves: Mapping[str, str] = {}
         self._runs: set[str] = set()
         self.counts = ""
@@ -183,7 +213,7 @@ class Verification:
 
         for line in await self._read(statements):
             if line != "ok":
-                yield Problem("database", f"{line}: restore a backup")
+                yield Problem("database", line, "restore a backup")
 
     # Checkpoints
 
@@ -197,11 +227,24 @@ class Verification:
                 else:
                     await asyncio.to_thread(check, Path(directory))
                     about = await asyncio.to_thread(read_manifest, Path(directory))
-            except (PlaceError, ValueError) as error:
-                yield Problem(directory, f"{path} is damaged ({error})", lambda at=directory: self._restore(at))
+            except (PlaceError, NotWhole) as error:
+                yield await self._damaged(path, directory, error.reason)
             else:
                 if about.get("tinker_path") != path:
-                    yield Problem(directory, f"its manifest is of {about.get('tinker_path')}, its row of {path}")
+                    meaning = f"the files in {directory} are those of {about.get('tinker_path')}"
+                    yield Problem(path, meaning, f"put back its own from a backup, or {_deletion(path)}")
+
+    async def _damaged(self, path: str, directory: str, reason: str) -> Problem:
+        copies = await self._copies_of(directory)
+        repair = Repair("brings it back from its mirror", lambda: self._restore(directory)) if copies else None
+        lacks = "no mirror has it whole" if copies else "it has no copy at a mirror"
+        remedy = f"{lacks}: put back {directory} from a backup, or {_deletion(path)}"
+        return Problem(path, f"is damaged: {reason}", remedy, repair)
+
+    async def _copies_of(self, directory: str) -> list[str]:
+        """Of a checkpoint by where it lies now, which its row may not say yet."""
+        former = {new: old for old, new in self._moves.items()}
+        return await self._mirror.copies(former.get(directory, directory))
 
     async def _restore(self, directory: str) -> str:
         async with self._files.reading(directory) as here:
@@ -210,6 +253,7 @@ class Verification:
         return "brought back from its mirror"
 
     async def _copies(self) -> AsyncIterator[Problem]:
+        paths = {row.directory: f"tinker://{row.run_id}/{row.kind}/{row.name}" for row in await self._rows(checkpoints)}
         for row in await self._rows(checkpoint_copies):
             if row.state != "copied":
                 continue
@@ -217,8 +261,9 @@ class Verification:
                 await self._places.check(row.url)
             except PlaceError as error:
                 waiting = replace(CheckpointCopyRecord(**row._mapping), state="waiting", num_tries=0)
-                meaning = f"the copy of {row.directory} cannot be read ({error})"
-                yield Problem(row.url, meaning, lambda waiting=waiting: self._copy_again(waiting))
+                meaning = f"the copy of {paths.get(row.directory, row.directory)} is damaged: {error.reason}"
+                repair = Repair("has it copied again", lambda waiting=waiting: self._copy_again(waiting))
+                yield Problem(row.url, meaning, "delete what is there, and run with --repair", repair)
 
     async def _copy_again(self, waiting: CheckpointCopyRecord) -> str:
         await self._store.put_copy(waiting)
@@ -233,7 +278,8 @@ class Verification:
         for path in sorted((*self._files.local_root.glob("*/*/*"), *self._state_dir.glob("staging/*"))):
             is_ours = path.parent.parent.name in self._runs and str(path) not in published
             if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(is_whole, path):
-                yield Problem(str(path), f"{_UNKNOWN}; servers remove it {UNLISTED_DAYS} days after one has told of it")
+                when = f"servers remove it {UNLISTED_DAYS} days after one has told of it"
+                yield Problem(str(path), f"is whole, but {_UNKNOWN}", f"delete it by hand, or leave it: {when}")
             elif path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or was deleted")
         for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
@@ -251,16 +297,17 @@ class Verification:
         try:
             found = await self._places.list(root)
         except PlaceError as error:
-            yield Problem(root, f"cannot be listed ({error})")
+            yield Problem(root, f"cannot be listed: {error.reason}", "look whether it can be reached from here")
             return
         for key, names in found.items():
             url = f"{root.rstrip('/')}/{key}"
             if url in published:
                 continue
             if MANIFEST in names or key.partition("/")[0] not in self._runs:
-                yield Problem(url, _UNKNOWN)
+                yield Problem(url, _UNKNOWN, "delete it there by hand, unless it is another one's")
             else:
-                yield Problem(url, "never published, or deleted", lambda url=url: self._remove_at(url))
+                repair = Repair("removes it", lambda url=url: self._remove_at(url))
+                yield Problem(url, "left over: never published, or deleted", "delete it there by hand", repair)
 
     async def _remove_at(self, url: str) -> str:
         await self._places.remove(url)
@@ -275,26 +322,28 @@ class Verification:
             whole, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
             for path, error in damaged.items():
                 can_go = bool(whole) or run.run_id in begun
-                meaning = f"a snapshot of {run.run_id} is damaged ({error})"
-                yield Problem(str(path), meaning, (lambda path=path: _remove(path)) if can_go else None)
+                meaning = f"a snapshot of {run.run_id} is damaged: {error.reason}"
+                repair = Repair("removes it", lambda path=path: _remove(path)) if can_go else None
+                yield Problem(str(path), meaning, "delete it by hand" if can_go else _NEW_RUN, repair)
             if not whole and run.run_id not in begun:
-                yield Problem(
-                    str(directory), f"{run.run_id} cannot be made again: it has no whole snapshot, nor its beginning"
-                )
+                meaning = f"{run.run_id} cannot be made again: it has no whole snapshot, nor its beginning"
+                yield Problem(str(directory), meaning, _NEW_RUN)
 
     async def _loaded(self) -> AsyncIterator[Problem]:
         for run in await self._live_runs():
             directory = self._live_dir / "loaded" / directory_name(run.run_id)
             _, damaged = await asyncio.to_thread(_check_all, sorted(directory.glob("[0-9]*")))
             for path, error in damaged.items():
-                meaning = f"what {run.run_id} has loaded is damaged ({error}): it needs a whole snapshot"
-                yield Problem(str(path), meaning)
+                meaning = f"what {run.run_id} has loaded is damaged: {error.reason}"
+                yield Problem(str(path), meaning, f"nothing, while the run has a whole snapshot; else {_NEW_RUN}")
 
     async def _ephemeral(self) -> AsyncIterator[Problem]:
         weights = EphemeralWeights(self._live_dir / "ephemeral")
         for adapter_id in await self._live_adapters():
             if not weights.has(adapter_id):
-                yield Problem(str(weights.directory(adapter_id)), "the weights of a sampler are lost: it answers 410")
+                remedy = f"nothing brings them back: save the weights of its run for a new sampler; {_UNTIL_ITS_END}"
+                lost = str(weights.directory(adapter_id))
+                yield Problem(lost, "the weights of a sampler are lost: it answers 410", remedy)
 
     async def _live_runs(self) -> list[RunRecord]:
         open_sessions = await self._store.list_open_sessions()
@@ -322,7 +371,8 @@ class Verification:
             lost = [request_id for offset, request_id in wanted if there.get(offset) != request_id]
             if lost:
                 meaning = f"{len(lost)} results are not in it, such as that of {lost[0]}: their polls fail"
-                yield Problem(str(path), meaning, lambda lost=lost: self._drop_results(lost))
+                repair = Repair("drops their rows", lambda lost=lost: self._drop_results(lost))
+                yield Problem(str(path), meaning, "nothing brings them back", repair)
 
     async def _drop_results(self, request_ids: Collection[str]) -> str:
         def statements(connection: Connection) -> None:
@@ -361,7 +411,12 @@ def _num(number: int, one: str, many: str | None = None) -> str:
 
 
 def _leftover(path: Path, what: str) -> Problem:
-    return Problem(str(path), f"left over: {what}", lambda: _remove(path))
+    return Problem(str(path), f"left over: {what}", "delete it by hand", Repair("removes it", lambda: _remove(path)))
+
+
+def _deletion(path: str) -> str:
+    """In words, of a checkpoint."""
+    return f"delete it: tinker checkpoint delete {path}"
 
 
 async def _remove(path: Path) -> str:
@@ -374,13 +429,13 @@ def _of_runs(root: Path) -> list[Path]:
     return [*root.glob("*"), *root.glob(f"*/{STAGING}*")]
 
 
-def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, ValueError]]:
+def _check_all(directories: Sequence[Path]) -> tuple[list[Path], dict[Path, NotWhole]]:
     """Those that match their manifests, and what is wrong with the others."""
     damaged = {}
     for directory in directories:
         try:
             check(directory)
-        except ValueError as error:
+        except NotWhole as error:
             damaged[directory] = error
     return [directory for directory in directories if directory not in damaged], damaged
 
@@ -405,13 +460,17 @@ def _segment_problems(path: Path) -> Iterator[Problem]:
     except FileNotFoundError:  # it is not needed any more
         return
     if num_bytes is None:
-        yield Problem(str(path), "is not a segment of this version: nothing in it is read")
+        yield Problem(str(path), "is no segment of this version: nothing in it is read", "delete it, or upgrade")
         return
+    what, remedy = _OF_DAMAGED[path.parent.name]
     for damage in damages:
-        yield Problem(str(path), f"is damaged at byte {damage.offset}: what was there is lost")
+        run_id = damage.header.get("run_id") if damage.header else None
+        whose = f" (of {run_id}, as it seems)" if run_id else ""
+        yield Problem(str(path), f"is damaged at byte {damage.offset}: {what}{whose}", remedy)
     if num_bytes < size:
         meaning = f"is torn: its last {size - num_bytes} bytes are not a whole record, and nobody was answered for them"
-        yield Problem(str(path), meaning, lambda: _cut(path, num_bytes, size))
+        repair = Repair("cuts them off", lambda: _cut(path, num_bytes, size))
+        yield Problem(str(path), meaning, "nothing: a server does not read them", repair)
 
 
 async def _cut(path: Path, num_bytes: int, size: int) -> str:

@@ -182,7 +182,7 @@ async def test_a_damaged_checkpoint_is_copied_as_it_is_and_told(
     assert await backup(copy, state) == 0
     lines = (await asyncio.to_thread(verify, copy)).lines
     for damaged in (record, lost):
-        assert any(f"{damaged.tinker_path} is damaged" in line for line in lines)
+        assert any(line.startswith(f"{damaged.tinker_path}: is damaged: ") for line in lines)
     assert lines[-1].endswith(": 2 problems")
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -84,6 +84,22 @@ def cut_checkpoint(state: Path) -> Path:
     return only(state, "checkpoints/*/*/*")
 
 
+def lose_manifest(state: Path) -> Path:
+    only(state, "checkpoints/*/*/*/manifest.json").unlink()
+    return only(state, "checkpoints/*/*/*")
+
+
+def empty_manifest(state: Path) -> Path:
+    only(state, "checkpoints/*/*/*/manifest.json").write_bytes(b"")
+    return only(state, "checkpoints/*/*/*")
+
+
+def lose_checkpoint(state: Path) -> Path:
+    directory = only(state, "checkpoints/*/*/*")
+    shutil.rmtree(directory)
+    return directory
+
+
 def change_snapshot(state: Path) -> Path:
     snapshot = sorted(state.glob("snapshots/*/*"))[-1]
     file = next(snapshot.glob("*.safetensors"))
@@ -104,9 +120,17 @@ def tear_journal(state: Path) -> Path:
     return segment
 
 
+def hurt_journal(state: Path) -> Path:
+    return hurt_first(state, "journal")
+
+
 def hurt_results(state: Path) -> Path:
+    return hurt_first(state, "results")
+
+
+def hurt_first(state: Path, name: str) -> Path:
     """In the midst of it."""
-    segment = min(state.glob("results/*.segment"))
+    segment = min(state.glob(f"{name}/*.segment"))
     with segment.open("r+b") as file:
         file.seek(60)
         file.write(b"\0")
@@ -160,19 +184,28 @@ def _problems(number: int) -> str:
 @pytest.mark.parametrize(
     ("damage", "meaning", "repaired"),
     [
-        (cut_checkpoint, "tinker://.*/weights/a is damaged", None),
-        (change_snapshot, "a snapshot of .* is damaged", "removed"),
-        (change_loaded, "what .* has loaded is damaged", None),
+        (
+            cut_checkpoint,
+            r"is damaged: adapter_model.safetensors is not as its manifest says \(100 bytes, not [0-9]+\); "
+            "it has no copy at a mirror: put back .* from a backup, or delete it: tinker checkpoint delete tinker://.*/weights/a",
+            None,
+        ),
+        (lose_manifest, "is damaged: manifest.json is missing; it has no copy at a mirror", None),
+        (empty_manifest, "is damaged: manifest.json is damaged: it is no JSON of a manifest; it has no copy", None),
+        (lose_checkpoint, "is damaged: it is missing; it has no copy at a mirror", None),
+        (change_snapshot, r"a snapshot of .* is damaged: .*safetensors is .* \(its hash differs\)", "removed"),
+        (change_loaded, "what .* has loaded is damaged: adapter_config.json is .*; nothing, while", None),
         (tear_journal, "is torn: its last 13 bytes", "the last 13 bytes cut off"),
-        (hurt_results, "is damaged at byte", None),
+        (hurt_journal, "is damaged at byte .*: an operation is lost.*; nothing mends it: if its run must be", None),
+        (hurt_results, "is damaged at byte .*: a result is lost; nothing mends it: it only mattered for", None),
         (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
         (leave_staging, "left over: a checkpoint that was never published", "removed"),
-        (leave_unlisted, "no row of this database knows it: .*; servers remove it 30 days", None),
+        (leave_unlisted, "no row of this database knows it: .*; delete it by hand, .*servers remove it 30 days", None),
         (leave_torn, "left over: a checkpoint that was never published", "removed"),
         (leave_snapshot, "left over: of a run that is over", "removed"),
         (leave_loaded, "left over: of a run that is over", "removed"),
         (leave_ephemeral, "left over: the weights of a sampler", "removed"),
-        (lose_ephemeral, "the weights of a sampler are lost: it answers 410", None),
+        (lose_ephemeral, "the weights of a sampler are lost: it answers 410; nothing brings them back: save", None),
     ],
 )
 def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
@@ -188,10 +221,14 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
     hurt = damage(state)
     found = verify(state)
     assert found.status == 1 and found.lines[-1].endswith(f": {_problems(len(found.lines) - 1)}")
-    assert re.match(f"{re.escape(str(hurt))}: .*{meaning}", found.lines[0]), found.lines
+    line = found.lines[0]
+    assert re.match(f"({re.escape(str(hurt))}|tinker://.*/weights/a): .*{meaning}", line), found.lines
+    assert line.count(str(hurt)) == 1 and not re.search("Errno|Expecting|char 0|Exception", line)
+    assert ("; run with --repair, which " in line) == (repaired is not None)
     mended = verify(state, "--repair")
     if repaired is None:
         assert mended.status == 1 and "; repaired: " not in mended.lines[0]
+        assert mended.lines[0] == line, "and what to do about it"
         return
     assert mended.status == 0 and re.search(f"; repaired: {repaired}$", mended.lines[0]), mended.lines
     assert verify(state).status == 0
@@ -232,15 +269,18 @@ async def test_a_damaged_checkpoint_comes_back_from_its_mirror(tmp_path: Path, v
         record = await save_and_end(api, b"right")
         (copy,) = await until_copies(api, record, all_copied)
     (Path(record.directory) / "adapter_model.safetensors").write_bytes(b"wrong")
-    assert (await asyncio.to_thread(verify, state)).status == 1
+    told = (await asyncio.to_thread(verify, state)).lines[0]
+    assert told.endswith("(its hash differs); run with --repair, which brings it back from its mirror")
+    state = state.rename(tmp_path / "moved")
     assert "; repaired: brought back" in (await asyncio.to_thread(verify, state, "--repair")).lines[0]
-    assert (Path(record.directory) / "adapter_model.safetensors").read_bytes() == b"right"
+    moved = state / Path(record.directory).relative_to(tmp_path / "state")
+    assert (moved / "adapter_model.safetensors").read_bytes() == b"right"
 
     shutil.rmtree(copy.url.removeprefix("file://"))
     found = await asyncio.to_thread(verify, state, "--repair")
-    assert f"{copy.url}: the copy of {record.directory} cannot be read" in found.lines[0]
+    assert f"{copy.url}: the copy of {record.tinker_path} is damaged: manifest.json is missing; " in found.lines[0]
     async with running_api(state, places=mirrored(mirror)) as api:
-        await until_copies(api, record, all_copied)
+        await until_copies(api, replace(record, directory=str(moved)), all_copied)
     assert (await asyncio.to_thread(verify, state)).status == 0
 
 
@@ -273,4 +313,5 @@ async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callab
     assert (here.parent / "unknown.0").exists(), "a whole one is nobody's to delete"
     os.truncate(here / "adapter_model.safetensors", 1)
     found = await asyncio.to_thread(verify, state, flag)
-    assert any(record.directory in line and "is damaged" in line for line in found.lines)
+    line = next(line for line in found.lines if line.startswith(f"{record.tinker_path}: is damaged: "))
+    assert "(1 bytes, not " in line and line.count(record.directory) == 1

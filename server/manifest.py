@@ -19,7 +19,7 @@ class NotWhole(ValueError):
     """A directory is not as its manifest says; reason: why, without the directory."""
 
     def __init__(self, directory: Path, reason: str) -> None:
-        super().__init__(f"{directory}: {reason}")
+        super().__init__(f"{directory} is not whole: {reason}")
         self.reason = reason
 
 

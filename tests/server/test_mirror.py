@@ -154,21 +154,20 @@ async def test_what_was_never_copied_to_a_mirror_is_forgotten_when_that_is_not_n
         assert len(await until_copies(api, record, all_copied)) == 2, "and once it is named again, it is copied"
 
 
-async def test_removing_from_a_mirror_that_is_not_named_any_more_is_given_up_after_a_day(
-    tmp_path: Path, mirror: str, s3: S3
-) -> None:
-    async with running_api(tmp_path, places=mirrored(mirror)) as api:
-        record = await api.save(await api.run())
-        (copy,) = await until_copies(api, record, all_copied)
-    s3.fails = lambda request: True
+async def test_removing_from_a_mirror_that_is_not_named_any_more_is_given_up_after_a_day(tmp_path: Path) -> None:
+    away = "nofs://away"
     async with running_api(tmp_path) as api:
-        await api.services.checkpoints.delete(record)
-        (failed,) = await until_copies(api, record, lambda copies: copies[0].state == "failed")
-        await api.services.store.put_copy(replace(failed, num_tries=34, updated_at=0.0))
-        api.services.checkpoints._mirror._notice()
-        await until_copies(api, record, lambda copies: copies == ())
-    s3.fails = lambda request: False
-    assert names_at(copy.url), "what could not be removed stays"
+        run = await api.run()
+        records = [await api.save(run, name) for name in ("given-up", "tried")]
+        await api.services.checkpoints._mirror.close()
+        for record, num_tries in zip(records, (34, 0), strict=True):
+            copied = CheckpointCopyRecord(record.directory, away, f"{away}/a", "failed", "away", num_tries, 0.0)
+            await api.services.store.put_copy(copied)
+            await api.services.store.delete_checkpoint(record)
+    async with running_api(tmp_path) as api:
+        await until_copies(api, records[0], lambda copies: copies == ())
+        (copy,) = await until_copies(api, records[1], lambda copies: copies[0].num_tries == 1)
+        assert (copy.state, copy.mirror) == ("failed", away)
 
 
 @pytest.mark.parametrize("damage", ["lost", "file lost", "changed", "manifest lost"])

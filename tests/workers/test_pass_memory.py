@@ -26,7 +26,7 @@ def growths(model: Path, pass_sizes: Sequence[int], **knobs: int) -> list[int]:
 
 def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logits(model: Path) -> None:
     two, four, eight = growths(model, (2048, 4096, 8192), micro_batch_tokens=4096, head_chunk_tokens=64)
-    assert four < 4096 * LOGIT_BYTES / 4
+    assert four < 4096 * LOGIT_BYTES / 2
     # 1/2 on a line, give or take what the allocator keeps; 1/4 if memory grew with the square.
     assert 0.35 < two / four < 0.65
     # Seen: 1.24 to 1.31; it would be 2 if the first one were still there.

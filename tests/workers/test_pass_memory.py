@@ -27,7 +27,9 @@ def growths(model: Path, pass_sizes: Sequence[int], **knobs: int) -> list[int]:
 def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logits(model: Path) -> None:
     sizes, knobs = (2048, 4096, 8192), {"micro_batch_tokens": 4096, "head_chunk_tokens": 64}
     # The least of three: what the allocator keeps comes on top, now and then.
-    two, four, eight = (min(of_size) for of_size in zip(*(growths(model, sizes, **knobs) for _ in range(3)), strict=True))
+    two, four, eight = (
+        min(of_size) for of_size in zip(*(growths(model, sizes, **knobs) for _ in range(3)), strict=True)
+    )
     assert four < 4096 * LOGIT_BYTES / 2
     # 1/2 on a line, give or take what the allocator keeps; 1/4 if memory grew with the square.
     assert 0.35 < two / four < 0.65

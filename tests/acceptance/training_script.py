@@ -9,6 +9,7 @@ import json
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 from typing import Any
 
 import numpy as np
@@ -21,17 +22,21 @@ AHEAD = 2
 
 
 def main(url: str, num_steps: int, package: str) -> None:
+    # At a fault all tenants are at the same step: none may be at its end, however long another one paused.
+    in_step = Barrier(len(SEEDS))
     with ThreadPoolExecutor(len(SEEDS)) as tenants:
-        trained = [tenants.submit(train, importlib.import_module(package), url, seed, num_steps) for seed in SEEDS]
+        module = importlib.import_module(package)
+        trained = [tenants.submit(train, module, url, seed, num_steps, in_step) for seed in SEEDS]
         print(json.dumps([each.result() for each in trained]), flush=True)
 
 
-def train(package: Any, url: str, seed: int, num_steps: int) -> dict[str, object]:
+def train(package: Any, url: str, seed: int, num_steps: int, in_step: Barrier) -> dict[str, object]:
     adam = package.AdamParams(learning_rate=1e-2)
     with package.ServiceClient(base_url=url, api_key=f"tml-tenant{seed}") as service:
         client = made(service.create_lora_training_client(MODEL, rank=4, seed=seed))
         losses, pending, sampler, early = [], [], None, []
         for step in range(num_steps):
+            in_step.wait(240)
             data = list(batch(package, 1000 * seed + step))
             pending.append((client.forward_backward(data, "cross_entropy"), client.optim_step(adam)))
             if len(pending) > AHEAD:

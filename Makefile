@@ -6,7 +6,7 @@ READY := .venv/.ready
 VLLM := .venv-vllm
 VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 
-.PHONY: setup demo test test-full test-vllm fuzz audit lint types format bench bench-vllm serve proto dist clean
+.PHONY: setup demo test test-full test-vllm fuzz audit lint types format bench bench-parallel bench-vllm serve proto dist clean
 
 setup: $(READY)
 
@@ -80,6 +80,9 @@ types: setup
 
 bench: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench $(ARGS)
+
+bench-parallel: setup
+	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding,gpu $(ARGS)
 
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto

@@ -31,6 +31,7 @@ ACCEPT_PROTOBUF = {"Accept": "application/x-protobuf"}
 API = "/api/v1/"
 LONG_POLLS = 256  # connections that wait for results; further results wait their turn
 FAST_ANSWER_SECONDS = 0.5
+_TIMEOUT_SECONDS, _CONNECT_SECONDS = 60.0, 10.0
 SILENT_SECONDS = 1.0  # a request that fails for longer says that it is being tried again
 
 log = logging.getLogger("trainhouse")
@@ -45,7 +46,7 @@ class Connection:
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
             headers={"X-API-Key": api_key, "User-Agent": f"trainhouse/{VERSION}"},
-            timeout=httpx.Timeout(60, connect=10),
+            timeout=_timeout(_TIMEOUT_SECONDS),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=20),
             follow_redirects=True,
         )
@@ -99,14 +100,22 @@ class Connection:
         path: str,
         content: bytes = b"",
         headers: dict[str, str] | None = None,
-        query: Mapping[str, int] | None = None,
+        query: Mapping[str, int | str] | None = None,
         also_good: int = 200,
+        timeout_seconds: float = _TIMEOUT_SECONDS,
     ) -> httpx.Response:
         """The answer once it is 2xx or `also_good`; raises APIStatusError or APIConnectionError."""
         backoff = Backoff(self._retry_seconds)
         while True:
             try:
-                response = await self._http.request(method, API + path, content=content, headers=headers, params=query)
+                response = await self._http.request(
+                    method,
+                    API + path,
+                    content=content,
+                    headers=headers,
+                    params=query,
+                    timeout=_timeout(timeout_seconds),
+                )
             except httpx.UnsupportedProtocol as error:
                 raise APIConnectionError(
                     f"{self.base_url!r} is no base URL: it begins with http:// or https://"
@@ -208,6 +217,10 @@ def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationEr
     while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
         error = error.__cause__ or error.__context__
     return error
+
+
+def _timeout(seconds: float) -> httpx.Timeout:
+    return httpx.Timeout(seconds, connect=_CONNECT_SECONDS)
 
 
 def to_json(body: Wire) -> bytes:

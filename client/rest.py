@@ -5,7 +5,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..schemas import checkpoints
-from ..schemas.checkpoints import CopyWeightsResponse, ExternalWeightsUrls, WeightsInfoResponse
+from ..schemas.checkpoints import (
+    CopyWeightsResponse,
+    ExternalWeightsUrls,
+    ImportWeightsResponse,
+    WeightsInfoResponse,
+)
 from ..schemas.models import CheckpointList, SessionInfo, SessionList, TrainingRun, TrainingRunList
 from ..schemas.sampling import SamplerInfo
 from ..schemas.training import Wire
@@ -13,6 +18,8 @@ from .connection import JSON, Connection, to_json
 from .futures import APIFuture
 
 W = TypeVar("W", bound=Wire)
+PEFT_FILES = ("adapter_config.json", "adapter_model.safetensors")
+IMPORT_SECONDS = 600.0  # an upload, and its turn between passes
 
 
 class RestClient:
@@ -68,6 +75,33 @@ class RestClient:
         request = checkpoints.CopyWeightsRequest(source_path=tinker_path, ttl_seconds=ttl_seconds)
         key = {"X-Idempotency-Key": str(uuid.uuid4())}
         return self._connection.run(self._connection.post("copy_weights", request, CopyWeightsResponse, key))
+
+    def import_adapter(
+        self, directory: str | Path, base_model: str | None = None, name: str = "imported"
+    ) -> APIFuture[ImportWeightsResponse]:
+        """An adapter that peft has saved in a directory, as a checkpoint without optimizer state.
+
+        base_model: else the one that adapter_config.json names.
+        """
+        return self._connection.run(self._import(Path(directory), base_model, name))
+
+    async def _import(self, directory: Path, base_model: str | None, name: str) -> ImportWeightsResponse:
+        config, weights = (self._file_of_peft(directory / file) for file in PEFT_FILES)
+        query: dict[str, int | str] = {"config_bytes": len(config), "name": name}
+        if base_model is not None:
+            query["base_model"] = base_model
+        headers = {"Content-Type": "application/octet-stream", "X-Idempotency-Key": str(uuid.uuid4())}
+        response = await self._connection.request(
+            "POST", "import_weights", config + weights, headers, query, timeout_seconds=IMPORT_SECONDS
+        )
+        return ImportWeightsResponse.model_validate_json(response.content)
+
+    @staticmethod
+    def _file_of_peft(path: Path) -> bytes:
+        try:
+            return path.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(f"{path} is missing: name a directory that peft's save_pretrained wrote") from None
 
     def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
         """Fetches the files of a checkpoint (an adapter that loads in PEFT) into `directory`."""

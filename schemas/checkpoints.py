@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .models import OptimizerConfig
+from .models import LoraConfig, OptimizerConfig
 from .training import SeqId, Wire
 
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
@@ -108,6 +108,14 @@ class CopyWeightsRequest(Wire):
 
 class CopyWeightsResponse(Wire):
     tinker_path: str
+
+
+class ImportWeightsResponse(Wire):
+    """tinker_path: of a checkpoint without optimizer state. lora: its shape, by whole groups of layers."""
+
+    tinker_path: str
+    base_model: str
+    lora: LoraConfig
 
 
 class TtlRequest(Wire):

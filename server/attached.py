@@ -4,9 +4,11 @@ import asyncio
 import logging
 import secrets
 from collections.abc import Mapping
-from dataclasses import fields, replace
+from dataclasses import Field, fields, replace
+from pathlib import Path
 from typing import Any
 
+from ..schemas.version import VERSION
 from ..workers.config import DispatchConfig, WorkerConfig
 from ..workers.pools import Claim, KeptAt, NoPlace
 from ..workers.pools.remote import describe
@@ -21,7 +23,7 @@ _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 
 _OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {"sampler_workers", "sampler_device"}
-_OWN = {"hang_seconds", "shared_directories"}
+_OWN = {"hang_seconds", "model_cache", "shared_directories"}
 
 
 def knobs_of_workers(config: ServerConfig) -> dict[str, Any]:
@@ -30,37 +32,40 @@ def knobs_of_workers(config: ServerConfig) -> dict[str, Any]:
     return {name: getattr(config, name) for name in ("base_models", *names)}
 
 
-def kept_at(config: ServerConfig, epoch: int | None) -> KeptAt | None:
-    """epoch: of the server's lease, where it needs one. Raises StartError."""
+def dispatch_config(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> DispatchConfig:
+    """at: as of `with_workers`. epoch: of the server's lease, where it needs one."""
+    return replace(config.dispatch_config(), kept=at and replace(at, claim=_new_claim(epoch)))
+
+
+async def with_workers(config: ServerConfig) -> tuple[ServerConfig, KeptAt | None]:
+    """With the base models, the layout and all else that is as the workers were started; and where they are kept, if
+    another process does. Raises StartError."""
     if config.workers is None or config.workers_secret_file is None:
-        return None
+        return config, None
+    at = KeptAt(config.workers, _secret(config.workers_secret_file), _new_claim(None))
+    knobs = await _knobs_at(at)
+    _check_known(knobs, at.address)
+    if config.sampler == "vllm":
+        knobs = {name: value for name, value in knobs.items() if not name.startswith("sampler_")}
+    for entry in fields(config):
+        if entry.name in knobs:
+            _check_same(config, entry, knobs[entry.name], at.address)
+    own = {"base_models": config.base_models} if config.base_models else {}
     try:
-        return KeptAt(config.workers, read_secret(config.workers_secret_file), Claim(secrets.token_hex(8), epoch))
+        return replace(config, **{**knobs, **own}), replace(at, knobs=knobs)
+    except ConfigError as error:
+        raise StartError(f"{error} (as the workers at {at.address} have it)") from None
+
+
+def _secret(file: Path) -> bytes:
+    try:
+        return read_secret(file)
     except ValueError as error:
         raise StartError(str(error)) from None
 
 
-def dispatch_config(config: ServerConfig, epoch: int | None) -> DispatchConfig:
-    """Raises StartError."""
-    return replace(config.dispatch_config(), kept=kept_at(config, epoch))
-
-
-async def with_workers(config: ServerConfig) -> ServerConfig:
-    """With the base models, the layout and all else that is as the workers were started. Raises StartError."""
-    at = kept_at(config, None)
-    if at is None:
-        return config
-    knobs = dict(await _knobs_at(at))
-    if config.sampler == "vllm":
-        knobs = {name: value for name, value in knobs.items() if not name.startswith("sampler_")}
-    for name, value in knobs.items():
-        _check_same(config, name, value, at.address)
-    if config.base_models:
-        knobs["base_models"] = config.base_models
-    try:
-        return replace(config, **knobs)
-    except ConfigError as error:
-        raise StartError(f"{error} (as the workers at {at.address} have it)") from None
+def _new_claim(epoch: int | None) -> Claim:
+    return Claim(secrets.token_hex(8), epoch)
 
 
 async def _knobs_at(at: KeptAt) -> Mapping[str, Any]:
@@ -77,9 +82,16 @@ async def _knobs_at(at: KeptAt) -> Mapping[str, Any]:
         await asyncio.sleep(_LOOK_SECONDS)
 
 
-def _check_same(config: ServerConfig, name: str, theirs: object, address: str) -> None:
-    entry = next(entry for entry in fields(config) if entry.name == name)
-    mine = getattr(config, name)
+def _check_known(knobs: Mapping[str, Any], address: str) -> None:
+    if unknown := knobs.keys() - {entry.name for entry in fields(ServerConfig)}:
+        raise StartError(
+            f"the workers at {address} have {', '.join(sorted(unknown))}, which this trainhouse ({VERSION}) does not: "
+            "start both of the same version"
+        )
+
+
+def _check_same(config: ServerConfig, entry: Field[Any], theirs: object, address: str) -> None:
+    mine = getattr(config, entry.name)
     if mine == entry.default or _names(mine) == _names(theirs):
         return
     raise StartError(

@@ -3,6 +3,7 @@
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 
 from ..workers.config import DispatchConfig, WorkerConfig
 from ..workers.footprint import gigabytes, runs_on_cpu
@@ -21,14 +22,68 @@ def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable
     """device_bytes: of each device, None = as the smallest CUDA device here has. Raises ValueError."""
     samples = not config.sampling.workers and config.sampling.vllm is None
     memory = device_bytes or _cuda_bytes()
+    devices = _Devices(config)
     models = []
     for model in config.models:
-        choice = _choice(model, memory, samples, is_local=config.pool == "local")
+        choice = _choice(model, memory, samples, devices.left(model))
         needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
         way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
-        say(f"{model.model.name}: --parallel {choice.spec}{way} ({needed})")
-        models.append(replace(model, parallel=choice.spec, activations=choice.load.activations))
+        device = devices.given(model, choice.spec.num_ranks)
+        where = "" if device == model.device else f" --device {device}"
+        say(f"{model.model.name}: --parallel {choice.spec}{way}{where} ({needed})")
+        models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
     return replace(config, models=tuple(models))
+
+
+class _Devices:
+    """The CUDA devices of this machine: each rank of each base model has one for itself."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._number = cuda_devices() if config.pool == "local" else None
+        self._taken: dict[int, str] = {}
+        sampling = config.sampling
+        samples_here = sampling.workers > 0 or (sampling.vllm is not None and not sampling.vllm.urls)
+        if self._number and samples_here and not (sampling.devices or runs_on_cpu(config.models[0])):
+            raise ValueError(
+                "--parallel auto leaves no room on the training devices for what only samples: name devices for that "
+                "with --sampler-device, or a layout with --parallel"
+            )
+        self._taken |= {_index(device): "a sampler" for device in sampling.devices if device.startswith("cuda")}
+
+    def left(self, model: WorkerConfig) -> int | None:
+        """From the first one on that the model may have; None where they are not ours to count."""
+        if self._number is None or runs_on_cpu(model):
+            return None
+        first = self._first(model)
+        if first in self._taken:
+            raise ValueError(
+                f"{model.model.name} has device cuda:{first}, which {self._taken[first]} takes: name another"
+            )
+        following = next((number for number in sorted(self._taken) if number > first), self._number)
+        if following <= first:
+            raise ValueError(
+                f"no device is left for {model.model.name}: others take all {self._number}; name layouts with "
+                "--parallel, or serve it elsewhere"
+            )
+        return following - first
+
+    def given(self, model: WorkerConfig, num_ranks: int) -> str:
+        """What the model's --device is then."""
+        if self._number is None or runs_on_cpu(model):
+            return model.device
+        first = self._first(model)
+        self._taken |= dict.fromkeys(range(first, first + num_ranks), model.model.name)
+        return f"cuda:{first}" if first else model.device
+
+    def _first(self, model: WorkerConfig) -> int:
+        if ":" in model.device:
+            return _index(model.device)
+        return next(number for number in count() if number not in self._taken)
+
+
+def _index(device: str) -> int:
+    """Of "cuda:2" 2, of "cuda" 0."""
+    return int(device.partition(":")[2] or 0)
 
 
 def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
@@ -40,10 +95,13 @@ def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
     if len(chosen) > 1:
         layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
         raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or keep workers for each apart")
-    return replace(config, parallel=models[0].parallel, activations=models[0].activations)
+    device = (
+        ",".join(model.device for model in models) if len({model.device for model in models}) > 1 else config.device
+    )
+    return replace(config, parallel=models[0].parallel, activations=models[0].activations, device=device)
 
 
-def _choice(model: WorkerConfig, memory: int, samples: bool, is_local: bool) -> Choice:
+def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> Choice:
     shape = read_model(model.model)
     if not isinstance(shape, ModelShape):
         raise ValueError(
@@ -55,7 +113,6 @@ def _choice(model: WorkerConfig, memory: int, samples: bool, is_local: bool) -> 
         raise ValueError(f"--parallel auto: {shape.name} names no longest context: give --max-context-length")
     on_cpu = runs_on_cpu(model)
     dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
-    num_devices = cuda_devices() if is_local and not on_cpu else None
     load = Load.of(model, longest, dtype, samples)
     return layout_that_fits(shape, [load, *lighter(load)], memory, num_devices)
 

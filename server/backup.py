@@ -19,9 +19,10 @@ from .checkpoint_files import link_or_copy, moves
 from .copied import mark_copy
 from .directories import STAGING
 from .leases import live_directory
-from .places import is_url, key_of
+from .places import key_of
 from .segments import Place, cut, whole_bytes
 from .store import DATABASE_NAME
+from .values import is_url
 
 _SECRET = "url_secret"
 _MOST_ROUNDS = 5

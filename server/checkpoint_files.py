@@ -23,8 +23,9 @@ from .cache import Cache
 from .directories import STAGING, make_directory, move_into_place, staging_in
 from .leases import live_directory
 from .manifest import MANIFEST, check, listed_files, read_manifest, seal
-from .places import KEY_PARTS, PlaceError, Places, is_url, key_of
+from .places import KEY_PARTS, PlaceError, Places, key_of
 from .store import DATABASE_NAME
+from .values import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +98,11 @@ class CheckpointFiles:
         await asyncio.to_thread(mark.mkdir, parents=True)
         yield
         await asyncio.to_thread(_remove, mark)
+
+    async def drop_new_run(self, directory: str) -> None:
+        """Of which nothing is to be published."""
+        if not is_url(directory):
+            await asyncio.to_thread(_remove, Path(directory).parents[1])
 
     async def publish(self, staging: Path, directory: str, about: Mapping[str, object]) -> int:
         """Hashes the files, writes the manifest and brings all of it to its place, durably; returns their bytes.

@@ -21,6 +21,7 @@ from pathlib import Path
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
+from ..schemas.models import LoraConfig
 from .auth import Auth, Tenant
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
 from .mirror import Mirror
@@ -203,6 +204,34 @@ class Checkpoints:
         with _refusing():
             await self._copy(source, draft, partial(self._store.insert_copy, to, run))
         return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
+
+    async def make(
+        self,
+        run: RunRecord,
+        session: SessionRecord,
+        name: str,
+        ttl_seconds: int | None,
+        write: Callable[[Path], Awaitable[LoraConfig]],
+    ) -> CheckpointRecord:
+        """A checkpoint, without optimizer, of a run that cannot be trained on: neither it nor its session, which has
+        ended already, is in the store yet. write: fills an empty directory, and answers what adapter that is.
+
+        Idempotent as `copy`. Raises OperationError, also where `write` does.
+        """
+        if known := await self._store.find_copy(session):
+            return known
+        draft = self._draft(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
+        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        async with new_run, staging as staging:
+            try:
+                lora = await write(staging)
+            except OperationError:
+                await self._files.drop_new_run(draft.directory)
+                raise
+            draft, run = replace(draft, lora=lora), replace(run, lora=lora)
+            bring = partial(self._files.publish, staging, draft.directory, _about(draft, None))
+            await _to_the_end(self._publish(draft, bring, partial(self._store.insert_copy, session, run)))
+        return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
     async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
         """What can be downloaded without a key for the next URL_LIFETIME_SECONDS. RequestError 503."""

@@ -5,6 +5,7 @@ import asyncio
 import difflib
 import logging
 import os
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -78,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_backup(commands)
     _add_verify(commands)
     _add_plan(commands)
+    _add_import(commands)
     _add_demo(commands)
     return parser
 
@@ -378,6 +380,19 @@ def _add_plan(commands: _Commands) -> None:
     )
     parser.add_argument("arguments", nargs="*")
     parser.set_defaults(run=lambda options: plan(options.arguments))
+
+
+# trainhouse import
+
+
+def _add_import(commands: _Commands) -> None:
+    parser = commands.add_parser(
+        "import", help="bring an adapter that peft has saved to a running server", add_help=False, prefix_chars=" "
+    )
+    parser.add_argument("arguments", nargs="*")
+    # A client's program: no part of the server.
+    program = [sys.executable, "-m", "trainhouse.client.import_adapter"]
+    parser.set_defaults(run=lambda options: subprocess.call([*program, *options.arguments]))
 
 
 # trainhouse demo

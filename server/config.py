@@ -18,9 +18,9 @@ from typing import Literal, TypeVar
 from ..workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .checkpoint_files import PlaceConfig
-from .places import check_url, is_url
+from .places import check_url
 from .store import StoreConfig
-from .values import AUTO, BYTE_UNITS, ConfigError, parse_bytes, parse_served_model
+from .values import AUTO, BYTE_UNITS, ConfigError, is_url, parse_bytes, parse_served_model
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
@@ -109,7 +109,7 @@ _OF_WORKERS = {
     *("tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_device", "ray_address", "ray_cpus_per_rank"),
-    *("ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
+    *("model_cache", "ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
 }
 
 
@@ -127,7 +127,7 @@ class ServerConfig:
 
     base_models: tuple[ServedModel, ...] = knob(
         (),
-        "served name, directory or hub id; repeatable",
+        "served name, directory, hub id or URL; repeatable",
         common=True,
         flag="--base-model",
     )
@@ -149,6 +149,9 @@ class ServerConfig:
     )
     lease_seconds: float = knob(10.0, "without a sign of life, until another server takes over", check=above(0.5))
     pool: Literal["local", "ray"] = knob("local", "worker processes here, or actors on Ray", common=True)
+    model_cache: Path | None = knob(  # noqa: RUF009
+        None, "for base models at URLs (default: ~/.cache/trainhouse/models)"
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = knob(
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
     )
@@ -157,7 +160,7 @@ class ServerConfig:
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec | None = knob(  # noqa: RUF009
-        SINGLE, "ranks of each base model, replicas=2,tp=4 or auto (docs/parallel.md)"
+        SINGLE, "ranks of each model, fsdp=2,tp=4 or auto", common=True
     )
     device_memory_bytes: int | None = knob(
         None,
@@ -204,7 +207,7 @@ class ServerConfig:
     ray_gpus_per_rank: float = knob(
         1.0, "GPUs that a worker on CUDA reserves", check=NOT_NEGATIVE, only_with=WITH_RAY, not_with=("device", "cpu")
     )
-    workers: str | None = knob(None, "HOST:PORT of `trainhouse workers`, whose ranks stay", check=ADDRESS)
+    workers: str | None = knob(None, "HOST:PORT of `trainhouse workers`", common=True, check=ADDRESS)
     workers_secret_file: Path | None = knob(None, "what this server and its workers share")  # noqa: RUF009
     tenant_weights: tuple[TenantWeight, ...] = knob((), "shares of the passes, alice=2,bob=0.5; of others: 1")
     tenant_runs: int = knob(2000, "most live runs of a tenant", check=POSITIVE)
@@ -270,6 +273,7 @@ class ServerConfig:
                 "or one for each in their order"
             )
         _check_sampler(self)
+        _check_zero_stage(self)
         for place in (*([self.checkpoints] if self.checkpoints else []), *self.mirrors):
             _check_place(place)
         for model in self.base_models:
@@ -294,6 +298,7 @@ class ServerConfig:
             WorkerConfig(model=model, **shared),
             device=device,
             page_directory=pages,
+            model_cache=None if self.model_cache is None else str(self.model_cache.absolute()),
             shared_directories=self._shared_directories,
         )
 
@@ -554,6 +559,16 @@ def _check_value(knob_field: Field, value: object) -> None:
     raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
 
 
+def _check_zero_stage(config: ServerConfig) -> None:
+    if (
+        config.zero_stage == "2"
+        and config.parallel is not None
+        and config.parallel.fsdp == 1
+        and config.workers is None
+    ):
+        raise ConfigError(f"zero_stage 2 is about fsdp, which the layout {config.parallel} has none of: leave it out")
+
+
 def _check_sampler(config: ServerConfig) -> None:
     if config.sampler == "vllm" and (config.vllm_url is None) == (config.vllm_python is None):
         raise ConfigError(
@@ -586,7 +601,12 @@ def _check_place(place: str) -> None:
 
 
 def _check_source(model: ServedModel) -> None:
-    """What can only be a path must exist; hub ids are left to the worker."""
+    """What can only be a path must exist; hub ids are left to the worker, and where it has to download it, so are
+    paths."""
+    if is_url(model.source):
+        _check_place(model.source)
+    if model.origin is not None:
+        return
     if model.source.startswith(("/", "./", "../")) and not Path(model.source).exists():
         raise ConfigError(f"base model {model.name}: there is no {model.source}")
 

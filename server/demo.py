@@ -14,6 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
+from ..workers.model_cache import cache_directory
+
 MODEL = "SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
 CLIENT_FLAGS = {
@@ -78,10 +80,6 @@ def demonstrate(state_dir: Path, client_arguments: Sequence[str]) -> int:
         print(f"its files are in {adapter.parent}")
     print(f"serve it: {own_command()} serve --base-model {MODEL}={model} --state-dir {state_dir}")
     return status
-
-
-def cache_directory() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
 
 
 def converted_model() -> Path:

@@ -1,4 +1,5 @@
-"""What `trainhouse serve` refuses before the server's packages are loaded, which takes seconds: impossible layouts.
+"""What `trainhouse serve` refuses before the server's packages are loaded, which takes seconds: impossible layouts,
+activations that a model cannot but keep, and directories without weights.
 
 Only what flags say is looked at, and models that are on this machine; anything else is found when they are loaded.
 """
@@ -7,8 +8,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from ..workers.config import WorkerConfig
 from ..workers.parallel.checks import check_layout
-from ..workers.parallel.shape import model_directory, read_model
+from ..workers.parallel.shape import model_directory, read_model, refuse_missing_weights
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .values import AUTO, ConfigError, parse_served_model
 
@@ -20,10 +22,11 @@ def refused(arguments: Sequence[str]) -> int:
     """The exit status, once the reason is said; 0 = nothing is known against them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
+    parser.add_argument("--activations", default=WorkerConfig.activations)
     parser.add_argument("--base-model", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(arguments)
-        _check(options.parallel, options.base_model)
+        _check(options.parallel, options.activations, options.base_model)
     except argparse.ArgumentError:
         return 0
     except ValueError as error:
@@ -32,15 +35,20 @@ def refused(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(layout: str, base_models: Sequence[str]) -> None:
-    if layout == AUTO:
-        return
+def _check(layout: str, activations: str, base_models: Sequence[str]) -> None:
+    spec = _spec(layout)
+    is_any_models = spec == SINGLE and activations == WorkerConfig.activations
+    models = [parse_served_model(model) for model in base_models]
+    for model in models:
+        if not is_any_models and model_directory(model.source) is not None:
+            check_layout(spec, read_model(model), activations=activations)
+    for model in models:
+        refuse_missing_weights(model.source)
+
+
+def _spec(layout: str) -> ParallelSpec:
+    """SINGLE where it is to be found."""
     try:
-        spec = ParallelSpec.parse(layout)
+        return SINGLE if layout == AUTO else ParallelSpec.parse(layout)
     except ValueError as error:
         raise ConfigError(f"--parallel: {error}") from None
-    if spec == SINGLE:
-        return
-    for model in map(parse_served_model, base_models):
-        if model_directory(model.source) is not None:
-            check_layout(spec, read_model(model))

@@ -11,9 +11,13 @@ from ..workers.pools.sealed import read_secret
 from ..workers.sources import Source, groups_of, source_of
 from .attached import knobs_of_workers
 from .auto_layout import settled
+from .base_models import with_models_here
 from .claim import StartError
 from .config import ServerConfig
-from .process import bound, ready_file, say, until_signal
+from .process import allow_many_connections, bound, left_soon, ready_file, say, until_signal
+
+_WAITING = 1024
+"""Connections that the system holds until they are taken; where there are more, it has callers try again."""
 
 
 def keep(config: ServerConfig, listen: str) -> None:
@@ -23,19 +27,21 @@ def keep(config: ServerConfig, listen: str) -> None:
     """
     if config.workers_secret_file is None:
         raise StartError("--workers-secret-file is not given: make one with `openssl rand -hex 32`, for servers, too")
+    allow_many_connections()
     host, _, port = listen.rpartition(":")
     try:
         secret = read_secret(config.workers_secret_file)
-        config = settled(config, say)
     except ValueError as error:
         raise StartError(str(error)) from None
     with bound(host.strip("[]"), int(port), "--listen", "--listen") as listener:
-        listener.listen()
+        listener.listen(_WAITING)
         listener.setblocking(False)
-        asyncio.run(until_signal(_keep(config, secret, listener)))
+        with left_soon():
+            asyncio.run(until_signal(_keep(config, secret, listener)))
 
 
 async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket) -> None:
+    config = await _settled(await with_models_here(config, say))
     host, port, *_ = listener.getsockname()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     of_all = _ranks_alone(config)
@@ -54,6 +60,14 @@ async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket) ->
             await asyncio.wait({receiving})
             await keeper.close()
             await source.close()
+
+
+async def _settled(config: ServerConfig) -> ServerConfig:
+    """With its layout. Raises StartError."""
+    try:
+        return await asyncio.to_thread(settled, config, say)
+    except ValueError as error:
+        raise StartError(str(error)) from None
 
 
 async def _started(source: Source, keeper: Keeper) -> None:

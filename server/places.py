@@ -39,10 +39,6 @@ class PlaceError(Exception):
         self.reason = reason
 
 
-def is_url(text: str) -> bool:
-    return "://" in text
-
-
 def check_url(url: str) -> None:
     """Raises ValueError with the remedy where no directory can be at such a URL."""
     parts = urlsplit(url)

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 
+from ..workers.config import ServedModel
 from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices
 from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, lighter, remedies, usable_bytes
@@ -16,12 +17,14 @@ from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
 from ..workers.parallel.parameters import Parameters, num_parameters, parameters
-from ..workers.parallel.shape import ModelShape, read_model
+from ..workers.parallel.shape import Model, ModelShape, model_of, read_model
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import AUTO, ConfigError, parse_bytes, parse_served_model
+from .values import AUTO, ConfigError, is_url, parse_bytes, parse_served_model
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
+
+_LEAST_DEVICE_BYTES = 1 << 20
 
 _NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "lora_rank")
 
@@ -63,6 +66,8 @@ def main(arguments: Sequence[str]) -> int:
         plan = plan_of(options)
     except ValueError as error:
         print(f"trainhouse plan: error: {error}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"fits": False, "error": str(error)}, indent=2))
         return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
     print(json.dumps(as_json(plan), indent=2) if options.json else "\n".join(_text(plan)))
     return DOES_NOT_FIT if plan.fits is False else 0
@@ -76,7 +81,7 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     knobs = (
-        ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE may be a config.json"),
+        ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE, or what lies at a URL, may be a config.json"),
         ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
         ("device-memory", "BYTES", "of each device, such as 80GB"),
         ("num-devices", "N", "that there are, one for each rank"),
@@ -92,7 +97,8 @@ def _parser() -> argparse.ArgumentParser:
         ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
     )
     for name, metavar, words in knobs:
-        parser.add_argument(f"--{name}", metavar=metavar, help=words)
+        action = "append" if name == "base-model" else "store"
+        parser.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
     parser.add_argument("--train-only", action="store_true", help="samples are drawn elsewhere (docs/samplers.md)")
     parser.add_argument("--json", action="store_true", help="for programs: one object, sizes in bytes")
     return parser
@@ -102,21 +108,37 @@ def plan_of(options: argparse.Namespace) -> Plan:
     """Raises ConfigError on a value that is none, and ValueError on a layout that cannot work."""
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
+    if len(options.base_model) > 1:
+        raise ConfigError("--base-model is given twice: one model is planned at a time")
     device_bytes, num_devices = _bytes(options, "device_memory"), _number(options, "num_devices")
+    if device_bytes is not None and device_bytes < _LEAST_DEVICE_BYTES:
+        raise ConfigError(f"--device-memory {options.device_memory} is {device_bytes} bytes: give a unit, such as 80GB")
     is_auto = options.parallel == AUTO
     spec = SINGLE if is_auto or options.parallel is None else _spec(options.parallel)
-    model = read_model(parse_served_model(options.base_model))
+    model = _model(parse_served_model(options.base_model[0]))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
-    check_layout(spec, model, num_devices, longest, dtype)
+    check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations)
     if not isinstance(model, ModelShape):
         raise ValueError(f"{model.name}: nothing is known of {model.model_type} models, but of {', '.join(FAMILIES)}")
     load = _load(options, model, longest, dtype)
+    if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
+        raise ConfigError(f"--zero-stage 2 is about fsdp, which the layout {spec} has none of: leave it out")
     choice = None
     if is_auto:
         loads = [load] if options.activations else [load, *lighter(load)]
         choice = _choice(model, loads, device_bytes, num_devices)
         spec, load = choice.spec, choice.load
     return Plan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+
+
+def _model(served: ServedModel) -> Model:
+    if not is_url(served.source):
+        return read_model(served)
+    try:  # it takes time to load, and for most models nothing is needed
+        from ..workers.model_cache import read_config
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{served.source} is read with the package {error.name}: pip install fsspec") from None
+    return model_of(served.name, read_config(served.source))
 
 
 def as_json(plan: Plan) -> dict[str, object]:

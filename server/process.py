@@ -28,10 +28,12 @@ from starlette.types import ASGIApp
 
 from ..schemas.errors import OperationError
 from ..workers.dispatch import WorkerDispatch
+from ..workers.pools import KeptAt
 from .app import LiveState, create_app
 from .attached import dispatch_config, with_workers
 from .auth import require_keys
 from .auto_layout import with_layouts
+from .base_models import with_models_here
 from .claim import StartError, locked, made
 from .config import ServerConfig
 from .connections import Connection
@@ -120,7 +122,8 @@ def allow_many_connections() -> None:
 
 
 async def _serve(config: ServerConfig, listener: socket.socket) -> None:
-    config = await with_workers(config)
+    config, at = await with_workers(config)
+    config = await with_models_here(config, say)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
     with ready_file(config.ready_file) as write_ready:
@@ -130,21 +133,21 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
             say(words)
 
         if config.database_url is None:
-            async with _leading(config, None) as app:
+            async with _leading(config, at, None) as app:
                 on_ready = partial(announce, greeting(config, url, has_keys))
                 await _Http(config, app, lambda: app.state.services, on_ready).run_until_cancelled(listener)
         else:
             advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
             async with _lease(config, advertised) as lease:
-                await _Turns(config, lease, partial(greeting, config, url, has_keys), announce).run(listener)
+                await _Turns(config, at, lease, partial(greeting, config, url, has_keys), announce).run(listener)
 
 
 @contextlib.asynccontextmanager
-async def _leading(config: ServerConfig, live: LiveState | None) -> AsyncIterator[FastAPI]:
+async def _leading(config: ServerConfig, at: KeptAt | None, live: LiveState | None) -> AsyncIterator[FastAPI]:
     """Does all the work there is, for as long as the block lasts. Raises StartError."""
     scratch_dir = config.state_dir if live is None else live.directory
     epoch = None if live is None else live.tenure.record.epoch
-    async with _loaded(replace(config, state_dir=scratch_dir), epoch) as dispatch:
+    async with _loaded(replace(config, state_dir=scratch_dir), at, epoch) as dispatch:
         if live is not None:  # loading may have taken long
             live.tenure.check()
         app = create_app(config, dispatch, live)
@@ -194,9 +197,15 @@ class _Turns:
     """
 
     def __init__(
-        self, config: ServerConfig, lease: Lease, greet: Callable[[], str], announce: Callable[[str], None]
+        self,
+        config: ServerConfig,
+        at: KeptAt | None,
+        lease: Lease,
+        greet: Callable[[], str],
+        announce: Callable[[str], None],
     ) -> None:
         self._config = config
+        self._at = at
         self._lease = lease
         self._greet = greet
         self._announce = announce
@@ -260,7 +269,7 @@ class _Turns:
         say(f"taking over, as number {tenure.record.epoch}")
         keeping = asyncio.create_task(tenure.keep())
         try:
-            async with _leading(self._config, await self._live_state(tenure)) as app:
+            async with _leading(self._config, self._at, await self._live_state(tenure)) as app:
                 self._services = app.state.services
                 self._switch.target = Held(app, tenure)
                 self._announce(self._greet())
@@ -383,10 +392,10 @@ def _opened_store(config: ServerConfig) -> Store:
 
 
 @contextlib.asynccontextmanager
-async def _loaded(config: ServerConfig, epoch: int | None) -> AsyncIterator[WorkerDispatch]:
+async def _loaded(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> AsyncIterator[WorkerDispatch]:
     """The workers with their models loaded; ended on leaving, but for those that are kept. Raises StartError."""
     try:
-        settings = dispatch_config(config, epoch)
+        settings = dispatch_config(config, at, epoch)
         if config.parallel is None:
             settings = with_layouts(settings, config.device_memory_bytes, say)
         dispatch = WorkerDispatch(settings)

@@ -40,6 +40,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/load_checkpoint": ("train",),
     "POST /api/v1/load_weights": ("train",),
     "POST /api/v1/copy_weights": ("train",),
+    "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),
     "POST /api/v1/join_sampling_session": ("sample",),
     "POST /api/v1/sample": ("sample",),

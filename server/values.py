@@ -1,4 +1,4 @@
-"""Values as users write them: base models, sizes in bytes; and the error that says what is wrong with one."""
+"""Values as users write them: base models, sizes in bytes, URLs; and the error that says what is wrong with one."""
 
 import re
 from pathlib import Path
@@ -15,11 +15,15 @@ class ConfigError(ValueError):
 
 
 def parse_served_model(text: str) -> ServedModel:
-    """NAME or NAME=PATH_OR_HUB_ID. Raises ConfigError."""
+    """NAME or NAME=PATH_OR_HUB_ID, or a URL in their place. Raises ConfigError."""
     name, _, source = (part.strip() for part in text.partition("="))
     if not name or ("=" in text and not source):
         raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
     return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+def is_url(text: str) -> bool:
+    return "://" in text
 
 
 def parse_bytes(text: str) -> int:

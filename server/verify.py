@@ -25,10 +25,11 @@ from .journal import read_journal
 from .leases import LIVE_STATE, live_directory
 from .manifest import MANIFEST, NotWhole, check, read_manifest
 from .mirror import Mirror
-from .places import PlaceError, Places, is_url
+from .places import PlaceError, Places
 from .segments import Damage, Place, cut, scan_segment, whole_bytes
 from .store import CheckpointCopyRecord, RunRecord, Store
 from .store.tables import checkpoint_copies, checkpoints, results
+from .values import is_url
 
 SEGMENTED = ("journal", "results", "recordings")
 """The directories of segments."""

@@ -37,6 +37,7 @@ def kept_workers(
     """below: a command that runs the one that follows it. options: as those of live_server."""
     directory.mkdir(parents=True, exist_ok=True)
     log, ready, secret_file = (directory / name for name in ("workers.log", "workers.ready", "secret"))
+    secret_file.touch(0o600)
     secret_file.write_text(SECRET)
     ready.unlink(missing_ok=True)
     flags = [f"--base-model={name}={model}" for name, model in models.items()]

@@ -42,7 +42,7 @@ class LiveServer:
 
 @contextmanager
 def live_server(
-    models: Mapping[str, Path],
+    models: Mapping[str, Path | str],
     state_dir: Path,
     pool: str = "local",
     module: str = "trainhouse.server",
@@ -66,7 +66,7 @@ def live_server(
 
 
 def arguments(
-    models: Mapping[str, Path], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
+    models: Mapping[str, Path | str], state_dir: Path, pool: str, ready: Path, options: Mapping[str, object]
 ) -> list[str]:
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
     # One thread: tiny models gain nothing from more, and tests share their cores with others.

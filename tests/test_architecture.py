@@ -20,7 +20,17 @@ ARROWS = {
     "server": {"server", "schemas", "workers"},
 }
 # The parts of workers that a process without torch may import.
-TORCH_FREE_WORKERS = {"dispatch", "keeper", "pools", "sources", "verbs", "config", "footprint", "parallel"}
+TORCH_FREE_WORKERS = {
+    "dispatch",
+    "keeper",
+    "pools",
+    "sources",
+    "verbs",
+    "config",
+    "footprint",
+    "model_cache",
+    "parallel",
+}
 TORCH_FREE_LAYOUTS = {
     *("checks", "choice", "estimate", "families", "load", "parameters", "sequence_split", "shape", "spec"),
 }

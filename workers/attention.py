@@ -4,17 +4,21 @@ A forward runs one packed row [1, tokens]; `Packing` says which tokens belong to
 attention row, so what is wrong in one (a NaN) cannot reach another.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
 ATTENTION = "trainhouse_packed"
+
+# Of a window's mask, which shows some queries what they see: its numbers, at most, and its queries, at least.
+_MOST_MASKED, _FEWEST_QUERIES = 1 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -89,14 +93,45 @@ class AttentionKind:
     scaling: float
     window: int | None = None
 
-    def mask(self, length: int, device: torch.device, dtype: torch.dtype) -> Tensor | None:
-        """[length, length], added to the scores; None where causal attention is all there is to it."""
-        if not self.window or self.window >= length:
-            return None
-        position = torch.arange(length, device=device)
-        distance = position[:, None] - position[None, :]
-        hidden = (distance < 0) | (distance >= self.window)
-        return torch.zeros(length, length, device=device, dtype=dtype).masked_fill_(hidden, float("-inf"))
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens before and behind a query's own it sees; -1 = all."""
+        return (self.window - 1 if self.window else -1, 0)
+
+    def views(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["View"]:
+        """Of a sequence: one, where causal attention is all there is to it, else of some queries after the others."""
+        window = self.window
+        if not window or window >= length:
+            yield View(slice(0, length), slice(0, length), None)
+            return
+        step = min(queries_of_mask(window), length)
+        mask = _window_mask(window, step, device, dtype)
+        for start in range(0, length, step):
+            stop, before = min(start + step, length), min(start, window - 1)
+            first = window - 1 - before
+            keys = slice(start - before, stop)
+            yield View(slice(start, stop), keys, mask[: stop - start, first : first + stop - start + before])
+
+
+@dataclass(frozen=True)
+class View:
+    """What some queries of a sequence see: mask [queries, keys], added to the scores, None = causal attention."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+
+
+def queries_of_mask(window: int) -> int:
+    """How many of them are attended at a time."""
+    return max(_FEWEST_QUERIES, min(max(window, 256), _MOST_MASKED // (2 * window)))
+
+
+def _window_mask(window: int, num_queries: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[queries, queries + window - 1] of consecutive queries: the first sees the first `window` keys."""
+    shape = num_queries, num_queries + window - 1
+    seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(window - 1).triu_()
+    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(seen.logical_not_(), float("-inf"))
 
 
 def packed_attention(
@@ -148,10 +183,15 @@ def joined_groups(parts: list[Tensor]) -> Tensor:
 
 def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group, kind: AttentionKind) -> Tensor:
     q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
-    mask = kind.mask(group.length, q.device, q.dtype)
-    return scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=kind.scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
+    gqa, parts = q.shape[1] != k.shape[1], []
+    for view in kind.views(group.length, q.device, q.dtype):
+        part, seen = q[:, :, view.queries], (k[:, :, view.keys], v[:, :, view.keys])
+        parts.append(
+            scaled_dot_product_attention(
+                part, *seen, attn_mask=view.mask, is_causal=view.mask is None, scale=kind.scaling, enable_gqa=gqa
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def fits_varlen(query: Tensor) -> bool:
@@ -167,9 +207,17 @@ def fits_varlen(query: Tensor) -> bool:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
-    """All sequences in one kernel. No machine with a GPU has run this yet."""
+    out = varlen(query, key, value, packing, kind)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, aux: AuxRequest | None = None
+) -> Tensor | tuple[Tensor, ...]:
+    """All sequences in one kernel. aux: as of torch's varlen_attn. No machine with a GPU has run this yet."""
     bounds, longest = packing.bounds(query.device), packing.longest
-    out = varlen_attn(
+    return varlen_attn(
         query,
         key,
         value,
@@ -177,12 +225,11 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: A
         bounds,
         longest,
         longest,
+        return_aux=aux,
         scale=kind.scaling,
-        window_size=(kind.window - 1 if kind.window else -1, 0),
+        window_size=kind.window_size,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    assert isinstance(out, Tensor)
-    return out
 
 
 def _flash_on_cpu(
@@ -191,14 +238,43 @@ def _flash_on_cpu(
     """Attention, and per group the logarithm of the sum of its scores' exponentials, which backward needs."""
     outs, log_sums = [], []
     for group in packing.groups:
-        q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
-        mask = kind.mask(group.length, q.device, q.dtype)
-        out, log_sum = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, mask is None, attn_mask=mask, scale=kind.scaling
-        )
+        q, k, v = (rows_by_group(x, group) for x in (query, key, value))
+        out, log_sum = flash_on_cpu(q, k, v, kind)
         outs.append(out)
         log_sums.append(log_sum)
     return joined_groups(outs), log_sums
+
+
+def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
+    """Of sequences of one length, query [count, heads, length, head_dim], key and value with kv_heads: the result, and
+    float32 [count, heads, length] the logarithm of the sum of the scores' exponentials."""
+    flash, parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+    for view in kind.views(query.shape[2], query.device, query.dtype):
+        q, k, v = query[:, :, view.queries], key[:, :, view.keys], value[:, :, view.keys]
+        parts.append(flash(q, k, v, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling))
+    if len(parts) == 1:
+        return parts[0]
+    outs, log_sums = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
+
+
+def flash_gradients_on_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, kind: AttentionKind
+) -> tuple[Tensor, ...]:
+    """Of query, key and value, as `flash_on_cpu` takes them. Those of keys in several views are added up in float32."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    of_query = torch.empty_like(query)
+    of_key, of_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+    for view in kind.views(query.shape[2], query.device, query.dtype):
+        g, q, o, sums = (x[:, :, view.queries] for x in (grad, query, out, log_sums))
+        k, v = key[:, :, view.keys], value[:, :, view.keys]
+        parts = backward(g, q, k, v, o, sums, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling)
+        if view.mask is None:
+            return parts
+        of_query[:, :, view.queries] = parts[0]
+        of_key[:, :, view.keys] += parts[1]
+        of_value[:, :, view.keys] += parts[2]
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
 
 
 class _FlashOnCpu(torch.autograd.Function):
@@ -218,9 +294,7 @@ class _FlashOnCpu(torch.autograd.Function):
         parts = []
         for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
             g, q, k, v, o = (rows_by_group(x, group) for x in (grad, query, key, value, out))
-            mask = ctx.kind.mask(group.length, q.device, q.dtype)
-            backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-            parts.append(backward(g, q, k, v, o, log_sum, 0.0, mask is None, attn_mask=mask, scale=ctx.kind.scaling))
+            parts.append(flash_gradients_on_cpu(g, q, k, v, o, log_sum, ctx.kind))
         gradients = [joined_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
         return (*gradients, None, None)
 

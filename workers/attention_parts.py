@@ -10,9 +10,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.attention.varlen import AuxRequest
 
-from .attention import AttentionKind, Packing, fits_varlen, joined_groups, rows_by_group
+from .attention import (
+    AttentionKind,
+    Packing,
+    fits_varlen,
+    flash_gradients_on_cpu,
+    flash_on_cpu,
+    joined_groups,
+    rows_by_group,
+    varlen,
+)
 
 # Scores that exist at a time, where no kernel makes them piece by piece.
 _MOST_SCORES = 1 << 22
@@ -37,7 +46,7 @@ def attend_part(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kin
     """As the function `attend`, without gradients."""
     if fits_varlen(query):
         return _varlen(query, key, value, packing, kind)
-    of_group = _flash_on_cpu if _fits_cpu(query, packing, kind) else _chunked
+    of_group = flash_on_cpu if _fits_cpu(query) else _chunked
     parts = []
     for group in packing.groups:
         q, k, v = (rows_by_group(x, group) for x in (query, key, value))
@@ -52,7 +61,7 @@ def part_gradients(
     """whole, grad: of the result over all keys, and its gradient."""
     if fits_varlen(query):
         return _varlen_gradients(grad, query, key, value, whole, packing, kind)
-    of_group = _flash_gradients_on_cpu if _fits_cpu(query, packing, kind) else _chunked_gradients
+    of_group = flash_gradients_on_cpu if _fits_cpu(query) else _chunked_gradients
     parts = []
     for group in packing.groups:
         g, q, k, v, out = (rows_by_group(x, group) for x in (grad, query, key, value, whole.out))
@@ -61,29 +70,15 @@ def part_gradients(
     return Gradients(*(joined_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)))
 
 
-def _fits_cpu(query: Tensor, packing: Packing, kind: AttentionKind) -> bool:
-    """Whether torch's kernel takes it without a mask, which would be one of all queries by all keys."""
-    return query.device.type == "cpu" and (not kind.window or kind.window >= packing.longest)
+def _fits_cpu(query: Tensor) -> bool:
+    return query.device.type == "cpu"
 
 
 # Flash attention on CUDA. No machine with a GPU has run this yet.
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Attended:
-    bounds, longest = packing.bounds(query.device), packing.longest
-    result = varlen_attn(
-        query,
-        key,
-        value,
-        bounds,
-        bounds,
-        longest,
-        longest,
-        return_aux=AuxRequest(lse=True),
-        scale=kind.scaling,
-        window_size=_window_of(kind),
-        enable_gqa=query.shape[1] != key.shape[1],
-    )
+    result = varlen(query, key, value, packing, kind, AuxRequest(lse=True))
     assert isinstance(result, tuple)
     return Attended(result[0], result[1].t())
 
@@ -91,7 +86,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: A
 def _varlen_gradients(
     grad: Tensor, query: Tensor, key: Tensor, value: Tensor, whole: Attended, packing: Packing, kind: AttentionKind
 ) -> Gradients:
-    bounds, longest, window = packing.bounds(query.device), packing.longest, _window_of(kind)
+    bounds, longest, window = packing.bounds(query.device), packing.longest, kind.window_size
     out, sums = whole.out.contiguous(), whole.log_sums.t().contiguous()
     no_dropout = torch.zeros(2, dtype=torch.uint64, device=query.device)
     return Gradients(
@@ -102,27 +97,7 @@ def _varlen_gradients(
     )  # fmt: skip
 
 
-def _window_of(kind: AttentionKind) -> tuple[int, int]:
-    """How many tokens before and behind a query's own it sees; -1 = all."""
-    return (kind.window - 1 if kind.window else -1, 0)
-
-
-# torch's own kernel for the CPU
-
-
-def _flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Attended:
-    flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-    return Attended(*flash(query, key, value, 0.0, True, attn_mask=None, scale=kind.scaling))
-
-
-def _flash_gradients_on_cpu(
-    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, sums: Tensor, kind: AttentionKind
-) -> tuple[Tensor, ...]:
-    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, query, key, value, out, sums, 0.0, True, attn_mask=None, scale=kind.scaling)
-
-
-# Windows on the CPU, and what flash attention on CUDA does not take: some queries after the others
+# What flash attention on CUDA does not take: some queries after the others
 
 
 def _chunked(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Attended:

@@ -126,9 +126,10 @@ def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
 
 
 def smaller_budget(operation: Operation, token_budget: int) -> int | None:
-    """Half of the largest micro-batch it makes, with room for its longest row; None when that is a row by itself."""
+    """Half of the largest micro-batch it makes, with room for its longest row; None when that is a row by itself, or
+    none, as on a rank that has no share of the operation."""
     lengths = [len(row.tokens) for row in operation.rows]
-    largest, longest = min(token_budget, sum(lengths)), max(lengths)
+    largest, longest = min(token_budget, sum(lengths)), max(lengths, default=0)
     return max(largest // 2, longest) if largest > longest else None
 
 

@@ -105,42 +105,56 @@ def _write_adapter(learned: Learned, directory: Path, optimizer: bool, base_name
     _save_json(directory / _DESCRIPTION, _describe(learned, base_name))
 
 
-def load_adapter(adapter: Adapter, directory: Path, *, optimizer: bool) -> None:
-    """Replaces weights, optimizer state (fresh without `optimizer`) and accumulated gradients (by a snapshot's).
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """What was read of a checkpoint: tensors in host memory by matrix, moments by their kind. num_steps: None = without
+    optimizer state."""
 
-    Raises OperationError, the adapter untouched, when the checkpoint does not fit it or is not whole.
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
+    num_steps: int | None
+    gradients: Mapping[str, Tensor]
+    window: Window
+
+    def put_into(self, adapter: Adapter) -> None:
+        """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
+        layout = adapter.layout
+        layout.copy_parts(adapter.weights, self.weights)
+        adapter.clear_window()
+        adapter.clear_optimizer()
+        if self.num_steps:
+            layout.copy_parts(adapter.exp_avg, self.moments["exp_avg"])
+            layout.copy_parts(adapter.exp_avg_sq, self.moments["exp_avg_sq"])
+            adapter.num_steps = self.num_steps
+        if self.gradients:
+            layout.copy_parts(adapter.accumulator, self.gradients)
+        adapter.window = self.window
+
+
+def read_saved(adapter: Adapter, directory: Path, *, optimizer: bool) -> Saved:
+    """A checkpoint for this adapter. Gradients are those of a snapshot, or none.
+
+    Raises OperationError when it does not fit the adapter or is not whole.
     """
     description = _read_description(directory)
     _refuse_other_shape(adapter, description, directory)
-    layout = adapter.layout
-    shapes = layout.whole.named_views(torch.empty(layout.whole.size, device="meta"))
-    weights = _read_tensors(directory / _WEIGHTS, shapes)
-    moments = _read_moments(shapes, directory) if optimizer else {}
+    whole = adapter.layout.whole
+    shapes = whole.named_views(torch.empty(whole.size, device="meta"))
     window = Window(**description.get("window", {}))
-    gradients = _read_tensors(directory / _WINDOW, shapes) if window.num_operations else {}
-    layout.copy_parts(adapter.weights, weights)
-    adapter.clear_window()
-    adapter.clear_optimizer()
-    if optimizer and description["num_steps"]:
-        layout.copy_parts(adapter.exp_avg, moments["exp_avg"])
-        layout.copy_parts(adapter.exp_avg_sq, moments["exp_avg_sq"])
-        adapter.num_steps = description["num_steps"]
-    if gradients:
-        layout.copy_parts(adapter.accumulator, gradients)
-    adapter.window = window
+    return Saved(
+        weights=_read_tensors(directory / _WEIGHTS, shapes),
+        moments=_read_moments(shapes, directory) if optimizer else {},
+        num_steps=description["num_steps"] if optimizer else None,
+        gradients=_read_tensors(directory / _WINDOW, shapes) if window.num_operations else {},
+        window=window,
+    )
 
 
-def load_new_adapter(adapters: Adapters, adapter_id: str, directory: Path) -> Adapter:
-    """A checkpoint's weights as an adapter of their own; replaces one of the same id. Raises as load_adapter."""
-    adapter = adapters.build(read_lora_config(directory))
-    load_adapter(adapter, directory, optimizer=False)
-    adapters.put(adapter_id, adapter)
+def read_new_adapter(adapters: Adapters, directory: Path) -> Adapter:
+    """A checkpoint's weights as an adapter of their own, which has no id yet. Raises as read_saved."""
+    adapter = adapters.build(LoraConfig.model_validate(_read_description(directory)["lora"]))
+    read_saved(adapter, directory, optimizer=False).put_into(adapter)
     return adapter
-
-
-def read_lora_config(directory: Path) -> LoraConfig:
-    """Raises OperationError when the directory holds no checkpoint of ours."""
-    return LoraConfig.model_validate(_read_description(directory)["lora"])
 
 
 def _describe(learned: Learned, base_name: str) -> dict[str, Any]:

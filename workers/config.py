@@ -13,11 +13,23 @@ ZeroStage = Literal["3", "2"]
 
 
 @dataclass(frozen=True)
+class Origin:
+    """Where a base model is downloaded from: a URL, and which of the contents that it has had."""
+
+    url: str
+    version: str
+
+
+@dataclass(frozen=True)
 class ServedModel:
-    """A base model: the name clients ask for, and the local directory or hub id that it is loaded from."""
+    """A base model: the name clients ask for, and the local directory or hub id that it is loaded from.
+
+    origin: of one that lies at a URL; its source is what of it is on this machine then.
+    """
 
     name: str
     source: str
+    origin: Origin | None = None
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class WorkerConfig:
         backward runs; "2" = from the one to the other.
     activations: what a pass keeps of each layer for its way back: "keep" = all that this needs; "recompute" = the
         layer's input, from which it runs once more; "offload" = that, too, but in host memory.
+    model_cache: where base models at URLs are downloaded to; None = below the user's directory for caches.
     shared_directories: of the server, for ranks that may be on other machines: they must be the same directories there.
     hang_seconds: what a call to the rank may take beyond the time that its work takes (see Patience); then it hangs,
         and is killed and started anew.
@@ -64,6 +77,7 @@ class WorkerConfig:
     tp_activations: Literal["sharded", "whole"] = "sharded"
     zero_stage: ZeroStage = "3"
     activations: Literal["keep", "recompute", "offload"] = "keep"
+    model_cache: str | None = None
     shared_directories: tuple[str, ...] = ()
     hang_seconds: float = 60.0
 
@@ -100,7 +114,7 @@ class SamplingConfig:
 
 @dataclass(frozen=True)
 class DispatchConfig:
-    """One group per model, each of one rank, and those that only sample.
+    """One group per model, of as many ranks as its layout has, and those that only sample.
 
     pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
     ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.

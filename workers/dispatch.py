@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..schemas.errors import OperationError
+from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import DispatchConfig, WorkerConfig
@@ -127,6 +128,16 @@ class WorkerDispatch:
         engine = self._engine(base_model)
         await engine.load_adapter(adapter_id, directory)
         self._adapters[adapter_id] = engine
+
+    async def convert_adapter(
+        self, base_model: str, source: Path, lora: LoraConfig, directory: Path, tenant_id: str
+    ) -> LoraConfig:
+        """An adapter_model.safetensors of peft's as a checkpoint in an existing empty directory; what it adapts.
+
+        lora: its rank and alpha. Raises OperationError (user) where it is none of this base model.
+        """
+        verb = Verb("convert_adapter", (str(source), lora, str(directory)))
+        return await _Home(self._group(base_model), tenant_id).submit(str(directory), verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Unknown and lost adapters: no-op."""

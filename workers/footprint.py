@@ -8,11 +8,10 @@ from math import prod
 from pathlib import Path
 
 from .config import WorkerConfig
+from .parallel.load import BYTES_PER_NUMBER
 from .parallel.parameters import num_parameters, parameters
 from .parallel.shape import ModelShape, model_directory, read_model
 from .parallel.spec import SINGLE
-
-_BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
 
 def check_fit(copies: Iterable[WorkerConfig]) -> None:
@@ -50,7 +49,7 @@ def loaded_bytes(model: WorkerConfig) -> int | None:
     if not files:
         return None
     dtype = model.dtype if model.dtype != "auto" else "float32" if runs_on_cpu(model) else "bfloat16"
-    return sum(_num_elements(file) for file in files) * _BYTES_PER_NUMBER[dtype]
+    return sum(_num_elements(file) for file in files) * BYTES_PER_NUMBER[dtype]
 
 
 def available_bytes() -> int | None:

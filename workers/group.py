@@ -484,8 +484,10 @@ class Group:
 
     async def _open_ranks(self) -> None:
         self._ranks = self._new_ranks()
-        # The first time someone watches, and the model may have to be downloaded.
-        await self._ranks.start(self._patience.loading_seconds if self.num_deaths else math.inf)
+        # The first time someone watches, and the model may have to be downloaded: but not where another one has it.
+        is_finite = self.num_deaths or self._ranks.is_kept
+        loading_seconds = self._patience.loading_seconds if is_finite else math.inf
+        await self._ranks.start(loading_seconds, self._patience.with_verb("start_over"))
         self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
         self.info = await self._verb(self._ranks, "info")
@@ -494,8 +496,9 @@ class Group:
         return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)
 
     def _processes(self) -> str:
+        """And their layout."""
         pids = ", ".join(map(str, self.pids()))
-        return f"processes {pids}" if "," in pids else f"process {pids}"
+        return f"{self._config.parallel}, processes {pids}" if "," in pids else f"process {pids}"
 
     def _opened(self) -> Ranks:
         assert self._ranks is not None, "the lane runs only after start()"

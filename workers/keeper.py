@@ -5,6 +5,7 @@ attaches again when they are back. What a server has left in the ranks the next 
 """
 
 import asyncio
+import contextlib
 import logging
 import math
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..schemas.version import VERSION
-from .config import WorkerConfig
+from .config import ServedModel, WorkerConfig
 from .group import Backoff
 from .messages import encode
 from .patience import Patience
@@ -25,8 +26,10 @@ logger = logging.getLogger(__name__)
 
 _PLACE_SECONDS = 2.0
 _LAST_WORDS_SECONDS = 2.0
-_MOST_STRANGERS = 16
-"""Connections at a time that have not proved yet that they know the secret."""
+_MOST_STRANGERS = 256
+"""Connections at a time that have not proved yet that they know the secret, which takes those who do no time."""
+_FULL_SECONDS = 0.1
+"""Until it is tried again to take a connection, when the system had no room for it."""
 
 
 class Keeper:
@@ -38,7 +41,7 @@ class Keeper:
         self._description = Description(knobs, tuple(groups))
         self._visits: set[_Visit] = set()
         self._newest_epoch = -1
-        self._strangers = asyncio.Semaphore(_MOST_STRANGERS)
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
         self._received: set[asyncio.Task[None]] = set()
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
@@ -50,10 +53,12 @@ class Keeper:
         """Servers, as they come, also while groups start; until it is cancelled. listener: listens, does not block."""
         try:
             while True:
-                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+                connection = await self._accepted(listener)
+                self._strangers[connection] = None
                 receiving = asyncio.create_task(self._received_one(connection))
                 self._received.add(receiving)
                 receiving.add_done_callback(self._received.discard)
+                await asyncio.sleep(0)  # others are to have a turn, however many come
         finally:
             for visit in tuple(self._visits):
                 visit.end("its workers were stopped")
@@ -65,12 +70,38 @@ class Keeper:
     async def close(self) -> None:
         await asyncio.gather(*(group.close() for group in self._groups.values()))
 
+    async def _accepted(self, listener: socket.socket) -> socket.socket:
+        """Whatever happens: where there are too many, the one that has been a stranger for longest is turned away."""
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                logger.warning("no connection to the workers can be taken for now: %s", error)
+                self._turn_one_away()
+                await asyncio.sleep(_FULL_SECONDS)
+                continue
+            if len(self._strangers) >= _MOST_STRANGERS:
+                self._turn_one_away()
+            return connection
+
+    def _turn_one_away(self) -> None:
+        if self._strangers:
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            with contextlib.suppress(OSError):  # it has left
+                longest.shutdown(socket.SHUT_RDWR)
+
+    async def _introduced(self, connection: socket.socket) -> Sealed:
+        try:
+            keep_alive(connection)
+            return await Sealed.by_called(connection, self._secret)
+        finally:
+            self._strangers.pop(connection, None)
+
     async def _received_one(self, connection: socket.socket) -> None:
         line: Line | None = None
         try:
-            async with self._strangers:
-                keep_alive(connection)
-                line = Line(await Sealed.by_called(connection, self._secret))
+            line = Line(await self._introduced(connection))
             line.say((fingerprint(), VERSION))
             await self._serve(line)
         except (OSError, EOFError) as error:
@@ -102,11 +133,13 @@ class Keeper:
             self._visits.discard(visit)
 
     def _refusal(self, attach: Attach) -> str | None:
-        """Of servers with epochs the newer one may; of others, who is there."""
+        """Who knows them as they are may; of servers with epochs the newer one, of others who is there."""
         claim, others = (
             attach.claim,
             {visit.claim for visit in self._visits if visit.claim.holder != attach.claim.holder},
         )
+        if changes := _changes(attach.knobs, self._description.knobs):
+            return f"they were started anew with {changes}: start this server anew, too, or them as they were"
         if attach.group not in self._groups:
             return f"{attach.group} is not among them: there are {', '.join(self._groups)}"
         if claim.epoch is not None and claim.epoch < self._newest_epoch:
@@ -126,6 +159,17 @@ class Keeper:
                 visit.end(f"a server with the lease of epoch {attach.claim.epoch} has taken the workers over")
             elif visit.group.name == attach.group:
                 visit.end("this server has attached again")
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In words; none where there are none."""
+    changed = [name for name in before if now.get(name) != before[name]]
+    return " and ".join(f"{name} {_shown(now.get(name))} instead of {_shown(before[name])}" for name in changed)
+
+
+def _shown(value: object) -> str:
+    models = value if isinstance(value, tuple) else ()
+    return ", ".join(f"{each.name}={each.source}" for each in models if isinstance(each, ServedModel)) or str(value)
 
 
 def _is_no_older(other: Claim, claim: Claim) -> bool:
@@ -165,12 +209,19 @@ class KeptGroup:
             await self._ranks.close()
 
     async def pool(self) -> Pool:
-        """As soon as it is up, and has answered all calls. Raises NoPlace where it does not come up for now."""
+        """As soon as it is up, and has answered all calls. Raises NoPlace where it does not for now."""
         while self._pool is None or self.calls:
             if self._trouble is not None:
                 raise NoPlace(self._trouble)
-            await (asyncio.wait(self.calls) if self.calls else self._changed.wait())
+            await (self._answered() if self.calls else self._changed.wait())
         return self._pool
+
+    async def _answered(self) -> None:
+        """Some calls are. Raises NoPlace."""
+        done, pending = await asyncio.wait(self.calls, timeout=self._config.hang_seconds)
+        if not done:
+            methods = ", ".join(sorted({calling.get_name() for calling in pending}))
+            raise NoPlace(f"{self.name} waits for {methods}, which was begun for a server that has left since")
 
     async def _keep(self) -> None:
         while True:
@@ -256,7 +307,7 @@ class _Visit:
 
     def _begin(self, call: Call, frames: list[memoryview]) -> None:
         """Not cancelled when the server leaves: all ranks do what they have begun."""
-        calling = asyncio.create_task(self._call(call, frames))
+        calling = asyncio.create_task(self._call(call, frames), name=call.method)
         self.group.calls.add(calling)
         calling.add_done_callback(self.group.calls.discard)
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,13 +24,14 @@ from .footprint import gigabytes
 from .kernels import kernels_for
 from .layer_inputs import Again, HostMemory, LayerInputs
 from .memory import available_bytes
+from .parallel.checks import keeps_all
 from .parallel.families import LOGIT_SCALES
-from .parallel.fsdp import ShardedLayer, ShardedLayers
+from .parallel.fsdp import Buffers, ShardedLayer, ShardedLayers
 from .parallel.mesh import Mesh
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
 from .parallel.sequence_split import SequenceSplit
-from .parallel.shape import longest_context, refusal_of, rope_of
+from .parallel.shape import longest_context, refusal_of, refuse_missing_weights, rope_of
 from .parallel.spec import ParallelSpec
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
@@ -44,9 +44,11 @@ def resolve_device(config: WorkerConfig) -> torch.device:
         raise ValueError(
             f"device {config.device}: this machine, or this build of torch ({torch.__version__}), has no CUDA"
         )
-    if config.device != "auto":
-        return torch.device(config.device)
-    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if config.device == "auto" and not torch.cuda.is_available():
+        return torch.device("cpu")
+    device = torch.device("cuda" if config.device == "auto" else config.device)
+    # Process groups want to know which one: of what a rank on Ray sees, it is the first.
+    return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
 
 
 def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
@@ -90,10 +92,7 @@ class BaseModel:
         self._activations = config.activations
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
-            raise ValueError(
-                f"{config.model.source}: passes of {self.config.model_type} models keep all that their way back needs,"
-                f" as transformers does: leave out --activations {config.activations}"
-            )
+            raise ValueError(keeps_all(config.model.name, self.config.model_type, config.activations))
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         self.experts = self._named_experts()
@@ -182,12 +181,12 @@ class BaseModel:
             )
 
     def _sharded_layers(self) -> ShardedLayers:
-        team, layers = self._mesh.along("fsdp"), []
+        team, buffers, layers = self._mesh.along("fsdp"), Buffers(), []
         for number, layer in enumerate(self.trunk.layers):  # pyright: ignore[reportArgumentType]
             prefix = f"{self.model.base_model_prefix}.layers.{number}."
             names = [name.removeprefix(prefix) for name in self._sharded if name.startswith(prefix)]
-            layers.append(ShardedLayer(layer, names, team))
-        return ShardedLayers(layers, self._zero_stage)
+            layers.append(ShardedLayer(layer, names, team, buffers))
+        return ShardedLayers(layers, buffers, self._zero_stage)
 
     def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
         """Of `share.hidden`: [tokens, hidden]."""
@@ -227,7 +226,7 @@ def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSpl
 def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:
     transformers_logging.disable_progress_bar()
     _refuse_other_arithmetic(source, AutoConfig.from_pretrained(source))
-    _refuse_missing_weights(source)
+    refuse_missing_weights(source)
     with placed.loading() as options:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **options
@@ -252,9 +251,3 @@ def _refuse_other_arithmetic(source: str, config: PreTrainedConfig) -> None:
     architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if architecture is not None and not architecture._supports_attention_backend:
         raise ValueError(f"{source}: {config.model_type} models bring attention of their own and are not supported")
-
-
-def _refuse_missing_weights(source: str) -> None:
-    directory = Path(source)
-    if directory.is_dir() and not any(directory.glob("*.safetensors")):
-        raise ValueError(f"{source}: no .safetensors weights in this directory")

@@ -118,13 +118,17 @@ def _region(adapter: Adapter, axes: tuple[str, ...]) -> Tensor:
 
 def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:
     """What one rank cannot do, none does."""
-    told = mesh.exchange([each if isinstance(each, Failure) else None for each in checked])
-    failures = [next((each for each in of_step if each is not None), None) for of_step in zip(*told, strict=True)]
+    failures = mesh.found([each if isinstance(each, Failure) else None for each in checked])
     return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
-def _check(adapter: Adapter, step: Step) -> Update | Failure:
+def refuse_window(adapter: Adapter, step: Step) -> None:
+    """Where the step says that it has lost an operation: from now on, whatever becomes of that step."""
     adapter.window.refused = adapter.window.refused or step.refused
+
+
+def _check(adapter: Adapter, step: Step) -> Update | Failure:
+    refuse_window(adapter, step)
     try:
         _refuse_unusable_window(adapter)
         _refuse_vanishing_eps(step.params)

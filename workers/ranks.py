@@ -36,20 +36,21 @@ class Ranks:
     def is_kept(self) -> bool:
         return self._pool.is_kept
 
-    async def start(self, hang_seconds: float = math.inf) -> None:
+    async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
         """Loads the base model on every rank; those that were kept have it, and drop what an earlier server left.
 
-        Raises ValueError where a rank does not see what it is to share with this machine.
+        loading_seconds: until the ranks hang that load it, or are loading it elsewhere; call_seconds: in what they do
+        then. Raises ValueError where a rank does not see what it is to share with this machine.
         """
-        await self._pool.start(hang_seconds)
+        await self._pool.start(loading_seconds)
         try:
             if self._pool.is_kept:
-                await self._pool.call("start_over", hang_seconds=hang_seconds)
+                await self._pool.call("start_over", hang_seconds=call_seconds)
             elif self._spec.num_ranks > 1:
-                [address, *_] = await self._pool.call("meet", hang_seconds=hang_seconds)
-                await self._pool.call("load", address, hang_seconds=hang_seconds)
+                [address, *_] = await self._pool.call("meet", hang_seconds=loading_seconds)
+                await self._pool.call("load", address, hang_seconds=loading_seconds)
             for directory in self._shared_directories:
-                await self._check_shared(directory, hang_seconds)
+                await self._check_shared(directory, call_seconds)
         except BaseException:
             await self._pool.close()
             raise

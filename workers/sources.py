@@ -3,6 +3,7 @@
 Imports neither torch nor ray.
 """
 
+import logging
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,6 +15,8 @@ from .parallel.checks import check_layout, cuda_devices
 from .parallel.shape import model_directory, read_model
 from .parallel.spec import SINGLE
 from .pools import KeptAt, LocalPool, Pool, PoolSpec, RayCluster, RayPool, RemotePool
+
+logger = logging.getLogger(__name__)
 
 
 class Source(Protocol):
@@ -46,6 +49,8 @@ class Started:
             _check_layout(model, is_local=self._cluster is None)
         copies = _copies(self._config)
         check_fit(copies)
+        if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
+            logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
         if self._cluster is not None:
             await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
 
@@ -105,10 +110,14 @@ def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig
 
 def _check_layout(model: WorkerConfig, is_local: bool) -> None:
     """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
-    if model.parallel == SINGLE or model_directory(model.model.source) is None:
+    is_any_models = model.parallel == SINGLE and model.activations == "keep"
+    if is_any_models or model_directory(model.model.source) is None:
         return
     num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
-    check_layout(model.parallel, read_model(model.model), num_devices, model.max_context_length, model.dtype)
+    if num_devices is not None:
+        num_devices -= _first_device(model.device)
+    served, longest = read_model(model.model), model.max_context_length
+    check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations)
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
@@ -124,8 +133,11 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
 
 def _device_of(device: str, rank: int) -> str:
     """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
-    _, _, first = device.partition(":")
-    return f"cuda:{int(first or 0) + rank}"
+    return f"cuda:{_first_device(device) + rank}"
+
+
+def _first_device(device: str) -> int:
+    return int(device.partition(":")[2] or 0)
 
 
 def _copies(config: DispatchConfig) -> list[WorkerConfig]:
@@ -137,8 +149,12 @@ def _copies(config: DispatchConfig) -> list[WorkerConfig]:
     ]
 
 
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
     """Threads per rank = cores / ranks, over all of them: they compute at the same time."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    share = max(1, cores // max(1, len(_copies(config))))
+    share = max(1, num_cores() // max(1, len(_copies(config))))
     return tuple(replace(model, threads=model.threads or share) for model in config.models)

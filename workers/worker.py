@@ -5,30 +5,36 @@ All ranks of a base model are called with the same verbs in the same order.
 
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
-from .checkpoint import Learned, load_adapter, load_new_adapter, read_lora_config, save_adapter
+from ..schemas.models import LoraConfig
+from .checkpoint import Learned, read_new_adapter, read_saved, save_adapter
 from .config import WorkerConfig
 from .landmark import Landmark
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
 from .memory import tune_allocator
 from .model import BaseModel, resolve_device
+from .model_cache import with_model_here
 from .operation import ModelLimits
-from .optim import add_up, apply_steps, leave_to_first
+from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
+from .peft_import import import_adapter
 from .programs import PROGRAMS
 from .programs.progress import Answer
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
 from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+
+Result = TypeVar("Result")
 
 
 class Worker:
@@ -41,7 +47,7 @@ class Worker:
         """Loads the base model, unless there are more ranks: these `meet` first. Raises ValueError as `load`."""
         tune_allocator()
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
-        self._config = config
+        config = self._config = with_model_here(config)
         self._name = config.model.name
         self._adapter_slots = config.adapter_slots
         self._meeting: Meeting | None = None
@@ -134,8 +140,7 @@ class Worker:
         with self._resident(run_id) as adapter:
             self._bring_gradients_to_first(adapter)
             learned = Learned.with_window(adapter, self._mesh)
-            if self._mesh.is_first:
-                self._snapshots.begin(snapshot_id, learned, Path(directory))
+            self._by_first(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended since it was last asked: None where the files are written."""
@@ -145,7 +150,8 @@ class Worker:
         """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
         checkpoint does not fit."""
         with self._resident(run_id) as adapter:
-            load_adapter(adapter, Path(directory), optimizer=optimizer)
+            saved = self._on_all(partial(read_saved, adapter, Path(directory), optimizer=optimizer))
+            saved.put_into(adapter)
             leave_to_first(adapter, self._mesh)
             self._program.forget(run_id)
 
@@ -156,7 +162,7 @@ class Worker:
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only."""
-        load_new_adapter(self._adapters, adapter_id, Path(directory))
+        self._adapters.put(adapter_id, self._read_adapter(directory))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
@@ -169,8 +175,7 @@ class Worker:
 
     def read_adapter(self, directory: str) -> AdapterWeights:
         """A saved checkpoint's weights, which this worker does not keep."""
-        adapter = self._adapters.build(read_lora_config(Path(directory)))
-        load_adapter(adapter, Path(directory), optimizer=False)
+        adapter = self._read_adapter(directory)
         return AdapterWeights(adapter.lora, self._whole_weights(adapter))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
@@ -180,6 +185,16 @@ class Worker:
         with self._resident(adapter_id) as adapter:
             whole = adapter.layout.whole.named_views(torch.from_numpy(exported.weights))
             adapter.layout.copy_parts(adapter.weights, whole)
+
+    def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
+        """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts."""
+        wanted: list[LoraConfig] = []
+
+        def write() -> None:
+            wanted.append(import_adapter(self._adapters, lora, Path(source), Path(directory), self._name))
+
+        self._by_first(write)
+        return wanted[0] if wanted else lora
 
     def sample_slice(self, work: Slice) -> SliceResult:
         return self._sampler.slice(work)
@@ -207,28 +222,46 @@ class Worker:
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
     def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
-        """When an adapter does not come back to the device, each by itself."""
+        """But for those whose adapter does not come back to the device."""
+        with ExitStack() as held:
+            failures = self._mesh.found([self._bring(step, held) for step in steps])
+            for step, failure in zip(steps, failures, strict=True):
+                if failure is not None:
+                    refuse_window(self._adapters.get(step.run_id), step)
+            coming = [step for step, failure in zip(steps, failures, strict=True) if failure is None]
+            adapters = [self._adapters.get(step.run_id) for step in coming]
+            applied = iter(apply_steps(adapters, coming, self._mesh))
+            return [failure or next(applied) for failure in failures]
+
+    def _bring(self, step: Step, held: ExitStack) -> Failure | None:
         try:
-            with self._adapters.resident([step.run_id for step in steps]) as adapters:
-                return apply_steps(adapters, steps, self._mesh)
+            held.enter_context(self._adapters.resident([step.run_id]))
         except OperationError as error:
-            if len(steps) == 1:
-                return [Failure(error.message, error.category)]
-        return [answer for step in steps for answer in self._apply_known([step])]
+            return Failure(error.message, error.category)
 
     def _by_first(self, write: Callable[[], None]) -> None:
-        """What the first rank does for all. Where it fails, it does on all: else they would seem to have parted."""
+        """What the first rank does for all."""
+        self._on_all(write if self._mesh.is_first else _nothing)
+
+    def _on_all(self, act: Callable[[], Result]) -> Result:
+        """Where it fails on one rank it does on all: none goes on to wait for one that does not, and none seems to have
+        done what others have not."""
+        done: list[Result] = []
         trouble: Exception | None = None
         try:
-            if self._mesh.is_first:
-                write()
+            done.append(act())
         except Exception as error:
             trouble = error
-        [of_first, *_] = self._mesh.exchange(None if trouble is None else f"{type(trouble).__name__}: {trouble}")
+        [failure] = self._mesh.found([None if trouble is None else _failure_of(trouble)])
         if trouble is not None:
             raise trouble
-        if of_first is not None:
-            raise OperationError(of_first, "server")
+        if failure is not None:
+            raise OperationError(failure.message, failure.category)
+        return done[0]
+
+    def _read_adapter(self, directory: str) -> Adapter:
+        """A saved checkpoint's weights."""
+        return self._on_all(partial(read_new_adapter, self._adapters, Path(directory)))
 
     def _bring_gradients_to_first(self, adapter: Adapter) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""
@@ -242,12 +275,23 @@ class Worker:
     @contextmanager
     def _resident(self, run_id: str) -> Iterator[Adapter]:
         self._check_run(run_id)
-        with self._adapters.resident([run_id]) as (adapter,):
+        with ExitStack() as held:
+            (adapter,) = self._on_all(lambda: held.enter_context(self._adapters.resident([run_id])))
             yield adapter
 
     def _check_run(self, run_id: str) -> None:
         if run_id not in self._adapters:
             raise OperationError(_unknown(run_id), "server")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, OperationError):
+        return Failure(error.message, error.category)
+    return Failure(f"{type(error).__name__}: {error}", "server")
 
 
 def _unknown(run_id: str) -> str:

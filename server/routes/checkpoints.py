@@ -3,6 +3,7 @@
 import secrets
 import time
 from datetime import UTC, datetime
+from functools import partial
 from typing import Annotated
 
 from fastapi import APIRouter, Depends, Header, Query, Request
@@ -12,18 +13,29 @@ from ...schemas.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
     ExternalWeightsUrls,
+    ImportWeightsResponse,
     TtlRequest,
+    TtlSeconds,
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
 from ..auth import Tenant, TenantDependency
 from ..checkpoints import SignedFile
+from ..importing import Import, import_checkpoint, read_upload
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord, SessionRecord
 from .examples import CHECKPOINT, KindPath, NamePath, RunIdPath, body_example
+from .submitting import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
 
+_MOST_CONFIG_BYTES = 1 << 20
+_IMPORT_BODY: dict[str, object] = {
+    "requestBody": {
+        "required": True,
+        "content": {"application/octet-stream": {"schema": {"type": "string", "format": "binary"}}},
+    }
+}
 _ONE = "/training_runs/{run_id}/checkpoints/{kind}/{name}"
 
 
@@ -129,9 +141,34 @@ async def copy_weights(
     source = await services.checkpoints.resolve(tenant, request.source_path, token)
     project_id = await _destination(services, tenant, request)
     copy = await services.checkpoints.copy(
-        source, _ended_session(tenant, project_id, idempotency_key), request.ttl_seconds
+        source, _ended_session(tenant, project_id, idempotency_key, "copy_weights"), request.ttl_seconds
     )
     return CopyWeightsResponse(tinker_path=copy.tinker_path)
+
+
+@router.post("/import_weights", openapi_extra=_IMPORT_BODY)
+async def import_weights(
+    request: Request,
+    services: ServicesDependency,
+    tenant: TenantDependency,
+    config_bytes: Annotated[int, Query(ge=2, le=_MOST_CONFIG_BYTES, description="those of adapter_config.json")],
+    base_model: Annotated[str | None, Query(description="left out: the one that adapter_config.json names")] = None,
+    name: Annotated[str, Query(description="of the checkpoint")] = "imported",
+    ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
+    idempotency_key: Annotated[str | None, Header(alias="X-Idempotency-Key")] = None,
+) -> ImportWeightsResponse:
+    """An adapter that PEFT has saved, as a checkpoint to load and to sample from, without optimizer state.
+
+    The body: adapter_config.json and behind it adapter_model.safetensors.
+    """
+    with services.quotas.admission(tenant.id) as admission:
+        submit = await receive_unordered(request, services, admission, partial(read_upload, config_bytes=config_bytes))
+        imported = Import(submit.content, base_model, name, ttl_seconds)
+        session = _ended_session(tenant, None, idempotency_key, "import_weights")
+        checkpoint = await import_checkpoint(services, tenant, imported, session)
+    return ImportWeightsResponse(
+        tinker_path=checkpoint.tinker_path, base_model=checkpoint.base_model, lora=checkpoint.lora
+    )
 
 
 async def _destination(services: Services, tenant: Tenant, request: CopyWeightsRequest) -> str | None:
@@ -141,7 +178,7 @@ async def _destination(services: Services, tenant: Tenant, request: CopyWeightsR
     return (await services.sessions.require_open(tenant, request.session_id)).project_id
 
 
-def _ended_session(tenant: Tenant, project_id: str | None, idempotency_key: str | None) -> SessionRecord:
+def _ended_session(tenant: Tenant, project_id: str | None, idempotency_key: str | None, by: str) -> SessionRecord:
     now = time.time()
     return SessionRecord(
         session_id=secrets.token_hex(8),
@@ -150,7 +187,7 @@ def _ended_session(tenant: Tenant, project_id: str | None, idempotency_key: str 
         last_heartbeat_at=now,
         finished_at=now,
         end="success",
-        end_detail="made by copy_weights",
+        end_detail=f"made by {by}",
         project_id=project_id,
-        idempotency_key=None if idempotency_key is None else f"copy_weights:{idempotency_key}",
+        idempotency_key=None if idempotency_key is None else f"{by}:{idempotency_key}",
     )

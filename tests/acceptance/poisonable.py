@@ -1,27 +1,49 @@
-"""`trainhouse serve`, its workers dying of each pass with a certain token; to be run with python -m."""
+"""`trainhouse serve`, its workers dying of each pass with a certain token, or a rank refusing another one alone; to be
+run with python -m."""
 
 import os
 import sys
 from dataclasses import replace
 from unittest import mock
 
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
 from trainhouse.server.config import ServerConfig
+from trainhouse.workers.batch import MicroBatch
 from trainhouse.workers.dispatch import DispatchConfig
+from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.parallel.rows import TokenShare
 from trainhouse.workers.verbs import Failure, Pass
 from trainhouse.workers.worker import Worker
 
 POISONABLE = "trainhouse.tests.acceptance.poisonable"
-POISON = 501
+POISON, REFUSED = 501, 502
 """Scripts use tokens below 500."""
 
 
 class PoisonableWorker(Worker):
     def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
-        if any(POISON in datum.tokens for part in work.parts for datum in part.request.data):
+        if _has(work, POISON):
             os._exit(1)
         return super().run_pass(work)
+
+    def _load(self, mesh: Mesh) -> None:
+        """The rank that has the token refuses it once the pass is under way, in which the others go on."""
+        super()._load(mesh)
+        run = self._base.shared_hidden_states
+
+        def refusing(micro_batch: MicroBatch, share: TokenShare) -> Tensor:
+            if REFUSED in micro_batch.tokens:
+                raise OperationError("refused on one rank")
+            return run(micro_batch, share)
+
+        self._base.shared_hidden_states = refusing
+
+
+def _has(work: Pass, token: int) -> bool:
+    return any(token in datum.tokens for part in work.parts for datum in part.request.data)
 
 
 def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:

@@ -21,7 +21,7 @@ from ..faults.disk import filled, small_disk
 from ..live import MANNERS
 from .conftest import Undisturbed
 from .crashing import OPTIONS, Crashing, Faults, assert_same, train, until
-from .poisonable import POISON, POISONABLE
+from .poisonable import POISON, POISONABLE, REFUSED
 from .training_script import MODEL
 
 STEPS, MANY_STEPS = 15, 40
@@ -153,10 +153,12 @@ def on_a_small_disk(model: Path, directory: Path, manner: str = "local") -> Iter
 def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> None:
     # A sampler that cannot be written fails, and says so: both tenants are to have theirs.
     until(lambda: len(list((crashing.state_dir / "ephemeral").iterdir())) >= 2)
-    with filled(crashing.state_dir.parent):
-        bystander.looks_on()
-        time.sleep(seconds)
-        bystander.looks_on()
+    with filled(crashing.state_dir.parent) as fill_again:
+        for duration in (2.0, seconds):
+            time.sleep(duration)
+            # What was being written when the disk became full has failed by now, and left its room.
+            fill_again()
+            bystander.looks_on()
 
 
 @pytest.mark.full
@@ -181,9 +183,10 @@ def test_full_disks_and_deaths_change_nothing(
         bystander = Bystander(crashing.url)
 
         def die_while_it_is_full() -> None:
-            with filled(crashing.state_dir.parent):
+            with filled(crashing.state_dir.parent) as fill_again:
                 crashing.signal_worker(signal.SIGKILL)
                 time.sleep(5)
+                fill_again()
                 bystander.looks_on()
             crashing.restart()
 
@@ -218,13 +221,20 @@ def test_a_hung_worker_is_replaced(
 @pytest.mark.full
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize(
-    ("strikes_before_restart", "manner"), [*((strikes, "local") for strikes in range(3)), (0, "fsdp=2")]
+    ("strikes_before_restart", "manner", "token"),
+    [*((strikes, "local", POISON) for strikes in range(3)), (0, "fsdp=2", POISON), (0, "fsdp=2", REFUSED)],
 )
 def test_a_poisoned_operation_fails_alone(
-    strikes_before_restart: int, manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+    strikes_before_restart: int,
+    manner: str,
+    token: int,
+    tiny_models: dict[str, Path],
+    undisturbed: Undisturbed,
+    tmp_path: Path,
 ) -> None:
-    """After three strikes, which are remembered over a restart of the server; of two ranks one dies each time."""
-    poison = [Datum([POISON] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
+    """After three strikes, which are remembered over a restart of the server; of two ranks one dies each time, or
+    refuses it while the other waits, for seconds and not for hang_seconds."""
+    poison = [Datum([token] * 4, {"target_tokens": [5] * 4, "weights": [1.0] * 4})]
     crashing = Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner], module=POISONABLE)
     with crashing.running(), ServiceClient(crashing.url, "tml-poisoner") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1)
@@ -242,7 +252,7 @@ def test_a_poisoned_operation_fails_alone(
         found = train(crashing, STEPS, {4: swallow})
         with pytest.raises(RequestFailedError, match="died 3 times"):
             doomed[0].result(240)
-        assert num_strikes(crashing.state_dir) == 3
+        assert num_strikes(crashing.state_dir) == 3 and "it hung" not in crashing.log
         client.forward_backward([Datum([5] * 4, poison[0].loss_fn_inputs)], "cross_entropy").result(60)
     assert_same(found, undisturbed(STEPS))
 

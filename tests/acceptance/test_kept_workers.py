@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -24,6 +24,9 @@ def attached(workers: Workers, model: Path, directory: Path, **options: object) 
         yield crashing
 
 
+FEW_FILES = ["sh", "-c", 'ulimit -Sn 256 && exec "$@"', "sh"]
+
+
 def ranks(workers: Workers) -> list[int]:
     return sorted(worker_pids(workers.process.pid))
 
@@ -34,13 +37,15 @@ def kill_ranks(workers: Workers) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@pytest.mark.full
 def test_a_server_that_is_killed_finds_its_workers_as_they_were(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
 ) -> None:
     with (
-        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path) as workers,
+        kept_workers({MODEL: tiny_models["qwen3"]}, tmp_path, below=FEW_FILES) as workers,
         attached(workers, tiny_models["qwen3"], tmp_path) as crashing,
     ):
+        assert psutil.Process(workers.process.pid).rlimit(psutil.RLIMIT_NOFILE)[0] > 256
         before = ranks(workers)
         assert len(before) == 1 and worker_pids(crashing.pid) == []
         seen = []
@@ -117,6 +122,47 @@ def test_a_server_goes_on_when_its_workers_are_stopped_or_killed_and_started_aga
             for manager in managers:
                 manager.__exit__(None, None, None)
     assert_same(found, undisturbed(15))
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_workers_that_come_back_with_another_layout_are_not_used(
+    tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Of as many ranks, which would answer what they are asked, with wrong numbers."""
+    listen, models = f"127.0.0.1:{free_port()}", {MODEL: tiny_models["qwen3"]}
+    with (
+        kept_workers(models, tmp_path, listen, parallel="fsdp=2") as first,
+        attached(first, tiny_models["qwen3"], tmp_path) as crashing,
+        ExitStack() as later,
+    ):
+
+        def come_back() -> None:
+            first.process.kill()
+            first.process.wait(30)
+            with kept_workers(models, tmp_path / "otherwise", listen, parallel="tp=2") as other:
+                changed = "they were started anew with parallel tp=2 instead of fsdp=2"
+                until(lambda: f"has no place: the workers at {listen} are not to be had: {changed}" in crashing.log)
+                assert changed in other.log.read_text() and len(ranks(other)) == 2
+            later.enter_context(kept_workers(models, tmp_path / "again", listen, parallel="fsdp=2"))
+
+        found = train(crashing, 15, {4: come_back})
+    assert_same(found, undisturbed(15))
+
+
+@pytest.mark.full
+def test_a_rank_that_hangs_while_a_server_attaches_is_replaced_for_the_next_one(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    models = {MODEL: tiny_models["qwen3"]}
+    with kept_workers(models, tmp_path) as workers:
+        before, options = ranks(workers), {"hang_seconds": 0.5} | workers.options
+        os.kill(before[0], signal.SIGSTOP)
+        hung = pytest.raises(RuntimeError, match="it hung: start_over had no answer after 5 s, so it was killed")
+        with hung, live_server(models, tmp_path / "state", **options):
+            pass
+        with live_server(models, tmp_path / "state", **workers.options):
+            assert ranks(workers) and ranks(workers) != before
 
 
 @pytest.mark.full

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from peft import PeftModel
+import trainhouse
+from peft import LoraConfig, PeftModel, get_peft_model
 from tinker import types
 from transformers import AutoModelForCausalLM
 
@@ -154,6 +155,38 @@ def test_resume_from_a_saved_state_gives_identical_next_losses(service: tinker.S
     without = train(fresh_optimizer, batch(), 4)
     assert without[0] == expected[0]
     assert without[2:] != expected[2:]
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")
+def test_an_adapter_of_peft_is_trained_on_and_sampled(
+    service: tinker.ServiceClient, server: LiveServer, make_training, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """rsLoRA's, and of another alpha than new models have."""
+    base = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
+    config = LoraConfig(r=4, lora_alpha=6, use_rslora=True, target_modules=["q_proj", "down_proj"])
+    tuned = get_peft_model(base, config, autocast_adapter_dtype=False).eval()
+    for name, parameter in tuned.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(parameter, std=0.1, generator=torch.Generator().manual_seed(len(name)))
+    tuned.save_pretrained(tmp_path)
+    with trainhouse.ServiceClient(server.url, "tml-acceptance") as ours:
+        path = ours.create_rest_client().import_adapter(tmp_path, MODEL).result().tinker_path
+
+    tokens = [5, 9, 77, 130, 4, 301]
+    with torch.no_grad():
+        logprobs = tuned(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    expected = [logprobs[i, token].item() for i, token in enumerate(tokens[1:])]
+    client = service.create_training_client_from_state(path).result(60)
+    scored = client.forward([datum(tokens)], "cross_entropy").result(60).loss_fn_outputs[0]["logprobs"].to_numpy()
+    np.testing.assert_allclose(scored, expected, atol=1e-4)
+    bare = make_training().forward([datum(tokens)], "cross_entropy").result(60)
+    assert np.abs(bare.loss_fn_outputs[0]["logprobs"].to_numpy() - expected).max() > 1e-2
+    sampler = service.create_sampling_client(model_path=path).result(60)
+    np.testing.assert_allclose(
+        sampler.compute_logprobs(types.ModelInput.from_ints(tokens)).result(60)[1:], expected, atol=1e-4
+    )
+    losses = train(client, [datum(tokens)], 4)
+    assert losses[-1] < losses[0]
 
 
 def test_load_state_into_the_live_model_discards_pending_gradients(make_training) -> None:

@@ -17,12 +17,16 @@ from .against_vllm import against_vllm
 from .durability import durability
 from .interactive import interactive
 from .latency import latency
+from .layout_decoding import layout_decoding
+from .layout_memory import layout_memory
+from .layout_steps import layout_steps
 from .many_tenants import many_tenants
 from .memory import memory
 from .one_tenant import one_tenant
 from .overlap import overlap
 from .report import Section
 from .sampling import sampling
+from .single_gpu import single_gpu
 from .workload import SHAPE
 
 SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
@@ -35,11 +39,15 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "overlap": overlap,
     "durability": durability,
     "vllm": against_vllm,
+    "layouts": layout_steps,
+    "layout-memory": layout_memory,
+    "layout-decoding": layout_decoding,
+    "gpu": single_gpu,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm",)
-"""Only run when named: what they need is not in this environment."""
+ASKED_FOR = ("vllm", "layouts", "layout-memory", "layout-decoding", "gpu")
+"""Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 
 def main() -> None:

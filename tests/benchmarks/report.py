@@ -29,7 +29,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Section:
-    """One benchmark's outcome. notes: what the figures mean, and what of the setting they depend on."""
+    """One benchmark's outcome. table: empty where nothing was run. notes: what the figures mean, and what of the
+    setting they depend on."""
 
     title: str
     table: Sequence[Row]
@@ -48,6 +49,8 @@ class Section:
 
 def _markdown(table: Sequence[Row]) -> list[str]:
     """Columns as wide as their widest cell, the first to the left, the others to the right."""
+    if not table:
+        return []
     cells = [list(table[0]), *([_shown(value) for value in row.values()] for row in table)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     rule = "|".join(["-" * (widths[0] + 2), *("-" * (width + 1) + ":" for width in widths[1:])])

@@ -10,6 +10,7 @@ from trainhouse.client import service as service_module
 from ..live import live_server
 
 
+@pytest.mark.full
 def test_a_silent_client_keeps_its_session_by_heartbeats(
     tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,8 @@
 """The client against a live server: every verb, sync and async, and what it raises."""
 
 import asyncio
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -240,3 +242,29 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
     with pytest.raises(ValueError, match="learning_rate"):
         client.optim_step(AdamParams(learning_rate=-1))
     train(client, batch(), 1)
+
+
+def test_an_adapter_is_imported_by_the_client_and_the_command_and_trained_on(
+    service: ServiceClient, shared_server: LiveServer, tmp_path: Path
+) -> None:
+    trained = new_client(service)
+    train(trained, batch(), 1)
+    exported = trained.save_state("to-import").result().path
+    rest = service.create_rest_client()
+    rest.download_checkpoint(exported, tmp_path).result()
+    path = rest.import_adapter(tmp_path).result().tinker_path
+    losses = [
+        service.create_training_client_from_state(one).forward(batch(), "cross_entropy").result().metrics["loss:sum"]
+        for one in (path, exported)
+    ]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert train(service.create_training_client_from_state(path), batch(), 2)
+
+    command = [sys.executable, "-m", "trainhouse.server", "import", tmp_path.as_uri(), f"--base-model={MODEL}"]
+    command += ["--name=mine", f"--base-url={shared_server.url}", "--api-key=tml-client-tests"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0 and done.stdout.strip().endswith("/weights/mine"), done.stderr
+    done = subprocess.run([*command, "--base-model=other"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 1 and "base model other is not served here" in done.stderr
+    with pytest.raises(ValueError, match=r"adapter_config.json is missing"):
+        rest.import_adapter(tmp_path / "none").result()

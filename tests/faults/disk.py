@@ -1,7 +1,7 @@
 """A disk that is small enough to be filled."""
 
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -24,16 +24,23 @@ def small_disk(directory: Path, num_bytes: int) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(disk: Path, leaving: int = 0) -> Iterator[None]:
-    """Full to the last byte, but for `leaving`, until it is left."""
+def filled(disk: Path, leaving: int = 0) -> Iterator[Callable[[], None]]:
+    """Full to the last byte, but for `leaving`, until it is left.
+
+    Yields what fills it again: of a snapshot that fails, say, the files are removed.
+    """
     ballast = disk / "ballast"
-    try:
-        with ballast.open("wb", buffering=0) as file:
+
+    def fill() -> None:
+        with ballast.open("ab", buffering=0) as file:
             try:
                 while True:
                     file.write(bytes(_PAGE))
             except OSError:
                 file.truncate(file.tell() - leaving)
-        yield
+
+    try:
+        fill()
+        yield fill
     finally:
         ballast.unlink()

@@ -3,14 +3,14 @@
 import asyncio
 import re
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 from trainhouse.server import attached
-from trainhouse.server.attached import knobs_of_workers, with_workers
+from trainhouse.server.attached import dispatch_config, knobs_of_workers, with_workers
 from trainhouse.server.claim import StartError
 from trainhouse.server.cli import main, workers_help
 from trainhouse.server.config import ServerConfig, flag_of, worker_knobs
@@ -18,7 +18,9 @@ from trainhouse.server.values import ConfigError
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.keeper import Keeper
 from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.pools import NoPlace
 from trainhouse.workers.pools.sealed import read_secret
+from trainhouse.workers.sources import source_of
 
 pytestmark = pytest.mark.anyio
 
@@ -29,16 +31,19 @@ SECRET = 40 * "geheim"
 @pytest.fixture
 def secret_file(tmp_path: Path) -> Path:
     file = tmp_path / "secret"
+    file.touch(0o600)
     file.write_text(SECRET)
     return file
 
 
 @asynccontextmanager
-async def kept(secret_file: Path, **knobs: Any) -> AsyncIterator[str]:
-    """Where there are workers of such knobs; they are only asked what they are."""
-    config = ServerConfig(base_models=MODELS, **knobs)
-    keeper = Keeper({}, knobs_of_workers(config), read_secret(secret_file))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
+async def kept(
+    secret_file: Path, port: int = 0, unknown: Mapping[str, object] | None = None, **knobs: Any
+) -> AsyncIterator[str]:
+    """Where there are workers of such knobs, and of `unknown` ones; they are only asked what they are."""
+    config = ServerConfig(base_models=knobs.pop("base_models", MODELS), **knobs)
+    keeper = Keeper({}, knobs_of_workers(config) | (unknown or {}), read_secret(secret_file))
+    with socket.create_server(("127.0.0.1", port)) as listener:
         listener.setblocking(False)
         receiving = asyncio.create_task(keeper.receive(listener))
         yield f"127.0.0.1:{listener.getsockname()[1]}"
@@ -50,12 +55,12 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
     made = {"parallel": ParallelSpec(fsdp=2), "adapter_slots": 3, "sampler_workers": 1, "hang_seconds": 7.0}
     async with kept(secret_file, **made) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
-        config = await with_workers(given)
+        config, _ = await with_workers(given)
         assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(fsdp=2), 3)
         assert (config.sampler_workers, config.port) == (1, 1)
         assert config.hang_seconds == given.hang_seconds, "a server's own patience"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
-        config = await with_workers(
+        config, _ = await with_workers(
             ServerConfig(workers=address, workers_secret_file=secret_file, base_models=elsewhere)
         )
         assert config.base_models == elsewhere
@@ -81,11 +86,52 @@ async def test_a_wrong_secret_is_refused_without_being_told(
     secret_file: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     other = tmp_path / "other"
+    other.touch(0o600)
     other.write_text("anders" + SECRET)
     async with kept(secret_file) as address:
         with pytest.raises(StartError, match="the secrets of the two sides differ") as refused:
             await with_workers(ServerConfig(workers=address, workers_secret_file=other))
     assert "geheim" not in caplog.text + str(refused.value)
+
+
+@pytest.mark.parametrize("sampler", ["native", "vllm"])
+@pytest.mark.parametrize("own_models", [(), (ServedModel("tiny/a", "here"), ServedModel("tiny/b", "here"))])
+@pytest.mark.parametrize(
+    ("then", "reason"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, "parallel tp=2 instead of fsdp=2:"),
+        ({"parallel": ParallelSpec(fsdp=2), "dtype": "bfloat16"}, "dtype bfloat16 instead of auto:"),
+        (
+            {"parallel": ParallelSpec(fsdp=2), "base_models": (ServedModel("tiny/a", "other"), MODELS[1])},
+            "base_models tiny/a=other, tiny/b=b instead of tiny/a=a/on-their-machine, tiny/b=b:",
+        ),
+        ({"parallel": ParallelSpec(fsdp=2)}, "tiny/a is not among them"),
+    ],
+    ids=["layout", "dtype", "model", "nothing"],
+)
+async def test_workers_that_are_other_ones_than_at_the_start_are_not_attached_to(
+    then: dict[str, Any], reason: str, own_models: tuple[ServedModel, ...], sampler: str, secret_file: Path
+) -> None:
+    async with kept(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
+        given = ServerConfig(
+            workers=address,
+            workers_secret_file=secret_file,
+            base_models=own_models,
+            sampler=sampler,  # pyright: ignore[reportArgumentType]
+            vllm_url="http://127.0.0.1:1,http://127.0.0.1:2" if sampler == "vllm" else None,
+        )
+        config, at = await with_workers(given)
+    made = dispatch_config(config, at, epoch=7)
+    async with kept(secret_file, port=int(address.rpartition(":")[2]), **then):
+        pool = source_of(made).new_pool("tiny/a", made.models[0])
+        with pytest.raises(NoPlace, match=re.escape(reason)):
+            await pool.start()
+
+
+async def test_a_knob_of_the_workers_that_is_unknown_here_is_refused(secret_file: Path) -> None:
+    async with kept(secret_file, unknown={"adapter_colour": "blue"}) as address:
+        with pytest.raises(StartError, match=r"have adapter_colour, which this trainhouse .* does not: start both of"):
+            await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
 
 
 async def test_workers_that_are_started_at_the_same_time_are_waited_for(
@@ -106,6 +152,7 @@ def test_what_the_command_lacks_is_said(secret_file: Path, tmp_path: Path, capsy
         return capsys.readouterr().err
 
     short = tmp_path / "short"
+    short.touch(0o600)
     short.write_text("geheim")
     own = ["workers", "--base-model=x/y"]
     assert "--base-model is not given" in refusal("workers")

@@ -6,7 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from trainhouse.server.auto_layout import with_layouts
+from trainhouse.server.auto_layout import settled, with_layouts
 from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.config import (
     ConfigError,
@@ -65,6 +65,7 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"port": "70000"}, "port is 70000: expected from 0 to 65535"),
         ({"port": "http"}, "--port is 'http': expected an integer"),
         ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
+        ({"zero_stage": "2"}, "zero_stage 2 is about fsdp, which the layout single has none of: leave it out"),
         ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
         ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
         ({"slice_milliseconds": "nan"}, "slice_milliseconds is nan: expected above 0"),
@@ -215,12 +216,67 @@ def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -
     assert said[0].startswith("small: --parallel single (7")
     assert said[0].endswith(" GB of 80.0 GB on each rank, as planned)")
     assert chosen.models[1].model == config.base_models[1]
-    with pytest.raises(ValueError, match=r"no layout of small fits: .* lower --adapter-slots"):
+    with pytest.raises(ValueError, match=r"no layout of small fits: .*: lower --.*--kv-cache-bytes"):
         with_layouts(config.dispatch_config(), 10**9, said.append)
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
     other = load_config({"base_models": f"other={tmp_path}", "parallel": "auto"}, {}, None)
     with pytest.raises(ValueError, match=r"nothing is known of gpt2 models such as other.*name a layout"):
         with_layouts(other.dispatch_config(), 10**9, said.append)
+
+
+def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str) -> DispatchConfig:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number))))
+    sources = [f"{name}={CONFIGS}/{file}.json" for name, _, file in (model.partition("=") for model in models)]
+    common = {
+        "parallel": "auto",
+        "device": "cuda",
+        "micro_batch_tokens": "2048",
+        "max_context_length": "2048",
+        "adapter_slots": "2",
+    }
+    return load_config({"base_models": sources, **common, **flags}, {}, None).dispatch_config()
+
+
+def test_auto_gives_each_rank_of_each_base_model_a_device_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    config = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    chosen = with_layouts(config, 24 * 10**9, said.append).models
+    assert [(str(model.parallel), model.device) for model in chosen] == [
+        ("tp=2", "cuda"),
+        ("tp=2", "cuda:2"),
+        ("tp=2", "cuda:4"),
+    ]
+    assert "--parallel tp=2 --device cuda:2 (" in said[1]
+    apart = on_gpus(monkeypatch, 8, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:4,cuda:0")
+    assert [model.device for model in with_layouts(apart, 24 * 10**9, said.append).models] == ["cuda:4", "cuda:0"]
+    too_many = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", "c=Llama-3.1-8B")
+    with pytest.raises(ValueError, match="no device is left for c: others take all 4"):
+        with_layouts(too_many, 24 * 10**9, said.append)
+    overlapping = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", "b=Llama-3.1-8B", device="cuda:0,cuda:1")
+    with pytest.raises(ValueError, match="b has device cuda:1, which a takes: name another"):
+        with_layouts(overlapping, 24 * 10**9, said.append)
+    sampling = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1")
+    with pytest.raises(ValueError, match="name devices for that with --sampler-device"):
+        with_layouts(sampling, 24 * 10**9, said.append)
+    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:3")
+    assert with_layouts(beside, 24 * 10**9, said.append).models[0].device == "cuda"
+    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:0")
+    assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:1"
+
+
+def test_auto_settles_devices_for_workers_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    sources = [f"{name}={CONFIGS}/Llama-3.1-8B.json" for name in "ab"]
+    flags = {
+        "base_models": sources,
+        "parallel": "auto",
+        "device": "cuda",
+        "micro_batch_tokens": "2048",
+        "device_memory_bytes": "24GB",
+    }
+    config = load_config({**flags, "max_context_length": "2048", "adapter_slots": "2"}, {}, None)
+    after = settled(config, print)
+    assert (str(after.parallel), after.device) == ("tp=2", "cuda,cuda:2")
 
 
 def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

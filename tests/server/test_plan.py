@@ -133,6 +133,10 @@ def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         ("--lora-rank=many", "--lora-rank is 'many': expected a whole number of at least 1"),
         ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
         ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
+        ("--device-memory=80", "--device-memory 80 is 80 bytes: give a unit, such as 80GB"),
+        ("--zero-stage=2 --parallel=tp=2", "--zero-stage 2 is about fsdp, which the layout tp=2 has none of"),
+        ("--base-model=M=m --base-model=N=n", "--base-model is given twice: one model is planned at a time"),
+        ("--parallel=tp=two", "--parallel: tp=two is no number of ranks; give one such as tp=2"),
     ],
 )
 def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], arguments: str, message: str) -> None:
@@ -140,6 +144,20 @@ def test_values_that_are_none_are_refused(capsys: pytest.CaptureFixture[str], ar
         [] if "base-model" in arguments or "not given" in message else [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"]
     )
     assert message in refused(capsys, 2, *model, *arguments.split())
+
+
+def test_a_program_reads_why_there_is_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=3", "--json")
+    assert main(arguments) == 1
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["fits"] is False and "tp=3 does not divide 32 query heads of M" in plan["error"]
+
+
+def test_what_weighs_most_is_the_remedy(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=auto", "--device-memory=2GB"]
+    few = ["--adapter-slots=1", "--lora-rank=8", "--kv-cache-bytes=8GiB"]
+    assert "): lower --kv-cache-bytes" in refused(capsys, 1, *arguments, *few)
+    assert ", or take more devices" in refused(capsys, 1, *arguments, *few, "--num-devices=8")
 
 
 def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

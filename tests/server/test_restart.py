@@ -56,6 +56,7 @@ def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path:
         assert client.post("create_model", create)["model_id"] == model_id
 
 
+@pytest.mark.full
 def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
         client = Client(server)

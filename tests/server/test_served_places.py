@@ -5,12 +5,16 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import fsspec
 import httpx
 import numpy as np
 import pytest
+import trainhouse
+from trainhouse import Datum, SamplingParams
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from ..live import live_server
+from ..live import live_server, save_byte_tokenizer
+from ..tiny import tiny_model
 from .real import ALICE, MODEL, batch, running_server, sample, sample_body, server_config
 from .s3 import BUCKET, S3, names_at
 
@@ -96,3 +100,25 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@pytest.mark.full
+def test_a_base_model_at_a_url_is_served_and_downloaded_by_the_first_start_alone(tmp_path: Path, s3: S3) -> None:
+    model = tiny_model("llama", tmp_path / "model")
+    save_byte_tokenizer(model)
+    url = f"s3://{BUCKET}/base-models/tiny"
+    fsspec.filesystem("s3").put(str(model), url, recursive=True)
+    s3.requests.clear()
+    for _ in range(2):
+        flags = {"model_cache": tmp_path / "models", "sampler_workers": 1}
+        with live_server({MODEL: url}, tmp_path / "state", **flags) as server:
+            with trainhouse.ServiceClient(server.url, ALICE) as service:
+                client = service.create_lora_training_client(MODEL, rank=4)
+                tokens = client.get_tokenizer().encode("url")
+                data = [Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)})]
+                assert client.forward_backward(data, "cross_entropy").result().metrics["loss:sum"] > 0
+                sampler = service.create_sampling_client(base_model=MODEL)
+                assert len(sampler.sample(tokens, 1, SamplingParams(max_tokens=2)).result().sequences[0].tokens)
+            assert server.log.read_text().count(f"downloading {url}") == 1
+        weights = [request for request in s3.requests if request.startswith("GET") and "safetensors" in request]
+        assert len(weights) == 1

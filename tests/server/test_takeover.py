@@ -139,7 +139,7 @@ async def test_a_server_that_cannot_take_its_turn_gives_it_up_and_tries_again(
     state.rename(elsewhere)
     said: list[str] = []
     with process.bound("127.0.0.1", 0) as listener:
-        running = asyncio.create_task(process._Turns(config, mine, lambda: "working", said.append).run(listener))
+        running = asyncio.create_task(process._Turns(config, None, mine, lambda: "working", said.append).run(listener))
         await until(lambda: "cannot take its turn now ([Errno 2] No such file" in caplog.text)
         await asyncio.wait_for(other.taken(), 30)  # well before a lease of 60 s runs out
         await until(lambda: said)

@@ -73,6 +73,12 @@ class EchoWorker:
             raise KeyError("broken")
         time.sleep(300)
 
+    def refuse_and_leave(self, rank: int) -> None:
+        """So does this."""
+        if self._rank == rank:
+            raise OperationError("refused", "user")
+        time.sleep(300)
+
     def refuse_alone(self, rank: int) -> None:
         if self._rank == rank:
             raise OperationError("refused", "user")

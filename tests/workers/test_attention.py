@@ -5,9 +5,11 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
+from trainhouse.workers import attention
 from trainhouse.workers.attention import CachedPacking, Packing, pack_lengths, packed_attention
 
 from .adapted import relative_error
+from .parallel.live_bytes import LiveBytes
 
 HEADS, KV_HEADS, HEAD_DIM = 4, 2, 8
 LENGTHS = [5, 5, 3, 9]
@@ -81,6 +83,49 @@ def assert_gradients(device: torch.device, window: int | None, dtype: torch.dtyp
     for one, other in zip((found, *gradients), (wanted, *exact_gradients), strict=True):
         error = relative_error(one.double().cpu(), other)
         assert error < tolerance < relative_error(one.double().cpu() * (1 + 2 * tolerance), other)
+
+
+@pytest.mark.parametrize("window", [2, 3, 16, 40, 69, 70])
+@pytest.mark.parametrize("most_masked", [1, 1 << 9])
+def test_windows_are_seen_by_some_queries_after_the_others(
+    window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sixteen of them, or more."""
+    monkeypatch.setattr(attention, "_MOST_MASKED", most_masked)
+    lengths = [70, 70, 9]
+    exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
+    leaves = [x.detach().float().requires_grad_() for x in exact]
+    weight = torch.randn(sum(lengths), HEADS, HEAD_DIM, generator=torch.Generator().manual_seed(9))
+
+    def result_and_gradients(out: Tensor, of: list[Tensor]) -> tuple[Tensor, ...]:
+        return out, *torch.autograd.grad((out * weight.to(out)).sum(), of)
+
+    def exactly(window: int) -> tuple[Tensor, ...]:
+        parts = split((exact[0], exact[1], exact[2]), lengths)
+        return result_and_gradients(torch.cat([naive(q, k, v, window=window) for q, k, v in parts]), exact)
+
+    found = result_and_gradients(
+        attend((leaves[0], leaves[1], leaves[2]), Packing(pack_lengths(lengths)), window), leaves
+    )
+    for mine, wanted, other in zip(found, exactly(window), exactly(window + 1), strict=True):
+        assert relative_error(mine.double(), wanted) < 1e-5
+        assert window >= 70 or relative_error(mine.double(), other) > 1e-5
+
+
+@pytest.mark.parametrize(("most_masked", "fits"), [(1 << 20, True), (1 << 40, False)])
+def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(
+    most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At 16k tokens that would be a gigabyte. With a mask of as many queries as tokens, a quarter of that, 67 MB."""
+    monkeypatch.setattr(attention, "_MOST_MASKED", most_masked)
+    if not fits:
+        monkeypatch.setattr(attention, "_FEWEST_QUERIES", 4096)
+    num_tokens = 16384 if fits else 4096
+    tensors = [x.requires_grad_() for x in rows(num_tokens, seed=5)]
+    with LiveBytes() as live:
+        attend((tensors[0], tensors[1], tensors[2]), Packing(pack_lengths([num_tokens])), 512).sum().backward()
+    of_tensors = sum(x.nbytes for x in tensors)
+    assert (live.peak < 5 * of_tensors + (10 << 20)) == fits
 
 
 def test_equal_neighbours_are_one_group() -> None:

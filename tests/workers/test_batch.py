@@ -1,10 +1,13 @@
 """Operations to micro-batches and back: packing without padding, outputs in the client's order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
 from trainhouse.workers.batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
 from trainhouse.workers.operation import ModelLimits, Operation
+from trainhouse.workers.programs.trouble import out_of_memory_message
 
 from .requests import read, sampled, supervised
 
@@ -164,3 +167,6 @@ def test_for_want_of_memory_micro_batches_halve_down_to_the_longest_row() -> Non
     assert budgets == [4096, 16]
     assert smaller_budget(read(*[supervised(4)] * 16), 4096) == 32
     assert smaller_budget(read(supervised(4)), 4096) is None
+    of_no_row = replace(read(supervised(4)), rows=(), numbers=())
+    assert smaller_budget(of_no_row, 4096) is None
+    assert "no room for gradients" in out_of_memory_message(of_no_row, 4096, 4096, torch.device("cpu"))

@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.checkpoint import Learned, load_adapter, load_new_adapter, save_adapter
+from trainhouse.workers.checkpoint import Learned, read_new_adapter, read_saved, save_adapter
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.optim import apply_steps
 from trainhouse.workers.parallel.mesh import Mesh
@@ -55,7 +55,7 @@ def test_a_round_trip_with_optimizer_is_bit_exact_and_goes_on_as_before(
 ) -> None:
     adapted = Adapted(tiny_models["qwen3"])
     adapter, other = trained(adapted), adapted.create("other")
-    load_adapter(other, saved(adapter, tmp_path / "checkpoint"), optimizer=True)
+    read_saved(other, saved(adapter, tmp_path / "checkpoint"), optimizer=True).put_into(other)
     assert other.num_steps == 2
     for _ in range(2):
         for name in ("weights", "exp_avg", "exp_avg_sq"):
@@ -69,7 +69,7 @@ def test_loading_without_the_optimizer_starts_it_fresh(tiny_models: dict[str, Pa
     adapted = Adapted(tiny_models["qwen3"])
     adapter = trained(adapted)
     directory = saved(adapter, tmp_path / "checkpoint", optimizer=False)
-    load_adapter(adapter, directory, optimizer=False)
+    read_saved(adapter, directory, optimizer=False).put_into(adapter)
     assert adapter.num_steps == 0
     assert not adapter.exp_avg.any() and not adapter.exp_avg_sq.any()
     assert not (directory / "optimizer.safetensors").exists()
@@ -91,7 +91,7 @@ def test_saving_leaves_pending_gradients_and_loading_discards_them(
     assert torch.equal(adapter.weights, undisturbed.weights)
 
     accumulate(adapter, seed=6)
-    load_adapter(adapter, directory, optimizer=True)
+    read_saved(adapter, directory, optimizer=True).put_into(adapter)
     (refused,) = apply_steps([adapter], [STEP])
     assert isinstance(refused, Failure) and "no gradients" in refused.message
     assert adapter.num_steps == 2
@@ -124,8 +124,7 @@ def test_a_checkpoint_becomes_a_sampler_adapter_of_weights_alone(tiny_models: di
     adapted = Adapted(tiny_models["qwen2"])
     adapter = trained(adapted, rank=3)
     directory = saved(adapter, tmp_path / "checkpoint")
-    sampler = load_new_adapter(adapted.adapters, "sampler", directory)
-    assert adapted.adapters.get("sampler") is sampler
+    sampler = read_new_adapter(adapted.adapters, directory)
     assert torch.equal(sampler.weights, adapter.weights)
     assert sampler.num_bytes == sampler.weights.nbytes
 
@@ -175,7 +174,7 @@ def test_a_checkpoint_that_is_not_whole_is_refused_untouched(
     spoil, reason = DAMAGES[damage]
     spoil(directory)
     with pytest.raises(OperationError, match=reason):
-        load_adapter(adapter, directory, optimizer=True)
+        read_saved(adapter, directory, optimizer=True)
     after = (adapter.weights, adapter.exp_avg, adapter.accumulator)
     assert all(map(torch.equal, before, after))
     assert (adapter.num_steps, adapter.window.num_operations) == (2, 1)
@@ -196,15 +195,14 @@ def test_a_checkpoint_of_another_adapter_is_refused(
     adapted = Adapted(tiny_models["llama"])
     directory = saved(adapted.create("run"), tmp_path / "checkpoint")
     with pytest.raises(OperationError, match=reason):
-        load_adapter(adapted.create("other", **lora), directory, optimizer=False)
+        read_saved(adapted.create("other", **lora), directory, optimizer=False)
 
 
 def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
     wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
     with pytest.raises(OperationError, match="the checkpoint is of another base model"):
-        load_new_adapter(wider.adapters, "sampler", directory)
-    assert "sampler" not in wider.adapters
+        read_new_adapter(wider.adapters, directory)
 
 
 def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:

@@ -3,9 +3,15 @@
 import asyncio
 import logging
 import os
+import re
+import resource
+import shutil
 import signal
 import socket
-from collections.abc import AsyncIterator, Callable, Coroutine
+import subprocess
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +23,26 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.test_pool import wait_until_gone
 from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.group import Group
 from trainhouse.workers.keeper import Keeper, KeptGroup
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools import Claim, KeptAt, LocalPool, NoPlace, PerRank, PoolSpec, RemotePool, WorkerDied
+from trainhouse.workers.pools.kept import fingerprint
 from trainhouse.workers.pools.remote import describe
 from trainhouse.workers.pools.sealed import NotSealed, Sealed, read_secret
 from trainhouse.workers.ranks import Ranks
+from trainhouse.workers.shares import PassLimits
+
+ROOT = Path(__file__).parents[2]
 
 SECRET = b"s" * 32
 FIRST, SECOND = Claim("first"), Claim("second")
+KNOBS = {
+    "base_models": (ServedModel("tiny", "a"), ServedModel("other", "b")),
+    "parallel": ParallelSpec(fsdp=2),
+    "dtype": "float32",
+    "adapter_slots": 64,
+}
 
 
 @dataclass
@@ -34,15 +51,21 @@ class Kept:
     address: str
     num_ranks: int
 
-    def pool(self, claim: Claim = FIRST, secret: bytes = SECRET, group: str = "echo") -> RemotePool:
-        return RemotePool(self._spec(), group, KeptAt(self.address, secret, claim))
+    def pool(
+        self,
+        claim: Claim = FIRST,
+        secret: bytes = SECRET,
+        group: str = "echo",
+        knobs: Mapping[str, object] = KNOBS,
+    ) -> RemotePool:
+        return RemotePool(self._spec(), group, KeptAt(self.address, secret, claim, knobs))
 
     @asynccontextmanager
-    async def attached(self, claim: Claim = FIRST) -> AsyncIterator[RemotePool]:
+    async def attached(self, claim: Claim = FIRST, call_seconds: float = 20) -> AsyncIterator[RemotePool]:
         """As a server's group does."""
         pool = self.pool(claim)
         ranks = Ranks(pool, ParallelSpec(replicas=self.num_ranks))
-        await ranks.start(20)
+        await ranks.start(20, call_seconds)
         try:
             yield pool
         finally:
@@ -53,10 +76,11 @@ class Kept:
 
 
 @asynccontextmanager
-async def kept(num_ranks: int = 1) -> AsyncIterator[Kept]:
+async def kept(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[Kept]:
     spec = PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)))
-    config = WorkerConfig(ServedModel("echo", "echo"), parallel=ParallelSpec(replicas=num_ranks))
-    keeper = Keeper({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, {"dtype": "float32"}, SECRET)
+    parallel = ParallelSpec(replicas=num_ranks)
+    config = WorkerConfig(ServedModel("echo", "echo"), parallel=parallel, hang_seconds=hang_seconds)
+    keeper = Keeper({"echo": KeptGroup("echo", config, partial(LocalPool, spec))}, KNOBS, SECRET)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         listener.setblocking(False)
         receiving = asyncio.create_task(keeper.receive(listener))
@@ -255,11 +279,203 @@ def test_what_is_kept_is_told() -> None:
     async def check() -> None:
         async with kept() as workers:
             description = await describe(KeptAt(workers.address, SECRET, FIRST))
-            assert (description.knobs, description.groups) == ({"dtype": "float32"}, ("echo",))
+            assert (description.knobs, description.groups) == (KNOBS, ("echo",))
             with pytest.raises(NoPlace, match="other is not among them: there are echo"):
                 await workers.pool(group="other").start()
 
     run(check())
+
+
+@pytest.mark.parametrize(
+    ("before", "changes"),
+    [
+        ({"parallel": ParallelSpec(tp=2)}, "parallel fsdp=2 instead of tp=2:"),
+        (
+            {"dtype": "bfloat16", "adapter_slots": 3},
+            "dtype float32 instead of bfloat16 and adapter_slots 64 instead of 3:",
+        ),
+        (
+            {"base_models": (ServedModel("tiny", "a"), ServedModel("other", "elsewhere"))},
+            "base_models tiny=a, other=b instead of tiny=a, other=elsewhere:",
+        ),
+        ({"of_another_version": 1}, "of_another_version None instead of 1:"),
+    ],
+    ids=["layout", "dtype and slots", "another model of that name", "unknown"],
+)
+def test_who_takes_them_for_what_they_were_is_refused_with_what_changed(
+    before: dict[str, object], changes: str
+) -> None:
+    """A server that runs while they are started anew, with as many ranks."""
+
+    async def check() -> None:
+        async with kept() as workers:
+            with pytest.raises(
+                NoPlace, match=re.escape(f"they were started anew with {changes} start this server anew")
+            ):
+                await workers.pool(knobs=KNOBS | before).start()
+            async with workers.attached() as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def test_a_rank_that_hangs_while_a_server_attaches_is_replaced() -> None:
+    async def check() -> None:
+        async with kept(num_ranks=2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+            os.kill(pids[1], signal.SIGSTOP)
+            with pytest.raises(WorkerDied, match="it hung: start_over had no answer after 0 s, so it was killed"):
+                async with workers.attached(FIRST, call_seconds=0.5):
+                    pass
+            async with workers.attached(SECOND) as pool:
+                assert not set(pids) & set(pool.pids)
+                assert await pool.call("rank") == [0, 1]
+            await wait_until_gone(pids)
+
+    run(check())
+
+
+def test_a_group_of_a_server_waits_for_kept_ranks_only_so_long() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached(FIRST) as pool:
+                os.kill(pool.pids[0], signal.SIGSTOP)
+            config = WorkerConfig(ServedModel("echo", "echo"), hang_seconds=0.1)
+            group = Group(config, lambda _: workers.pool(SECOND), PassLimits(8192, 8192), 50)
+            with pytest.raises(ValueError, match="it hung: start_over had no answer after 1 s, so it was killed"):
+                await group.start(lambda _: None)
+            await group.close()
+
+    run(check())
+
+
+def test_who_attaches_hears_what_is_still_being_done() -> None:
+    async def check() -> None:
+        async with kept(hang_seconds=0.2) as workers:
+            async with workers.attached(FIRST) as pool:
+                pids = pool.pids
+                calls = [asyncio.create_task(pool.call(*call)) for call in (("sleep", 3), ("count", None))]
+                await asyncio.sleep(0.1)
+            await asyncio.gather(*calls, return_exceptions=True)
+            with pytest.raises(
+                NoPlace, match="echo waits for count, sleep, which was begun for a server that has left"
+            ):
+                await workers.pool(SECOND).start()
+            while True:
+                with suppress(NoPlace):
+                    async with workers.attached(SECOND) as pool:
+                        assert pool.pids == pids and await pool.call("count", None) == [1]
+                    break
+
+    run(check())
+
+
+FLOOD = """
+import resource, socket, sys
+resource.setrlimit(resource.RLIMIT_NOFILE, (resource.getrlimit(resource.RLIMIT_NOFILE)[1],) * 2)
+host, port, num = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+silent = [socket.create_connection((host, port)) for _ in range(num)]
+print("there", flush=True)
+sys.stdin.read()
+"""
+
+
+@asynccontextmanager
+async def strangers(address: str, number: int) -> AsyncIterator[None]:
+    """So many connections, of another process, that say nothing."""
+    command = [sys.executable, "-c", FLOOD, *address.split(":"), str(number)]
+    flood = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert flood.stdin is not None and flood.stdout is not None
+    try:
+        assert await flood.stdout.readline() == b"there\n"
+        yield
+    finally:
+        flood.stdin.close()
+        await flood.communicate()
+
+
+def test_strangers_who_say_nothing_keep_nobody_out() -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool, strangers(workers.address, 400):
+                assert len(workers.keeper._strangers) <= 256
+                for _ in range(3):
+                    assert (await describe(KeptAt(workers.address, SECRET, FIRST))).groups == ("echo",)
+                assert num_open_files() < 400
+                assert await pool.call("rank") == [0]
+            await until(lambda: not workers.keeper._strangers)
+
+    run(check())
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts open files in /proc")
+def test_more_connections_than_there_may_be_open_files_end_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers:
+            async with workers.attached() as pool:
+                limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+                resource.setrlimit(resource.RLIMIT_NOFILE, (num_open_files() + 30, limits[1]))
+                try:
+                    async with strangers(workers.address, 100):
+                        await until(lambda: "no connection to the workers can be taken for now" in caplog.text)
+                        assert await pool.call("rank") == [0]
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+                assert await pool.call("rank") == [0]
+            async with workers.attached(SECOND) as pool:
+                assert await pool.call("rank") == [0]
+
+    run(check())
+
+
+def num_open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+# Of one trainhouse and another
+
+EDITS = {
+    "nothing": ("workers/worker.py", "", ""),
+    "how a verb does it": ("workers/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
+    "a verb's signature": ("workers/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
+    "a verb's name": ("workers/worker.py", "def begin_snapshot(", "def start_snapshot("),
+    "what is said": ("workers/pools/kept.py", "    method: str\n", "    method: str\n    patience: str\n"),
+    "a landmark": ("workers/landmark.py", "    words: str\n", "    words: bytes\n"),
+    "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
+    "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
+    "a knob": ("workers/config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
+    "a layout": ("workers/parallel/spec.py", "    fsdp: int", "    zero: int"),
+}
+ASK = """
+import sys
+for directory in sys.argv[1:]:
+    for name in [name for name in sys.modules if name.partition(".")[0] == "trainhouse"]:
+        del sys.modules[name]
+    sys.path[0] = directory
+    from trainhouse.workers.pools.kept import fingerprint
+    print(fingerprint())
+"""
+
+
+def test_what_the_other_trainhouse_would_not_understand_changes_the_fingerprint(tmp_path: Path) -> None:
+    directories = [_edited(tmp_path / str(number), *edit) for number, edit in enumerate(EDITS.values())]
+    command = [sys.executable, "-c", ASK, *map(str, directories)]
+    asked = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    own, unseen, *others = asked.stdout.split()
+    assert own == unseen == fingerprint()
+    assert len({own, *others}) == len(EDITS) - 1
+
+
+def _edited(directory: Path, file: str, before: str, after: str) -> Path:
+    package = directory / "trainhouse"
+    for part in ("schemas", "workers"):
+        shutil.copytree(ROOT / part, package / part, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "__init__.py").touch()
+    text = (package / file).read_text()
+    assert before in text
+    (package / file).write_text(text.replace(before, after))
+    return directory
 
 
 # Sealed
@@ -324,6 +540,7 @@ def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, capl
     file = tmp_path / "secret"
     with pytest.raises(ValueError, match=r"cannot be read from .*: No such file"):
         read_secret(file)
+    file.touch(0o600)
     file.write_text("geheim\n")
     with pytest.raises(ValueError, match="has 6 bytes, and 32 are the least") as refused:
         read_secret(file)
@@ -333,3 +550,47 @@ def test_a_secret_that_is_too_short_or_not_there_is_refused(tmp_path: Path, capl
     file.write_text("geheim" * 6)
     assert secret == read_secret(file) and b"geheim" not in secret
     assert "geheim" not in repr(KeptAt("a:1", secret, FIRST)) and str(secret) not in repr(KeptAt("a:1", secret, FIRST))
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o620, 0o644, 0o666])
+def test_a_secret_that_others_may_read_is_refused(mode: int, tmp_path: Path) -> None:
+    file = tmp_path / "secret"
+    file.write_text("geheim" * 6)
+    for private in (0o400, 0o600):
+        file.chmod(private)
+        read_secret(file)
+    file.chmod(mode)
+    with pytest.raises(ValueError, match=rf"is not its owner's alone \(mode {mode:04o}\): `chmod 600 {file}`"):
+        read_secret(file)
+
+
+SOMEBODY = 4321
+READ = f"""
+import os, pathlib, sys
+from trainhouse.workers.pools.sealed import read_secret
+os.setgroups([])
+os.setgid({SOMEBODY})
+os.setuid({SOMEBODY})
+try:
+    read_secret(pathlib.Path(sys.argv[1]))
+    print("taken")
+except ValueError as error:
+    assert "is not its owner's alone" in str(error), error
+    print("refused")
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="makes files of root, and is somebody else")
+@pytest.mark.parametrize(("mode", "is_taken"), [(0o440, True), (0o640, True), (0o444, False), (0o660, False)])
+def test_a_secret_that_root_hands_over_may_be_read_by_the_group(mode: int, is_taken: bool) -> None:
+    """As systemd and Kubernetes do."""
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory).chmod(0o755)
+        file = Path(directory, "secret")
+        file.write_text("geheim" * 6)
+        os.chown(file, 0, SOMEBODY)
+        file.chmod(mode)
+        asked = subprocess.run(
+            [sys.executable, "-c", READ, str(file)], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert asked.stdout == ("taken\n" if is_taken else "refused\n")

@@ -24,6 +24,7 @@ def growths(model: Path, pass_sizes: Sequence[int], **knobs: int) -> list[int]:
         return [worker.ask({"tokens": tokens, "length": 512}) for tokens in pass_sizes]
 
 
+@pytest.mark.full
 def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logits(model: Path) -> None:
     sizes, knobs = (2048, 4096, 8192), {"micro_batch_tokens": 4096, "head_chunk_tokens": 64}
     # The least of three: what the allocator keeps comes on top, now and then.

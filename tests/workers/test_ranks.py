@@ -6,10 +6,13 @@ from collections.abc import Coroutine
 import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.parallel.training import reinforced, supervised
+from trainhouse.tests.workers.test_pool import NewPool, new_pool, ray_cluster
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import LocalPool, PoolSpec, WorkerDied
+from trainhouse.workers.pools import PoolSpec, WorkerDied
 from trainhouse.workers.ranks import Ranks, shared_out
 from trainhouse.workers.verbs import Part, Pass
+
+__all__ = ["new_pool", "ray_cluster"]
 
 
 def run(test: Coroutine[object, object, None]) -> None:
@@ -44,12 +47,13 @@ def test_data_of_a_later_part_keep_their_numbers() -> None:
     ("method", "reason"),
     [
         ("fail_alone", "fail_alone failed on one of its ranks, the others waited for it: KeyError: 'broken'"),
+        ("refuse_and_leave", "refuse_and_leave failed on one of its ranks, the others waited for it: refused"),
         ("refuse_alone", "rank 1 of 2 failed in refuse_alone, the others did not: refused"),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_killed_together(method: str, reason: str) -> None:
+def test_ranks_that_do_not_do_the_same_are_killed_together(new_pool: NewPool, method: str, reason: str) -> None:
     async def check() -> None:
-        pool = LocalPool(PoolSpec(ECHO, (EchoConfig(0), EchoConfig(1))))
+        pool = new_pool(PoolSpec(ECHO, (EchoConfig(0), EchoConfig(1))))
         await pool.start()
         ranks = Ranks(pool, ParallelSpec(replicas=2))
         try:

@@ -1,9 +1,11 @@
 """The native sampler: its tokens and log-probabilities against plain forward passes, whatever else it is doing."""
 
 import math
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -658,3 +660,27 @@ def test_a_job_that_streams_tells_which_of_its_samples_have_ended(adapted: Adapt
     assert 4 < len(ended) < 8 and all(sequences[sample].stop_reason == reason for sample, reason in ended.items())
     for sample in ended:
         assert sum(len(part.tokens) for part in parts if part.sample == sample) == len(sequences[sample].tokens)
+
+
+@pytest.mark.parametrize("gathering_seconds", [0.0, 10.0])
+def test_a_slice_has_its_time_however_long_layers_take_to_be_gathered(
+    gathering_seconds: float, adapted: Adapted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, run = [0.0], adapted.base.hidden_states
+
+    @contextmanager
+    def gathered() -> Iterator[None]:
+        clock[0] += gathering_seconds
+        yield
+
+    def running(*arguments: Any) -> Tensor:
+        clock[0] += 1.0
+        return run(*arguments)
+
+    monkeypatch.setattr(adapted.base, "gathered", gathered)
+    monkeypatch.setattr(adapted.base, "hidden_states", running)
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    sampler = new_sampler(adapted)
+    for joining in ((job("one", prompt(9), max_tokens=30, streams=True),), ()):
+        (parts,) = sampler.slice(Slice(joining, (), 3500.0)).progress.values()
+        assert sum(len(part.tokens) for part in parts) == 4

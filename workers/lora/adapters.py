@@ -1,6 +1,6 @@
 """Adapters: all adapters of one base on this rank, by id, and which linears they target."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -100,12 +100,29 @@ class Adapters:
 
     def build(self, lora: LoraConfig) -> Adapter:
         """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        self.check_rank(lora)
+        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
+
+    def check_rank(self, lora: LoraConfig) -> None:
+        """Raises OperationError on a rank too high."""
         if lora.rank > self._max_rank:
             raise OperationError(
                 f"rank {lora.rank} exceeds max_lora_rank {self._max_rank}: lower the rank or start the server with"
                 f" --max-lora-rank {lora.rank}"
             )
-        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
+
+    @property
+    def all_targets(self) -> tuple[Target, ...]:
+        """That an adapter of this base may adapt."""
+        kinds = ATTENTION_LINEARS | MLP_LINEARS
+        return (*(target for target in self._trunk_targets if target.kind in kinds), self._unembed_target)
+
+    def selecting(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
+        """That adapts the groups of layers in which these targets are."""
+        kinds = {target.kind for target in self._trunk_targets if target.name in names}
+        groups = {"train_attn": kinds & ATTENTION_LINEARS, "train_mlp": kinds & MLP_LINEARS}
+        adapted = {group: bool(found) for group, found in groups.items()}
+        return lora.model_copy(update=adapted | {"train_unembed": self._unembed_target.name in names})
 
     def plan(self, segments: Sequence[Segment], before: Plan | None = None) -> Plan:
         """Segments are in order and end at the row's last token; none at all = the bare base. before: see Plan."""

@@ -15,8 +15,9 @@ from .spec import ParallelSpec
 _FLOAT32 = 4
 _INT64 = 8
 
-# As in attention_parts.py.
+# As in attention_parts.py, and in attention.py.
 _MOST_SCORES = 1 << 22
+_MOST_MASKED, _FEWEST_QUERIES = 1 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -177,10 +178,11 @@ def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
 
 
 def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
-    """A mask of the longest sequence, and around a ring scores, their mask and their softmax, some queries after the
-    others; kernels of 16 bit numbers on CUDA need neither."""
+    """A mask of what some queries see, at a time, and around a ring scores, their mask and their softmax; kernels of 16
+    bit numbers on CUDA need neither."""
     if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
         return 0
     if _split(shape, spec).ring > 1:
         return 3 * _FLOAT32 * _MOST_SCORES
-    return load.longest**2 * (_INT64 + _FLOAT32 + 2)
+    queries = max(_FEWEST_QUERIES, min(max(shape.window, 256), _MOST_MASKED // (2 * shape.window)))
+    return queries * (queries + shape.window) * (_FLOAT32 + 1)

@@ -24,6 +24,7 @@ def check_layout(
     num_devices: int | None = None,
     max_context_length: int | None = None,
     dtype: str = "auto",
+    activations: str = "keep",
 ) -> None:
     """num_devices: those that there are, one for each rank; None = not known. Raises ValueError."""
     if model.refusal is not None:
@@ -32,10 +33,19 @@ def check_layout(
         raise ValueError(f"dtype {dtype}: base models are held in one of {', '.join(DTYPES)}")
     _check_context(model, max_context_length)
     _check_family(spec, model)
+    _check_activations(activations, model)
     if isinstance(model, ModelShape):
         _check_tensor(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
+
+
+def keeps_all(name: str, model_type: str, activations: str) -> str:
+    """Why this model's passes keep all that their way back needs."""
+    return (
+        f"activations {activations}: passes of {model_type} models such as {name} keep all that their way back needs, "
+        f"since they run by transformers' own forward: leave out --activations {activations}"
+    )
 
 
 def valid_tp(shape: ModelShape) -> list[int]:
@@ -80,7 +90,7 @@ def _check_family(spec: ParallelSpec, model: Model) -> None:
             f"{wanted[0]}: {model.model_type} models such as {model.name} run with {any_model} alone; all axes are for "
             f"models of type {', '.join(FAMILIES)}"
         )
-    if model.rope.kind not in FIXED_ROTATIONS:
+    if not _has_fixed_rotations(model):
         raise ValueError(
             f"{wanted[0]}: {model.name} has {model.rope}, under which a token's rotation depends on the batch; with "
             f"{any_model} alone it runs, and with all axes under {', '.join(sorted(FIXED_ROTATIONS))}"
@@ -90,6 +100,16 @@ def _check_family(spec: ParallelSpec, model: Model) -> None:
             f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates a part of "
             f"each head only; such models run with {any_model} alone"
         )
+
+
+def _check_activations(activations: str, model: Model) -> None:
+    is_own = isinstance(model, ModelShape) and model.is_regular and _has_fixed_rotations(model)
+    if activations != "keep" and not is_own:
+        raise ValueError(keeps_all(model.name, model.model_type, activations))
+
+
+def _has_fixed_rotations(model: Model) -> bool:
+    return model.rope.kind in FIXED_ROTATIONS
 
 
 def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:

@@ -67,13 +67,19 @@ def layout_that_fits(
             return choice
     least = least_layout(shape, loads[-1], num_devices)
     memory = least.memory
-    where = f" on {num_devices} devices" if num_devices else ""
+    where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
+    knobs = {
+        "--adapter-slots": memory.adapters.total,
+        "--kv-cache-bytes": memory.kv_cache,
+        "--micro-batch-tokens and --max-context-length": memory.work,
+    }
+    heaviest = sorted((knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__)
+    remedy = f"lower {' or '.join(reversed(heaviest))}" if heaviest else "use larger devices"
     raise ValueError(
         f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
         f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, adapters "
         f"{gigabytes(memory.adapters.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
-        f"{gigabytes(memory.work)}): lower --adapter-slots, --max-context-length or --kv-cache-bytes, or take more "
-        "devices"
+        f"{gigabytes(memory.work)}): {remedy}{more}"
     )
 
 

@@ -48,8 +48,7 @@ class Memory:
     def work(self) -> int:
         """The most that is needed at a time beside what stays."""
         # What scores the last hidden states runs while the last layer stays for its way back.
-        of_pass = self.activations.kept + max(self.activations.head, self.activations.working)
-        return max(of_pass + self.gathered + self.arriving, self.sampling, self.step)
+        return max(self.activations.total + self.gathered + self.arriving, self.sampling, self.step)
 
     @property
     def total(self) -> int:

@@ -1,12 +1,11 @@
 """Load: what a rank does with its part of a base model. Imports no torch."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
 from ..config import WorkerConfig
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
-
-_KNOBS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "kv_cache_bytes", "tp_activations", "activations")
 
 
 @dataclass(frozen=True)
@@ -32,7 +31,8 @@ class Load:
     @staticmethod
     def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
         """With adapters of the usual rank."""
-        knobs = {name: getattr(config, name) for name in _KNOBS}
+        shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
+        knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
         return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
 
     @property

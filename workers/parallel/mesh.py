@@ -1,7 +1,9 @@
 """Mesh: this rank among the others of its base model, and the teams of them that it exchanges tensors with."""
 
+import fcntl
 import os
 import socket
+import struct
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -18,6 +20,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from .spec import AXES, SINGLE, ParallelSpec
 
 LOOPBACK = "127.0.0.1"
+
+# Linux's request for the address of an interface (netdevice(7)): 16 bytes of its name, then a socket address.
+_SIOCGIFADDR = 0x8915
+
+# Of an exchange. Who calls the ranks knows how long they may take, and ends those that wait (see Patience).
+_FOREVER = timedelta(days=365)
 
 Value = TypeVar("Value")
 
@@ -51,20 +59,20 @@ class Team:
 
     def sum(self, tensor: Tensor) -> Tensor:
         """In place, over all ranks."""
-        return self._reduced(tensor, dist.ReduceOp.SUM)
-
-    def maximum(self, tensor: Tensor) -> Tensor:
-        """In place, over all ranks."""
-        return self._reduced(tensor, dist.ReduceOp.MAX)
+        if self.size > 1:
+            self._sent["all_reduce"] += 1
+            dist.all_reduce(tensor, dist.ReduceOp.SUM, group=self._group)
+        return tensor
 
     def joined(self, tensor: Tensor) -> Tensor:
         """[n, ...] of each rank, all alike in shape -> [size * n, ...], in the order of the ranks."""
         return tensor if self.size == 1 else self.joining(tensor).wait()
 
-    def joining(self, tensor: Tensor) -> Arriving:
-        """Begins to do the same, of a team of several."""
+    def joining(self, tensor: Tensor, into: Tensor | None = None) -> Arriving:
+        """Begins to do the same, of a team of several. into: memory for as many numbers, None = new one."""
         self._sent["all_gather"] += 1
-        sent, whole = tensor.contiguous(), tensor.new_empty(self.size * tensor.shape[0], *tensor.shape[1:])
+        sent, shape = tensor.contiguous(), (self.size * tensor.shape[0], *tensor.shape[1:])
+        whole = tensor.new_empty(shape) if into is None else into.view(shape)
         work = dist.all_gather_single(whole, sent, group=self._group, async_op=True)
         assert work is not None
         return Arriving([work], whole, sent)
@@ -110,12 +118,6 @@ class Team:
             dist.broadcast(tensor, self.ranks[0], group=self._group)
         return tensor
 
-    def _reduced(self, tensor: Tensor, operation: dist.ReduceOp.RedOpType) -> Tensor:
-        if self.size > 1:
-            self._sent["all_reduce"] += 1
-            dist.all_reduce(tensor, operation, group=self._group)
-        return tensor
-
 
 class Mesh:
     """spec, rank: which of its ranks this one is. sent: by kind, how often this rank has exchanged tensors."""
@@ -127,7 +129,7 @@ class Mesh:
         self.sent: Counter[str] = Counter()
         self._teams = {axes: self._new_team(axes) for axes in _teams_of(spec)}
         self._torch_mesh: DeviceMesh | None = None
-        self._words = None if self.is_single else dist.new_group(backend="gloo")
+        self._words = None if self.is_single else dist.new_group(backend="gloo", timeout=_FOREVER)
 
     @property
     def is_single(self) -> bool:
@@ -156,6 +158,11 @@ class Mesh:
         dist.all_gather_object(values, value, group=self._words)
         return values
 
+    def found(self, values: Sequence[Value | None]) -> list[Value | None]:
+        """In each place what the first rank has that has something there; None where none has."""
+        of_places = zip(*self.exchange(list(values)), strict=True)
+        return [next((value for value in of_place if value is not None), None) for of_place in of_places]
+
     def along(self, *axes: str) -> Team:
         """Those that differ along these axes only."""
         return self._teams[self._needed(axes)]
@@ -178,7 +185,7 @@ class Mesh:
         """All ranks make all teams, in the same order."""
         own = None
         for ranks in self.spec.groups(axes):
-            group = dist.new_group(list(ranks)) if len(ranks) > 1 else None
+            group = dist.new_group(list(ranks), timeout=_FOREVER) if len(ranks) > 1 else None
             if self.rank in ranks:
                 own = Team(ranks, self.rank, group, self.sent)  # pyright: ignore[reportArgumentType]
         assert own is not None, f"rank {self.rank} of {self.spec}"
@@ -197,9 +204,15 @@ class Meeting:
 
     @staticmethod
     def opened(host: str, timeout_seconds: float) -> "Meeting":
-        """On a free port."""
+        """On a free port of this address alone: by itself torch would listen on all that the machine has."""
         timeout = timedelta(seconds=timeout_seconds)
-        return Meeting(TCPStore(host, 0, is_master=True, wait_for_workers=False, timeout=timeout))
+        with socket.create_server((host, 0)) as server:
+            port, listening = server.getsockname()[1], server.detach()
+        return Meeting(
+            TCPStore(
+                host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listening
+            )
+        )  # fmt: skip
 
     @staticmethod
     def at(address: str, timeout_seconds: float) -> "Meeting":
@@ -209,24 +222,43 @@ class Meeting:
         return Meeting(TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timeout))
 
 
-def own_host() -> str:
-    """The address by which other machines reach this one; that of loopback where there is no way to others."""
+def own_host(towards: str = "192.0.2.1") -> str:
+    """The address by which another machine reaches this one; that of loopback where there is no way to it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
-            probe.connect(("192.0.2.1", 9))  # sends nothing
+            probe.connect((towards, 9))  # sends nothing
         except OSError:
             return LOOPBACK
         return probe.getsockname()[0]
 
 
-def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
-    """Once in a process. timeout_seconds: how long any exchange may take.
+def interface_of(address: str) -> str | None:
+    """The network interface of this machine that has the address; None where that cannot be told."""
+    if not sys.platform.startswith("linux"):
+        return "lo0" if address == LOOPBACK else None
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            if _address_of(name, asking) == address:
+                return name
+    return None
 
-    Raises RuntimeError when the others are not there in time.
-    """
-    if meeting.store.host == LOOPBACK:
-        # Else gloo takes the address that the machine's name stands for, which may be none.
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+
+def _address_of(interface: str, asking: socket.socket) -> str | None:
+    """None: it has none."""
+    request = struct.pack("256s", interface.encode())
+    try:
+        answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
+    except OSError:
+        return None
+    return socket.inet_ntoa(answer[20:24])
+
+
+def connect(meeting: Meeting, spec: ParallelSpec, rank: int, device: torch.device, timeout_seconds: float) -> None:
+    """Once in a process. Raises RuntimeError when the others are not there in time."""
+    interface = interface_of(own_host(towards=meeting.store.host))
+    if interface is not None:
+        # Else gloo listens on the address that the machine's name stands for, often one that others cannot reach.
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
         store=meeting.store,

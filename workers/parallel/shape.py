@@ -118,6 +118,13 @@ def _config_file(served: ServedModel) -> Path:
     return directory / "config.json"
 
 
+def refuse_missing_weights(source: str) -> None:
+    """Raises ValueError on a directory that has none; what is no directory may be the name of a model elsewhere."""
+    directory = Path(source)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{source}: no .safetensors weights in this directory")
+
+
 def model_directory(source: str) -> Path | None:
     """Where a model's files are on this machine; None where they are not."""
     if Path(source).is_dir():

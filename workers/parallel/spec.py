@@ -47,7 +47,8 @@ class ParallelSpec:
             if axis in sizes:
                 raise ValueError(f"{text}: {axis} is given twice")
             if not (size.isascii() and size.isdigit()):
-                raise ValueError(f"{text}: {axis}={size} is no number of ranks; give one such as {axis}=2")
+                among = "" if text == part else f"{text}: "
+                raise ValueError(f"{among}{axis}={size} is no number of ranks; give one such as {axis}=2")
             sizes[axis] = int(size)
         return ParallelSpec(**sizes)
 

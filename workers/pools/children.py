@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ..messages import Incoming, Outgoing, Piece
-from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, WorkerError, answer_in, settle
+from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
 from .shell import let_waiting_threads_sleep
 
 _MOST_WORDS = 4096  # bytes of what a child says beside its answers
@@ -32,15 +32,10 @@ class ChildrenPool(Pool):
         super().__init__(spec)
         self._children: list[Child] = []
 
-    async def _start_child(self, serve: "Callable[..., None]", *arguments: object) -> None:
-        child = await asyncio.to_thread(Child, self._preloaded(), serve, *arguments)
+    def _watch(self, child: "Child") -> None:
         self._children.append(child)
         child.listen()
         asyncio.get_running_loop().add_reader(child.process.sentinel, self._child_ended, child)
-
-    @abc.abstractmethod
-    def _preloaded(self) -> tuple[str, ...]:
-        """Modules that its children need."""
 
     @abc.abstractmethod
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
@@ -59,8 +54,7 @@ class ChildrenPool(Pool):
         pending = set(expected) if len(expected) > 1 else set()
         while pending:
             done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            errors = [answer.result().error for answer in done]
-            error = next((error for error in errors if isinstance(error, WorkerError)), None)
+            error = next((error for answer in done if (error := answer.result().error) is not None), None)
             if error is not None and pending:
                 _, late = await asyncio.wait(pending, timeout=GRACE_SECONDS)
                 if late:
@@ -84,13 +78,14 @@ class ChildrenPool(Pool):
 
 
 class Child:
-    """This side of a child of this process, which answers messages in the order in which they were sent.
+    """This side of a child of this process, which answers messages, in the order in which they were sent.
 
     The lifeline carries nothing but a child's last words: its closing tells the child that we are gone.
     """
 
     def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
-        """serve: called in the child, with its end of the pipe, its lifeline, and the arguments."""
+        """serve: called in the child, with its end of the pipe, its lifeline, and the arguments. preloaded: modules
+        that it needs."""
         self._pipe, pipe = socket.socketpair()
         self._lifeline, lifeline = socket.socketpair()
         self._outgoing: deque[Outgoing] = deque()
@@ -118,6 +113,9 @@ class Child:
 
     def send(self, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
         self._answers.append(answer)
+        self._begin_to_send(message)
+
+    def _begin_to_send(self, message: list[Piece]) -> None:
         self._outgoing.append(Outgoing(message))
         if len(self._outgoing) == 1 and not self._send_waiting():
             asyncio.get_running_loop().add_writer(self._pipe, self._send_rest)
@@ -138,9 +136,12 @@ class Child:
     def _receive(self) -> None:
         try:
             if (frame := self._incoming.receive(self._pipe)) is not None:
-                settle(self._answers.popleft(), answer_in(frame))
+                self._take(frame)
         except (OSError, EOFError):  # as above
             asyncio.get_running_loop().remove_reader(self._pipe)
+
+    def _take(self, frame: memoryview) -> None:
+        settle(self._answers.popleft(), answer_in(frame))
 
     def hang_up(self) -> None:
         """Again, where whoever closed the pool first was cancelled over it: no-op."""

@@ -3,21 +3,32 @@
 A call is one message, with what is for each rank: so either all ranks of a group hear of it, or none.
 """
 
+import ast
 import asyncio
 import hashlib
 import inspect
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import ModuleType
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ...schemas import errors, models, sampling, training
 from .. import messages, verbs
+from ..config import ServedModel, WorkerConfig
+from ..landmark import Landmark
 from ..messages import Piece, decode, encode
+from ..parallel.spec import ParallelSpec
+from .base import Answer, WorkerError
 from .sealed import Sealed
 
 _ALIGNMENT = 64
-_SHARED: tuple[ModuleType, ...] = (errors, models, sampling, training, messages, verbs)
+_MODULES = (errors, models, sampling, training, messages, verbs, sys.modules[__name__])
+"""Of types that cross."""
+_OTHERS: tuple[type, ...] = (Answer, Landmark, ParallelSpec, ServedModel, WorkerConfig, WorkerError)
+"""WorkerConfig's fields are knobs, which cross by name."""
+_WORKER = Path(__file__).parent.parent / "worker.py"
 
 
 @dataclass(frozen=True)
@@ -34,11 +45,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class KeptAt:
-    """Where workers are kept. secret: see read_secret."""
+    """Where workers are kept. secret: see read_secret. knobs: see Attach."""
 
     address: str
     secret: bytes = field(repr=False)
     claim: Claim
+    knobs: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def host_and_port(self) -> tuple[str, int]:
@@ -56,10 +68,15 @@ class Describe:
 
 @dataclass(frozen=True)
 class Attach:
-    """From now on the connection is of this group. Answered by Attached as soon as its ranks are up, or by NotNow."""
+    """From now on the connection is of this group. Answered by Attached as soon as its ranks are up, or by NotNow.
+
+    knobs: as they were described when the server started; where they are others now, it would take the workers for what
+    they are not.
+    """
 
     group: str
     claim: Claim
+    knobs: Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -160,12 +177,34 @@ class Line:
             self._sealed.hang_up()
 
 
+@cache
 def fingerprint() -> str:
-    """Of the types that cross: of one trainhouse and another it differs where they would not understand each other."""
-    described = [
-        (name, inspect.get_annotations(kind), [str(base) for base in kind.__bases__])
-        for module in _SHARED
-        for name, kind in sorted(inspect.getmembers(module, inspect.isclass))
-        if kind.__module__ == module.__name__
-    ]
+    """Of the types that cross and of the verbs: of one trainhouse and another it differs where they would not
+    understand each other."""
+    described = [_described(kind) for kind in _types()] + _verbs()
     return hashlib.blake2b(repr(described).encode(), digest_size=16).hexdigest()
+
+
+def _types() -> Iterator[type]:
+    for module in _MODULES:
+        for _, kind in sorted(inspect.getmembers(module, inspect.isclass)):
+            if kind.__module__ == module.__name__:
+                yield kind
+    yield from _OTHERS
+
+
+def _described(kind: type) -> tuple[object, ...]:
+    """An exception crosses as the arguments of its constructor, all else by its fields."""
+    arguments = str(inspect.signature(kind)) if issubclass(kind, Exception) else None
+    return kind.__name__, inspect.get_annotations(kind), [str(base) for base in kind.__bases__], arguments
+
+
+def _verbs() -> list[tuple[str, ...]]:
+    """Those of a worker, whose module is read: to import it loads torch."""
+    tree = ast.parse(_WORKER.read_text())
+    [worker] = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.name == "Worker"]
+    return [
+        (verb.name, ast.unparse(verb.args), ast.unparse(verb.returns) if verb.returns else "")
+        for verb in worker.body
+        if isinstance(verb, ast.FunctionDef) and not verb.name.startswith("_")
+    ]

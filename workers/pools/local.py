@@ -5,7 +5,7 @@ import socket
 
 from ..messages import Incoming, Outgoing, Piece
 from .base import Answer, PoolSpec
-from .children import ChildrenPool
+from .children import Child, ChildrenPool
 from .shell import Shell
 
 
@@ -14,13 +14,11 @@ class LocalPool(ChildrenPool):
 
     async def _start_ranks(self) -> None:
         for rank in range(len(self.spec.configs)):
-            await self._start_child(_serve_rank, self.spec, rank)
+            preloaded = (self.spec.worker.partition(":")[0],)
+            self._watch(await asyncio.to_thread(Child, preloaded, _serve_rank, self.spec, rank))
 
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
         self._children[rank].send(message, answer)
-
-    def _preloaded(self) -> tuple[str, ...]:
-        return (self.spec.worker.partition(":")[0],)
 
 
 def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int) -> None:

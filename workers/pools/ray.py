@@ -10,14 +10,16 @@ import os
 import socket
 import threading
 import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import cycle
 from queue import SimpleQueue
 from typing import Any
 
-from ..messages import Incoming, Outgoing, Piece, encode
-from .base import Answer, NoPlace, PoolSpec, WorkerError
-from .children import ChildrenPool, ignore_signals
+from ..messages import Incoming, Outgoing, Piece, decode, encode
+from .base import Answer, NoPlace, PoolSpec, WorkerError, answer_in, settle
+from .children import Child, ChildrenPool, ignore_signals
 from .placement import places_of
 from .ray_cluster import RayCluster
 from .shell import Shell
@@ -36,14 +38,36 @@ class RayPool(ChildrenPool):
 
     async def _start_ranks(self) -> None:
         drive = _Drive(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
-        await self._start_child(_drive_ray, drive)
+        self._driver = await asyncio.to_thread(_Driver, (), _drive_ray, drive)
+        self._watch(self._driver)
 
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
-        """The driver takes messages for ranks in turn, as they are sent."""
-        self._children[0].send(message, answer)
+        self._driver.send_on(rank, message, answer)
 
-    def _preloaded(self) -> tuple[str, ...]:
-        return ()
+
+class _Driver(Child):
+    """Takes messages for the ranks in turn. Answers come when they are there, each behind the number of its rank."""
+
+    def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
+        super().__init__(preloaded, serve, *arguments)
+        self._of_ranks: defaultdict[int, deque[asyncio.Future[Answer]]] = defaultdict(deque)
+        self._answering: int | None = None
+
+    def send_on(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        self._of_ranks[rank].append(answer)
+        self._begin_to_send(message)
+
+    def _take(self, frame: memoryview) -> None:
+        if self._answering is None:
+            self._answering = _rank_in(frame)
+            return
+        settle(self._of_ranks[self._answering].popleft(), answer_in(frame))
+        self._answering = None
+
+
+def _rank_in(frame: memoryview) -> int:
+    rank: Any = decode(frame)
+    return rank
 
 
 @dataclass(frozen=True)
@@ -57,27 +81,35 @@ class _Drive:
 
 
 def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
-    """The driver: hands messages to the ranks in turn, and answers in that order. It ends when it loses one of them."""
+    """The driver: hands messages to the ranks in turn. It ends when it loses one of them."""
     os.environ.update(drive.environment)
     try:
         _connect(drive.address)
         actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
     except ValueError as error:
-        _refuse(pipe, error)
+        _refuse(pipe, error, len(drive.spec.configs))
         return
     watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
     threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
-    answers: SimpleQueue[Any] = SimpleQueue()
-    threading.Thread(target=_send_answers, args=(answers, pipe), daemon=True).start()
+    answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in actors]
+    sending = threading.Lock()
+    for rank, of_rank in enumerate(answers):
+        threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
     incoming = Incoming()
-    for actor in cycle(actors):
-        answers.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
+    for actor, of_rank in cycle(zip(actors, answers, strict=True)):
+        of_rank.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
 
 
-def _refuse(pipe: socket.socket, error: ValueError) -> None:
+def _refuse(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:
     incoming = Incoming()
-    while incoming.receive(pipe) is not None:
-        Outgoing(encode(Answer(error=error))).send(pipe)
+    for rank in cycle(range(num_ranks)):
+        incoming.receive(pipe)
+        _send_answer(rank, encode(Answer(error=error)), pipe)
+
+
+def _send_answer(rank: int, frame: list[Piece], pipe: socket.socket) -> None:
+    Outgoing(encode(rank)).send(pipe)
+    Outgoing(frame).send(pipe)
 
 
 def _watch(watches: list[Any], lifeline: socket.socket) -> None:
@@ -88,7 +120,8 @@ def _watch(watches: list[Any], lifeline: socket.socket) -> None:
     os._exit(1)
 
 
-def _send_answers(answers: "SimpleQueue[Any]", pipe: socket.socket) -> None:
+def _send_answers(rank: int, answers: "SimpleQueue[Any]", pipe: socket.socket, sending: threading.Lock) -> None:
+    """As soon as each is there: another rank may wait for this one, so that its own answer never comes."""
     import ray
     from ray.exceptions import RayActorError
 
@@ -99,7 +132,8 @@ def _send_answers(answers: "SimpleQueue[Any]", pipe: socket.socket) -> None:
             return
         except Exception as error:  # Ray lost the message or the answer
             frame = encode(Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
-        Outgoing(frame).send(pipe)
+        with sending:
+            _send_answer(rank, frame, pipe)
 
 
 def _connect(address: str) -> None:

@@ -41,7 +41,7 @@ class RemotePool(Pool):
 
     async def _start_ranks(self) -> None:
         self._line = await _called(self._at)
-        self._line.say(Attach(self._group, self._at.claim))
+        self._line.say(Attach(self._group, self._at.claim, self._at.knobs))
 
     async def _build(self, hang_seconds: float) -> list[int]:
         seconds = None if hang_seconds == math.inf else hang_seconds
@@ -52,11 +52,7 @@ class RemotePool(Pool):
         if isinstance(words, NotNow):
             raise NoPlace(f"the workers at {self._at.address} are not to be had: {words.reason}")
         assert isinstance(words, Attached), words
-        if len(words.pids) != len(self.spec.configs):
-            raise ValueError(
-                f"{self._group} has {len(words.pids)} ranks at {self._at.address}, and {len(self.spec.configs)} here: "
-                "they were started anew with another --parallel; start this server anew, too"
-            )
+        assert len(words.pids) == len(self.spec.configs), "their knobs are those that this server knows"
         self._hearing = asyncio.create_task(self._hear(self._attached()))
         return words.pids
 

@@ -8,8 +8,10 @@ before it is looked at. Nobody is kept from reading along.
 import asyncio
 import contextlib
 import hmac
+import os
 import secrets
 import socket
+import stat
 import struct
 from collections.abc import Sequence
 from hashlib import blake2b
@@ -36,15 +38,28 @@ class NotSealed(ConnectionError):
 def read_secret(file: Path) -> bytes:
     """Raises ValueError; says nothing of what is in the file."""
     try:
-        secret = file.read_bytes().strip()
+        with file.open("rb") as opened:
+            status, secret = os.fstat(opened.fileno()), opened.read().strip()
     except OSError as error:
         raise ValueError(f"the secret of the workers cannot be read from {file}: {error.strerror}") from None
+    if status.st_mode & _not_for_others(status.st_uid):
+        raise ValueError(
+            f"the secret of the workers in {file} is not its owner's alone (mode {stat.S_IMODE(status.st_mode):04o}): "
+            f"`chmod 600 {file}`, and make another one if somebody may have read it"
+        )
     if len(secret) < _LEAST_SECRET:
         raise ValueError(
             f"the secret of the workers in {file} has {len(secret)} bytes, and {_LEAST_SECRET} are the least: make one "
-            f"with `openssl rand -hex 32 > {file}`, and give the same file to servers and workers"
+            f"with `(umask 077; openssl rand -hex 32 > {file})`, and give the same file to servers and workers"
         )
     return blake2b(secret).digest()
+
+
+def _not_for_others(owner: int) -> int:
+    """Bits of its mode. A group may read what root has made for a service of another user: so systemd and Kubernetes
+    hand secrets over, and so does PostgreSQL take its keys."""
+    is_handed_over = owner == 0 and os.geteuid() != 0
+    return stat.S_IRWXO | (stat.S_IWGRP | stat.S_IXGRP if is_handed_over else stat.S_IRWXG)
 
 
 class Sealed:

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -113,10 +114,9 @@ class PolicyProgram:
         """On ranks that cannot go on alone: what goes wrong in between, nobody survives. All of them run as many
         micro-batches, those of failed tasks left out."""
         tasks = sorted((each for each in begun if isinstance(each, Task)), key=self._neighbourhood)
-        run_ids = list(dict.fromkeys(task.run_id for task in tasks))
-        with self._adapters.resident(run_ids) as adapters:
-            by_run = dict(zip(run_ids, adapters, strict=True))
-            self._refuse_diverged(tasks, by_run)
+        with ExitStack() as held:
+            by_run = self._bring(tasks, held)
+            self._refuse_diverged([task for task in tasks if not task.computed], by_run)
             usable = [task for task in tasks if not task.computed]
             told = self._mesh.exchange(([_failure_of(each) for each in begun], self._num_micro_batches(usable)))
             _take_failures([failures for failures, _ in told], begun)
@@ -125,6 +125,16 @@ class PolicyProgram:
                 most = max(number for _, number in told)
                 self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most)
             self._end_computed(usable, by_run)
+
+    def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Adapter]:
+        """Their adapters to the device, by run; tasks whose adapter does not come are given up."""
+        by_run: dict[str, Adapter] = {}
+        for task in tasks:
+            try:
+                (by_run[task.run_id],) = held.enter_context(self._adapters.resident([task.run_id]))
+            except OperationError as error:
+                task.give_up(Failure(error.message, error.category))
+        return by_run
 
     def _num_micro_batches(self, tasks: list[Task]) -> int:
         lanes = pack([task.operation for task in tasks], self._token_budget, self._base.device)

@@ -31,12 +31,14 @@ def trouble_of(error: Exception) -> Trouble:
 
 def out_of_memory_message(operation: Operation, configured: int, tried: int, device: torch.device) -> str:
     """configured, tried: tokens of a micro-batch."""
+    free = available_bytes(device)
+    room = f"{device} has {gigabytes(free) if free is not None else 'an unknown amount'} free"
     lengths = [len(row.tokens) for row in operation.rows]
+    if not lengths:
+        return f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots"
     longest = max(lengths)
     largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]
-    free = available_bytes(device)
     return (
         f"out of memory: a micro-batch of {largest} tokens does not fit (micro_batch_tokens is {configured}; datum"
-        f" {datum} alone has {longest}), {device} has {gigabytes(free) if free is not None else 'an unknown amount'}"
-        " free: send shorter sequences, or serve this model with more memory"
+        f" {datum} alone has {longest}), {room}: send shorter sequences, or serve this model with more memory"
     )

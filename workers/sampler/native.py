@@ -63,7 +63,7 @@ class NativeSampler:
     ) -> None:
         """mesh: None = there is one rank."""
         self._base = base
-        self._together = Together((mesh or Mesh()).along("ep", "tp"))
+        self._together = Together(mesh or Mesh())
         self._adapters = adapters
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
@@ -78,7 +78,8 @@ class NativeSampler:
         self._text = Text(config.model.source, base)
 
     def slice(self, work: Slice) -> SliceResult:
-        """Cancelled jobs are not answered. Runs over its budget by at most one iteration."""
+        """Cancelled jobs are not answered. Runs over its budget by at most one iteration, and by the time
+        that layers take to be gathered."""
         deadline = time.monotonic() + work.budget_milliseconds / 1000
         self._finished = {}
         for job_id in work.cancel:
@@ -123,8 +124,11 @@ class NativeSampler:
     def _run_until(self, deadline: float) -> None:
         with ExitStack() as held:
             self._schedule.serve(self._bring(self._choose_adapters(), held))
+            self._fail_together()
             held.enter_context(self._base.threads.restored())
+            began = time.monotonic()
             held.enter_context(self._base.gathered())
+            deadline += time.monotonic() - began  # else little may be left for steps
             while not self._schedule.is_idle:
                 self._iterate(deadline)
                 if self._together.is_over(deadline):
@@ -185,6 +189,13 @@ class NativeSampler:
         for job in list(self._jobs.values()):
             if job.adapter_id == adapter_id:
                 self._fail(job, error.message, error.category)
+
+    def _fail_together(self) -> None:
+        """What failed on one rank so far, on those that decode it with that one."""
+        own = {job_id: answer for job_id, answer in self._finished.items() if isinstance(answer, Failure)}
+        for job_id, failure in self._together.failures(own).items():
+            if job_id in self._jobs:
+                self._fail(self._jobs[job_id], failure.message, failure.category)
 
     def _fail(self, job: Job, message: str, category: Category = "user") -> None:
         self._remove(job.request.job_id)

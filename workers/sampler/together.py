@@ -1,20 +1,29 @@
 """Together: ranks that decode the same samples, each with its part of the model, decide as the first of them does."""
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
 import torch
 
-from ..parallel.mesh import Team
+from ..parallel.mesh import Mesh
+from ..verbs import Failure
 from .choice import Chosen
 
 
 class Together:
     """speaks: whether this rank's answers count."""
 
-    def __init__(self, team: Team) -> None:
-        self._team = team
-        self.speaks = team.index == 0
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._team = mesh.along("ep", "tp")
+        self.speaks = self._team.index == 0
+
+    def failures(self, own: Mapping[str, Failure]) -> dict[str, Failure]:
+        """Of jobs, by id: those of all ranks. All ranks ask at once, whatever they decode."""
+        if self._team.size == 1:
+            return dict(own)
+        return {job_id: failure for told in self._mesh.exchange(own) for job_id, failure in told.items()}
 
     def is_over(self, deadline: float) -> bool:
         """Whether the time has come, by the first rank's clock."""

@@ -1,17 +1,21 @@
 """Layouts that cannot work are refused, before anything is loaded, with the value, the reason and what would work."""
 
+import asyncio
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.workers.config import ServedModel
+from trainhouse.workers.config import DispatchConfig, ServedModel, WorkerConfig
 from trainhouse.workers.parallel.checks import check_layout, cuda_devices, valid_ep, valid_tp
+from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
 from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.sources import source_of
 
 CONFIGS = Path(__file__).parent / "configs"
 MOE, LLAMA = (str(CONFIGS / f"{name}.json") for name in ("Qwen3-30B-A3B", "Llama-3.1-8B"))
@@ -148,6 +152,22 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         DENSE | {"hidden_act": "gelu"},
         "tp=2: M has another activation than silu, or rotates a part of each head only",
     ),
+    "another forward": (
+        "--activations recompute",
+        DENSE | {"model_type": "cohere2", "logit_scale": 0.25},
+        "activations recompute: passes of cohere2 models such as M keep all that their way back needs, since they run "
+        "by transformers' own forward: leave out --activations recompute",
+    ),
+    "another forward of images": (
+        "--activations offload",
+        {"model_type": "gemma3", "text_config": DENSE | {"model_type": "gemma3_text"}},
+        "activations offload: passes of gemma3 models such as M keep all that their way back needs",
+    ),
+    "another rotation": (
+        "--parallel replicas=2 --activations offload",
+        DENSE | {"rope_scaling": {"type": "dynamic", "factor": 2.0}},
+        "activations offload: passes of qwen3 models such as M keep all that their way back needs",
+    ),
     "no config": (
         "--parallel tp=2",
         "/no/such/model",
@@ -176,7 +196,9 @@ def test_what_is_impossible_is_said_at_once(reason: str, tmp_path: Path) -> None
 OF_SERVE = [
     reason
     for reason, (arguments, source, _) in IMPOSSIBLE.items()
-    if arguments.startswith("--parallel") and "num-devices" not in arguments and reason != "no config"
+    if arguments.startswith(("--parallel", "--activations"))
+    and "num-devices" not in arguments
+    and reason != "no config"
 ]
 
 
@@ -187,6 +209,11 @@ def test_serve_refuses_what_is_impossible_before_anything_is_there(reason: str, 
     options = [*arguments.split(), f"--state-dir={state_dir}", "--port=0"]
     assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
     assert not state_dir.exists()
+
+
+def test_serve_refuses_a_directory_without_weights_at_once(tmp_path: Path) -> None:
+    options = [f"--state-dir={tmp_path / 'state'}", "--port=0"]
+    assert_said_at_once("serve", made(DENSE, tmp_path), options, "no .safetensors weights in this directory", tmp_path)
 
 
 def test_there_are_many_such_reasons() -> None:
@@ -233,6 +260,11 @@ def test_what_needs_nothing_of_a_model_passes_for_any() -> None:
     check_layout(ParallelSpec(), model_of("M", DENSE | {"hidden_act": "gelu"}))
 
 
+def test_own_layers_take_all_ways_to_keep_activations() -> None:
+    for activations in ("keep", "recompute", "offload"):
+        check_layout(ParallelSpec(replicas=2), model(LLAMA), activations=activations)
+
+
 def test_valid_choices_are_those_that_pass() -> None:
     shape = model(MOE)
     for tp in range(1, 40):
@@ -257,3 +289,24 @@ def test_devices_are_those_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) 
     for visible, number in (("0,3", 2), ("", None), ("-1", None), ("GPU-a", 1)):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
         assert cuda_devices() == number
+
+
+def test_devices_before_the_one_named_are_not_a_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    shutil.copy(LLAMA, tmp_path / "config.json")
+    served = ServedModel("m", str(tmp_path))
+    for device, is_enough in (("cuda:4", True), ("cuda:5", False), ("cuda", True)):
+        model = WorkerConfig(served, device=device, parallel=ParallelSpec(tp=4))
+        source = source_of(DispatchConfig((model,)))
+        if is_enough:
+            asyncio.run(source.open())
+        else:
+            with pytest.raises(ValueError, match="tp=4 is 4 ranks, and there are 3 devices"):
+                asyncio.run(source.open())
+
+
+def test_what_is_planned_is_what_the_workers_knobs_say() -> None:
+    knobs = {"zero_stage": "2", "activations": "offload", "tp_activations": "whole", "adapter_slots": 3}
+    load = Load.of(WorkerConfig(ServedModel("m", "m"), **knobs), 100, "float32", samples=True)
+    assert {name: getattr(load, name) for name in knobs} == knobs
+    assert (load.dtype, load.longest) == ("float32", 100)

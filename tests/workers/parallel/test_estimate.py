@@ -150,7 +150,12 @@ KNOBS = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
 LOAD = Load(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
 
 
-@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), ("llama", "bfloat16"), ("qwen3_moe", "bfloat16")])
+def in_bfloat16(kind: str) -> Any:
+    """Minutes on processors that have no instructions for it."""
+    return pytest.param(kind, "bfloat16", marks=[pytest.mark.full, pytest.mark.timeout(1800)])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), in_bfloat16("llama"), in_bfloat16("qwen3_moe")])
 def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_path: Path) -> None:
     model = scaled_model(kind, tmp_path)
     shape = shape_at(model)
@@ -165,7 +170,7 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
     assert not 0.9 * found < planned * (shape.num_layers - 1) / shape.num_layers < 1.1 * found
 
 
-@pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), ("offload", "bfloat16")])
+@pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), in_bfloat16("offload")])
 def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
     """Of more layers, most of which is their inputs. Here host memory is the device's, too."""
     model = tiny_model("llama", tmp_path, **(SCALED | {"num_hidden_layers": 12, "num_attention_heads": 4}))
@@ -313,7 +318,14 @@ def test_a_window_takes_a_mask_where_kernels_want_one() -> None:
     shape = replace(public("Llama-3.1-8B"), window=1024)
     load = Load(longest=4096, dtype="float32")
     more = activations(shape, SINGLE, load).working - activations(replace(shape, window=None), SINGLE, load).working
-    assert more > 4096**2 * 8
-    assert activations(shape, SINGLE, replace(load, longest=1024)).working < activations(shape, SINGLE, load).working
+    assert 512 * 1024 * 4 < more < 8 << 20
+    assert activations(replace(shape, window=4096), SINGLE, load) == activations(
+        replace(shape, window=None), SINGLE, load
+    )
+    longer = replace(load, longest=8192)
+    assert (
+        activations(shape, SINGLE, longer).working - activations(replace(shape, window=None), SINGLE, longer).working
+        == more
+    )
     short = replace(load, dtype="bfloat16")
     assert activations(shape, SINGLE, short) == activations(replace(shape, window=None), SINGLE, short)

@@ -9,20 +9,34 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.verbs import Step
 
-from .training import ADAM, Layout, close, largest_error, layout, next_losses, supervised, train
+from .case import Case
+from .training import ADAM, Layout, close, distance, largest_error, layout, next_losses, supervised, train
 
 LAYOUTS = ("single", "replicas=2", "fsdp=2", "replicas=2,fsdp=2", "tp=2", "fsdp=2,tp=2", "sp=2", "sp=2,tp=2")
-OF_EXPERTS = ("ep=2", "fsdp=2,ep=2")
+OF_EXPERTS = ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2")
 
-MATRICES = [
-    pytest.param(("qwen3_tied", ("fsdp=2", "tp=2")), id="core"),
-    *(
-        pytest.param((kind, layouts), id=kind, marks=[pytest.mark.full, pytest.mark.timeout(900)])
-        for kind, layouts in (("qwen3", LAYOUTS), ("qwen3_tied", LAYOUTS), ("qwen3_moe", LAYOUTS + OF_EXPERTS))
+
+def cases(kind: str, specs: Sequence[str], heads: str = "4x2") -> tuple[Case, ...]:
+    """Each layout, and tp=2 with activations that are whole as well."""
+    whole = [Case("tp=2", kind, "whole", heads)] if "tp=2" in specs else []
+    return (*(Case(spec, kind, heads=heads) for spec in specs), *whole)
+
+
+CORE = (Case("fsdp=2", "qwen3_tied"), Case("tp=2", "qwen3_tied"))
+FULL = {
+    **{kind: cases(kind, LAYOUTS) for kind in ("qwen3", "qwen3_tied")},
+    **{kind: cases(kind, LAYOUTS + OF_EXPERTS) for kind in ("qwen3_moe", "qwen3_moe_mixed")},
+    # Rings: here of two teams along sp=4, and of two ranks beside tp; there, where tp is impossible, wherever sp=2.
+    "qwen3_moe-6x2": cases("qwen3_moe", (*LAYOUTS, *OF_EXPERTS, "sp=4"), "6x2"),
+    "qwen3_moe-6x3": cases(
+        "qwen3_moe", (*(spec for spec in LAYOUTS + OF_EXPERTS if "tp" not in spec), "ep=2,sp=2"), "6x3"
     ),
+}
+MATRICES = [
+    pytest.param(CORE, id="core"),
+    *(pytest.param(cases, id=name, marks=[pytest.mark.full, pytest.mark.timeout(900)]) for name, cases in FULL.items()),
 ]
 TOLERANCE = 1e-4
 # Of weights that two steps of at most 0.01 each have moved.
@@ -36,6 +50,7 @@ class Saved:
     losses, window: what came next without an interruption.
     """
 
+    case: Case
     where: Layout
     run: Path
     snapshot: Path
@@ -47,20 +62,21 @@ class Saved:
 def matrix(
     request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[list[Saved]]:
-    kind, specs = request.param
+    cases: tuple[Case, ...] = request.param
+    model = cases[0].model(tiny_models, tmp_path_factory.mktemp("model"))
     with ExitStack() as stack:
         wheres = [
-            stack.enter_context(layout(tiny_models[kind], ParallelSpec.parse(spec), tmp_path_factory.mktemp("files")))
-            for spec in specs
+            stack.enter_context(layout(model, case.parallel, tmp_path_factory.mktemp("files"), **case.knobs))
+            for case in cases
         ]
-        yield [trained(where) for where in wheres]
+        yield [trained(case, where) for case, where in zip(cases, wheres, strict=True)]
 
 
-def trained(where: Layout) -> Saved:
+def trained(case: Case, where: Layout) -> Saved:
     train(where, 2)
     where.run_pass(supervised("b", 3, 9, 14, 7))
     run, snapshot = where.saved("a"), where.snapshot("b")
-    return Saved(where, run, snapshot, next_losses(where), rest_of_window(where))
+    return Saved(case, where, run, snapshot, next_losses(where), rest_of_window(where))
 
 
 def rest_of_window(where: Layout) -> list[float]:
@@ -78,7 +94,7 @@ def test_what_one_layout_saved_goes_on_under_each(matrix: list[Saved]) -> None:
     for saved in matrix:
         for each in matrix:
             each.where.call("load_run", "a", str(saved.run), True)
-            assert close(next_losses(each.where), saved.losses, TOLERANCE), f"{saved.where.spec} -> {each.where.spec}"
+            assert close(next_losses(each.where), saved.losses, TOLERANCE), f"{saved.case} -> {each.case}"
         # What this bound would not let pass: two steps more, or an optimizer that begins anew.
         assert not close(next_losses(saved.where), saved.losses, TOLERANCE)
         saved.where.call("load_run", "a", str(saved.run), False)
@@ -89,9 +105,7 @@ def test_a_window_that_one_layout_had_begun_is_ended_under_each(matrix: list[Sav
     for saved in matrix:
         for each in matrix:
             each.where.call("load_run", "b", str(saved.snapshot), True)
-            assert close(rest_of_window(each.where), saved.window, TOLERANCE), (
-                f"{saved.where.spec} -> {each.where.spec}"
-            )
+            assert close(rest_of_window(each.where), saved.window, TOLERANCE), f"{saved.case} -> {each.case}"
         saved.where.call("load_run", "b", str(saved.snapshot), True)
         saved.where.call("clear_gradients", "b")
         assert not close(rest_of_window(saved.where), saved.window, TOLERANCE)
@@ -102,8 +116,8 @@ def test_adapters_that_were_trained_alike_are_exported_alike(matrix: list[Saved]
     for saved, files in zip(matrix[1:], others, strict=True):
         for name, matrices in files.items():
             assert types_of(matrices) == types_of(first[name])
-        assert furthest(files["adapter_model"], first["adapter_model"]) <= SAME, saved.where.spec
-        assert largest_error([files["optimizer"]], [first["optimizer"]]) <= TOLERANCE, saved.where.spec
+        assert furthest(files["adapter_model"], first["adapter_model"]) <= SAME, saved.case
+        assert largest_error([files["optimizer"]], [first["optimizer"]]) <= TOLERANCE, saved.case
     another = {name: 1.0001 * values for name, values in first["adapter_model"].items()}
     assert furthest(another, first["adapter_model"]) > SAME
 
@@ -116,7 +130,7 @@ def test_what_one_layout_saved_each_saves_again_bit_for_bit(matrix: list[Saved])
         assert own_words == words
         assert found.keys() == wanted.keys()
         for name, values in found.items():
-            assert values.tobytes() == wanted[name].tobytes(), f"{name} under {each.where.spec}"
+            assert values.tobytes() == wanted[name].tobytes(), f"{name} under {each.case}"
         exported = each.where.call("export_adapter", "a").weights
         weights = exported if weights is None else weights
         assert np.array_equal(exported, weights)
@@ -135,7 +149,7 @@ def contents(directory: Path) -> tuple[dict[str, np.ndarray], Sequence[str]]:
 
 
 def furthest(ours: dict[str, np.ndarray], theirs: dict[str, np.ndarray]) -> float:
-    return max(float(np.abs(values - theirs[name]).max()) for name, values in ours.items())
+    return distance(list(ours.values()), [theirs[name] for name in ours])
 
 
 def types_of(matrices: dict[str, np.ndarray]) -> dict[str, tuple[object, ...]]:

@@ -17,7 +17,7 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools import LocalPool, PoolSpec
 from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
 
 WORKER = "trainhouse.workers.worker:Worker"
 RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
@@ -46,29 +46,33 @@ class Layout:
         self.shards_activations = config.tp_activations == "sharded"
         self._runner = runner
         self._scratch = scratch
+        self._hang_seconds = config.hang_seconds
         self._num_operations = 0
 
     def call(self, method: str, *arguments: object) -> Any:
-        return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=HANG_SECONDS))
+        return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=self._hang_seconds))
 
     def answers(self, method: str, *arguments: object) -> list[Any]:
         """Of all ranks."""
-        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=HANG_SECONDS))
+        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self._hang_seconds))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
         parts = [Part(self._new_operation(), request) for request in requests]
         return self.run_parts(*parts)
 
     def run_parts(self, *parts: Part) -> list[ForwardBackwardOutput | Failure | None]:
-        return list(self._runner.run(self.ranks.run_pass(Pass(parts), HANG_SECONDS)))
+        return list(self._runner.run(self.ranks.run_pass(Pass(parts), self._hang_seconds)))
 
     def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
         finished: dict[str, SampleResponse | Failure] = {}
         joining = jobs
         while len(finished) < len(jobs):
-            result = self._runner.run(self.ranks.run_slice(Slice(joining, (), 50.0), HANG_SECONDS))
+            result = self.run_slice(joining)
             finished, joining = finished | result.finished, ()
         return finished
+
+    def run_slice(self, joining: tuple[SampleJob, ...] = (), milliseconds: float = 50.0) -> SliceResult:
+        return self._runner.run(self.ranks.run_slice(Slice(joining, (), milliseconds), self._hang_seconds))
 
     def snapshot(self, run_id: str) -> Path:
         directory = self._new_directory()
@@ -118,6 +122,12 @@ def error(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarr
 
 def close(ours: Sequence[float] | np.ndarray, theirs: Sequence[float] | np.ndarray, tolerance: float = 1e-4) -> bool:
     return error(ours, theirs) <= tolerance
+
+
+def distance(ours: Sequence[Sequence[float] | np.ndarray], theirs: Sequence[Sequence[float] | np.ndarray]) -> float:
+    """The largest between any two numbers, in the units of both; they have the same lengths."""
+    assert [np.shape(mine) for mine in ours] == [np.shape(other) for other in theirs]
+    return max(float(np.abs(np.subtract(mine, other)).max()) for mine, other in zip(ours, theirs, strict=True))
 
 
 def largest_error(ours: Sequence[Mapping[str, np.ndarray]], theirs: Sequence[Mapping[str, np.ndarray]]) -> float:

@@ -1,13 +1,18 @@
 """A worker that counts its micro-batches, and does on demand what ranks of a layout must not."""
 
+import time
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 from unittest import mock
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
-from trainhouse.workers import optim
+from trainhouse.schemas.errors import OperationError
+from trainhouse.workers import checkpoint, optim
 from trainhouse.workers.lora import Adapter
+from trainhouse.workers.lora.pages import Page
 from trainhouse.workers.optim import add_up
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.verbs import Failure, Step
@@ -19,8 +24,8 @@ WATCHED = "trainhouse.tests.workers.parallel.watched_worker:WatchedWorker"
 def _averaged(adapters: Sequence[Adapter], mesh: Mesh) -> None:
     add_up(adapters, mesh)
     for adapter in adapters:
-        for axis, region in adapter.layout.regions.items():
-            adapter.accumulator[region] /= mesh.beside(axis).size
+        for axes, region in adapter.layout.regions.items():
+            adapter.accumulator[region] /= mesh.beside(*axes).size
 
 
 def _left_alone(adapters: Sequence[Adapter], mesh: Mesh) -> None:
@@ -33,6 +38,7 @@ RULES = {"sum": add_up, "mean": _averaged, "own": _left_alone}
 ERRORS = {
     "raised": RuntimeError("broken"),
     "out of memory": torch.OutOfMemoryError("no memory for 1 TiB"),
+    "refused": OperationError("refused"),
 }
 
 
@@ -41,10 +47,12 @@ class WatchedWorker(Worker):
         super()._load(mesh)
         self._rule, self._error = "sum", ""
         self._num_micro_batches = 0
+        self._seconds_late = 0.0
         run = self._base.shared_hidden_states
 
         def watched(*arguments: Any) -> Tensor:
             self._num_micro_batches += 1
+            time.sleep(self._seconds_late)
             if self._error:
                 raise ERRORS[self._error]
             return run(*arguments)
@@ -62,6 +70,39 @@ class WatchedWorker(Worker):
     def fail(self, rank: int, error: str) -> None:
         """From now on one of ERRORS in each pass of that rank; "" = none."""
         self._error = error if self._mesh.rank == rank else ""
+
+    def be_late(self, rank: int, seconds: float) -> None:
+        """From now on, at each micro-batch of that rank."""
+        if self._mesh.rank == rank:
+            self._seconds_late = seconds
+
+    def shortest_timeout(self) -> float:
+        """Of exchanges with other ranks, in seconds."""
+        groups = [team._group for team in self._mesh._teams.values() if team._group is not None]
+        backends = [group._get_backend(torch.device("cpu")) for group in [*groups, self._mesh._words]]
+        return min(backend.options._timeout.total_seconds() for backend in backends)
+
+    def lose_pages(self, rank: int) -> None:
+        """Of adapters: those that are on disk there now."""
+        if self._mesh.rank != rank:
+            return
+        residency = self._adapters._residency
+        lost, read = [saved.page for saved in residency._saved.values()], residency._pages.read
+
+        def read_others(page: Page, vectors: Sequence[Tensor]) -> None:
+            if page in lost:
+                raise OSError("input/output error")
+            read(page, vectors)
+
+        residency._pages.read = read_others
+
+    def call_unreadable(self, rank: int, method: str, *arguments: object) -> object:
+        """Calls the verb where that rank cannot read what is saved."""
+        call = partial(getattr(self, method), *arguments)
+        if self._mesh.rank != rank:
+            return call()
+        with mock.patch.object(checkpoint, "safe_open", side_effect=SafetensorError("input/output error")):
+            return call()
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """From now on none has more tokens, unless a single sequence has."""

@@ -1,0 +1,55 @@
+"""`trainhouse import`: an adapter that peft has saved, from a directory or a URL, to a running server."""
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from .errors import TrainhouseError
+from .rest import PEFT_FILES
+from .service import ServiceClient
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The exit status."""
+    options = _parser().parse_args(arguments)
+    try:
+        with _local(options.source) as directory, ServiceClient(options.base_url, options.api_key) as service:
+            imported = service.create_rest_client().import_adapter(directory, options.base_model, options.name).result()
+    except (TrainhouseError, ValueError, OSError) as error:
+        print(f"trainhouse import: error: {error}", file=sys.stderr)
+        return 1
+    print(imported.tinker_path)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("trainhouse import", description=__doc__, allow_abbrev=False)
+    parser.add_argument("source", metavar="DIRECTORY_OR_URL", help=f"with {' and '.join(PEFT_FILES)}")
+    parser.add_argument("--base-model", help="that is served (the one that adapter_config.json names)")
+    parser.add_argument("--name", default="imported", help="of the checkpoint (%(default)s)")
+    parser.add_argument("--base-url", help="of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000)")
+    parser.add_argument("--api-key", help="better in TRAINHOUSE_API_KEY")
+    return parser
+
+
+@contextmanager
+def _local(source: str) -> Iterator[Path]:
+    if "://" not in source:
+        yield Path(source)
+        return
+    try:
+        import fsspec  # which a bare install of the client does not have
+    except ModuleNotFoundError:
+        raise ValueError(f"{source} is read with a package that is not installed: pip install fsspec") from None
+    with tempfile.TemporaryDirectory() as directory:
+        files, path = fsspec.core.url_to_fs(source)
+        for name in PEFT_FILES:
+            files.get_file(f"{path.rstrip('/')}/{name}", f"{directory}/{name}")
+        yield Path(directory)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,93 @@
+"""Adapters that PEFT has saved, uploaded in one body, as checkpoints. Their matrices are read by the workers alone."""
+
+import asyncio
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from ..schemas.errors import OperationError, RequestError
+from ..schemas.models import LoraConfig
+from .auth import Tenant
+from .peft_config import PeftConfig
+from .served import require_served
+from .services import Services
+from .store import CheckpointRecord, RunRecord, SessionRecord
+
+_UPLOADED = "uploaded.safetensors"
+
+
+@dataclass(frozen=True)
+class Upload:
+    """weights: adapter_model.safetensors."""
+
+    config: PeftConfig
+    weights: memoryview
+
+
+@dataclass(frozen=True)
+class Import:
+    """base_model: None = the one that the adapter's configuration names. name: of the checkpoint."""
+
+    upload: Upload
+    base_model: str | None
+    name: str
+    ttl_seconds: int | None
+
+
+def read_upload(body: bytes, config_bytes: int) -> Upload:
+    """adapter_config.json and adapter_model.safetensors, one behind the other. Raises RequestError."""
+    try:
+        config = json.loads(body[:config_bytes])
+    except (ValueError, RecursionError) as error:
+        raise RequestError(
+            f"the first {config_bytes} bytes of the body (config_bytes) are no adapter_config.json: {error}"
+        ) from None
+    if not isinstance(config, dict):
+        raise RequestError("adapter_config.json is not an object: send it as peft saved it")
+    if len(body) == config_bytes:
+        raise RequestError("the body ends with adapter_config.json: send adapter_model.safetensors behind it")
+    return Upload(PeftConfig.read(config), memoryview(body)[config_bytes:])
+
+
+async def import_checkpoint(
+    services: Services, tenant: Tenant, wanted: Import, session: SessionRecord
+) -> CheckpointRecord:
+    """session: of which it is to be, with a run of its own; neither is in the store yet. Raises RequestError."""
+    config, base_model = wanted.upload.config, _base_model(services, wanted)
+    lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
+    run = RunRecord(
+        run_id=f"{session.session_id}:train:0",
+        session_id=session.session_id,
+        tenant_id=session.tenant_id,
+        base_model=base_model,
+        lora=lora,
+        created_at=session.created_at,
+        last_request_at=session.created_at,
+        user_metadata={"imported_from": "peft"},
+    )
+
+    async def write(directory: Path) -> LoraConfig:
+        source = directory / _UPLOADED
+        await asyncio.to_thread(source.write_bytes, wanted.upload.weights)
+        try:
+            return await services.dispatch.convert_adapter(base_model, source, lora, directory, tenant.name)
+        finally:
+            await asyncio.to_thread(partial(source.unlink, missing_ok=True))
+
+    try:
+        return await services.checkpoints.make(run, session, wanted.name, wanted.ttl_seconds, write)
+    except OperationError as error:
+        raise RequestError(error.message, 400 if error.category == "user" else 503) from error
+
+
+def _base_model(services: Services, wanted: Import) -> str:
+    named = wanted.upload.config.base_model
+    if wanted.base_model is None and named not in services.dispatch.models:
+        raise RequestError(
+            f"adapter_config.json names {named!r} as base model, which is not served here by that name: name one of "
+            f"{', '.join(services.dispatch.models)} with base_model"
+        )
+    base_model = wanted.base_model or named or ""
+    require_served(services.dispatch, base_model)
+    return base_model

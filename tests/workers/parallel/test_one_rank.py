@@ -1,0 +1,87 @@
+"""What goes wrong on one rank fails on all, at once, and nobody waits for it; what takes one long is waited for."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.verbs import Failure, RunSpec, Step
+
+from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
+from .watched_worker import WATCHED
+
+LOST = "an adapter cannot be brought back from disk: input/output error"
+LORA = LoraConfig(rank=4, seed=3)
+
+SPECS = [
+    *("fsdp=2", "tp=2"),
+    *(pytest.param(spec, marks=pytest.mark.full) for spec in ("replicas=2", "sp=2", "ep=2", "replicas=2,tp=2")),
+]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """The losses of run d on one rank."""
+    with layout(tiny_models["qwen3_moe"], SINGLE, tmp_path_factory.mktemp("alone")) as where:
+        where.call("create_run", RunSpec("d", LORA))
+        losses = next_losses(where, "d")
+        where.run_pass(supervised("d", 1, 4, 5, 6))
+        where.call("apply_steps", (Step("d", ADAM),))
+        return losses + next_losses(where, "d")
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_what_one_rank_has_lost_fails_what_needs_it_and_nothing_else(
+    spec: str, undisturbed: list[float], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    knobs = {"adapter_slots": 2, "host_adapter_bytes": 0, "page_directory": str(tmp_path / "pages")}
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED, **knobs) as where:
+        for run_id in ("a", "b", "c", "d"):  # the first two are on disk then
+            where.call("create_run", RunSpec(run_id, LORA))
+        losses, saved = next_losses(where, "d"), where.saved("c")
+        where.call("lose_pages", 1)
+        assert_run_a_is_lost(where, tmp_path)
+        for verb, *arguments in (("load_run", "c", str(saved), True), ("read_adapter", str(saved))):
+            with pytest.raises(OperationError, match="is damaged: input/output error"):
+                where.call("call_unreadable", 1, verb, *arguments)
+        where.call("load_run", "c", str(saved), True)
+        assert close(losses + next_losses(where, "d"), undisturbed)
+        assert not close(losses + losses, undisturbed)
+
+
+def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
+    failed, fine = where.run_pass(supervised("a", 1, 9, 8), supervised("d", 1, 4, 5, 6))
+    assert isinstance(failed, Failure) and LOST in failed.message and failed.category == "server"
+    assert isinstance(fine, ForwardBackwardOutput)
+    for steps in ((Step("a", ADAM), Step("d", ADAM)), (Step("a", ADAM),)):
+        refused, *others = where.call("apply_steps", steps)
+        assert isinstance(refused, Failure) and LOST in refused.message
+        assert all(isinstance(metrics, Mapping) and metrics["num_tokens"] == 15 for metrics in others)
+    for verb, *arguments in (
+        ("save_run", "a", str(directory), True),
+        ("begin_snapshot", 7, "a", str(directory)),
+        ("export_adapter", "a"),
+        ("clear_gradients", "a"),
+    ):
+        with pytest.raises(OperationError, match=LOST):
+            where.call(verb, *arguments)
+    answers = where.sample(greedy("lost", "a", 9), greedy("fine", "d", 9), greedy("base", None, 5))
+    lost, rank_decodes_alone = answers["lost"], where.spec.tp == where.spec.ep == 1
+    assert rank_decodes_alone or (isinstance(lost, Failure) and LOST in lost.message)
+    assert isinstance(answers["fine"], SampleResponse) and isinstance(answers["base"], SampleResponse)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("spec", ["tp=2", "fsdp=2"])
+def test_ranks_wait_for_one_that_works_for_long(spec: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Longer than hang_seconds, as a call may that has more time: see Patience."""
+    with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path, WATCHED, hang_seconds=5.0) as where:
+        where.call("create_run", RunSpec("a", LORA))
+        where.call("be_late", 0, 7.0)
+        (output,) = where.run_pass(supervised("a", 1, 9, 8))
+        assert isinstance(output, ForwardBackwardOutput)
+        assert where.call("shortest_timeout") > 100 * 24 * 3600, "torch's own is half an hour"

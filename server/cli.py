@@ -152,7 +152,7 @@ def _metavar(entry: Field) -> str:
         return "TYPE"
     named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
     named |= {"tls_certificate": "FILE", "tls_key": "FILE"}
-    named |= {"vllm_python": "FILE", "checkpoints": "URL", "mirrors": "URL"}
+    named |= {"vllm_python": "FILE", "checkpoints": "URL", "mirrors": "URL", "shard": "PATTERN=STYLE"}
     is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
     return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
 

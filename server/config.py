@@ -17,10 +17,11 @@ from typing import Literal, TypeVar
 
 from ..workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.parallel.spec import SINGLE, ParallelSpec
+from ..workers.parallel.styles import replicated_units
 from .checkpoint_files import PlaceConfig
 from .places import check_url
 from .store import StoreConfig
-from .values import AUTO, BYTE_UNITS, ConfigError, is_url, parse_bytes, parse_served_model
+from .values import AUTO, BYTE_UNITS, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_bytes, parse_served_model
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
@@ -99,14 +100,14 @@ DATABASE_URL = Check(
 ADDRESS = Check(
     lambda value: re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", str(value)) is not None, "HOST:PORT"
 )
-REPEATED = ("base_models", "mirrors")
+REPEATED = ("base_models", "mirrors", "shard")
 """The knobs that a command line may name several times."""
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
-    *("tp_activations", "zero_stage", "activations"),
+    *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_device", "ray_address", "ray_cpus_per_rank"),
     *("model_cache", "ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
@@ -168,6 +169,7 @@ class ServerConfig:
         check=POSITIVE,
         flag="--device-memory",
     )
+    shard: tuple[str, ...] = knob((), "PATTERN=STYLE, of weights that tp or ep would split; repeatable")
     tp_activations: Literal["sharded", "whole"] = knob(
         "sharded", "what tp ranks have of a pass's tokens between layers"
     )
@@ -274,6 +276,7 @@ class ServerConfig:
             )
         _check_sampler(self)
         _check_zero_stage(self)
+        _check_shard(self)
         for place in (*([self.checkpoints] if self.checkpoints else []), *self.mirrors):
             _check_place(place)
         for model in self.base_models:
@@ -293,7 +296,8 @@ class ServerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
         # On another machine of a Ray cluster our directories may not be there.
         pages = None if self._may_be_elsewhere else str((self.state_dir / "pages").absolute())
-        shared: dict[str, typing.Any] = _shared(self, WorkerConfig) | {"parallel": self.parallel or SINGLE}
+        parallel = replace(self.parallel or SINGLE, replicated=replicated_units(self.shard))
+        shared: dict[str, typing.Any] = _shared(self, WorkerConfig) | {"parallel": parallel}
         return replace(
             WorkerConfig(model=model, **shared),
             device=device,
@@ -465,7 +469,7 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
     if knob_field.name == "parallel":
         return _parse_parallel(text, place)
-    if knob_field.name == "mirrors":
+    if knob_field.name in ("mirrors", "shard"):
         return (text,) if isinstance(text, str) else tuple(text)
     if knob_field.name == "tenant_weights":
         return parse_weights(text if isinstance(text, str) else ",".join(text))
@@ -567,6 +571,15 @@ def _check_zero_stage(config: ServerConfig) -> None:
         and config.workers is None
     ):
         raise ConfigError(f"zero_stage 2 is about fsdp, which the layout {config.parallel} has none of: leave it out")
+
+
+def _check_shard(config: ServerConfig) -> None:
+    if config.shard and config.parallel is None:
+        raise ConfigError(NO_SHARD_OF_AUTO)
+    try:
+        replicated_units(config.shard)
+    except ValueError as error:
+        raise ConfigError(f"shard: {error}") from None
 
 
 def _check_sampler(config: ServerConfig) -> None:

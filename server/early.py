@@ -12,7 +12,7 @@ from ..workers.config import WorkerConfig
 from ..workers.parallel.checks import check_layout
 from ..workers.parallel.shape import model_directory, read_model, refuse_missing_weights
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import AUTO, ConfigError, parse_served_model
+from .values import AUTO, ConfigError, parse_layout, parse_served_model
 
 FAILED = 1
 WRONGLY_USED = 2
@@ -22,11 +22,13 @@ def refused(arguments: Sequence[str]) -> int:
     """The exit status, once the reason is said; 0 = nothing is known against them."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
+    parser.add_argument("--shard", action="append", default=[])
     parser.add_argument("--activations", default=WorkerConfig.activations)
     parser.add_argument("--base-model", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(arguments)
-        _check(options.parallel, options.activations, options.base_model)
+        spec = SINGLE if options.parallel == AUTO else parse_layout(options.parallel, options.shard)
+        _check(spec, options.activations, options.base_model)
     except argparse.ArgumentError:
         return 0
     except ValueError as error:
@@ -35,8 +37,7 @@ def refused(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(layout: str, activations: str, base_models: Sequence[str]) -> None:
-    spec = _spec(layout)
+def _check(spec: ParallelSpec, activations: str, base_models: Sequence[str]) -> None:
     is_any_models = spec == SINGLE and activations == WorkerConfig.activations
     models = [parse_served_model(model) for model in base_models]
     for model in models:
@@ -44,11 +45,3 @@ def _check(layout: str, activations: str, base_models: Sequence[str]) -> None:
             check_layout(spec, read_model(model), activations=activations)
     for model in models:
         refuse_missing_weights(model.source)
-
-
-def _spec(layout: str) -> ParallelSpec:
-    """SINGLE where it is to be found."""
-    try:
-        return SINGLE if layout == AUTO else ParallelSpec.parse(layout)
-    except ValueError as error:
-        raise ConfigError(f"--parallel: {error}") from None

@@ -19,7 +19,7 @@ from ..workers.parallel.load import Load
 from ..workers.parallel.parameters import Parameters, num_parameters, parameters
 from ..workers.parallel.shape import Model, ModelShape, model_of, read_model
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import AUTO, ConfigError, is_url, parse_bytes, parse_served_model
+from .values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_bytes, parse_layout, parse_served_model
 
 DOES_NOT_FIT = 1
 WRONGLY_USED = 2
@@ -83,6 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     knobs = (
         ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE, or what lies at a URL, may be a config.json"),
         ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
+        ("shard", "PATTERN=STYLE", "of weights, otherwise than by the layout: replicate; repeatable"),
         ("device-memory", "BYTES", "of each device, such as 80GB"),
         ("num-devices", "N", "that there are, one for each rank"),
         ("max-context-length", "N", "longest sequence in tokens (the model's)"),
@@ -97,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
         ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
     )
     for name, metavar, words in knobs:
-        action = "append" if name == "base-model" else "store"
+        action = "append" if name in ("base-model", "shard") else "store"
         parser.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
     parser.add_argument("--train-only", action="store_true", help="samples are drawn elsewhere (docs/samplers.md)")
     parser.add_argument("--json", action="store_true", help="for programs: one object, sizes in bytes")
@@ -114,7 +115,10 @@ def plan_of(options: argparse.Namespace) -> Plan:
     if device_bytes is not None and device_bytes < _LEAST_DEVICE_BYTES:
         raise ConfigError(f"--device-memory {options.device_memory} is {device_bytes} bytes: give a unit, such as 80GB")
     is_auto = options.parallel == AUTO
-    spec = SINGLE if is_auto or options.parallel is None else _spec(options.parallel)
+    shard = options.shard or ()
+    if is_auto and shard:
+        raise ConfigError(NO_SHARD_OF_AUTO)
+    spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
     model = _model(parse_served_model(options.base_model[0]))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
     check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations)
@@ -169,13 +173,6 @@ def as_json(plan: Plan) -> dict[str, object]:
         "filling": None if plan.filling is None else str(plan.filling),
         "remedies": [remedy.words for remedy in plan.remedies],
     }
-
-
-def _spec(text: str) -> ParallelSpec:
-    try:
-        return ParallelSpec.parse(text)
-    except ValueError as error:
-        raise ConfigError(f"--parallel: {error}") from None
 
 
 def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Load:
@@ -238,7 +235,7 @@ def _text(plan: Plan) -> Iterator[str]:
     yield from _head(plan)
     yield ""
     yield from _aligned(
-        ("parameters", "how many", "whole", "on a rank", "kept of it", "bytes"),
+        ("parameters", "how many", "whole", "style", "on a rank", "kept of it", "bytes"),
         [_row(each, plan.load.number_bytes) for each in _table(plan)],
     )
     yield ""
@@ -271,7 +268,7 @@ def _table(plan: Plan) -> list[Parameters]:
 def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
     whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
     kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
-    return each.pattern, str(each.count), whole, own, kept, gigabytes(each.kept * number_bytes)
+    return each.pattern, str(each.count), whole, each.style, own, kept, gigabytes(each.kept * number_bytes)
 
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:

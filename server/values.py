@@ -1,9 +1,13 @@
 """Values as users write them: base models, sizes in bytes, URLs; and the error that says what is wrong with one."""
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from ..workers.config import ServedModel
+from ..workers.parallel.spec import ParallelSpec
+from ..workers.parallel.styles import replicated_units
 
 # In place of a layout: the smallest that fits.
 AUTO = "auto"
@@ -20,6 +24,21 @@ def parse_served_model(text: str) -> ServedModel:
     if not name or ("=" in text and not source):
         raise ConfigError(f"base model {text!r} is not NAME[=PATH_OR_HUB_ID]")
     return ServedModel(name, str(Path(source).expanduser()) if source.startswith("~") else source or name)
+
+
+NO_SHARD_OF_AUTO = "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out"
+
+
+def parse_layout(parallel: str, shard: Sequence[str]) -> ParallelSpec:
+    """fsdp=2,tp=4, with overrides PATTERN=STYLE. Raises ConfigError."""
+    try:
+        spec = ParallelSpec.parse(parallel)
+    except ValueError as error:
+        raise ConfigError(f"--parallel: {error}") from None
+    try:
+        return replace(spec, replicated=replicated_units(shard))
+    except ValueError as error:
+        raise ConfigError(f"--shard: {error}") from None
 
 
 def is_url(text: str) -> bool:

@@ -33,6 +33,7 @@ TORCH_FREE_WORKERS = {
 }
 TORCH_FREE_LAYOUTS = {
     *("checks", "choice", "estimate", "families", "load", "parameters", "sequence_split", "shape", "spec"),
+    "styles",
 }
 
 

@@ -33,6 +33,7 @@ from .parallel.sequence import SharedPacking
 from .parallel.sequence_split import SequenceSplit
 from .parallel.shape import longest_context, refusal_of, refuse_missing_weights, rope_of
 from .parallel.spec import ParallelSpec
+from .parallel.styles import placement_of
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .threads import Threads
@@ -62,13 +63,14 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
-    sequence_split: of the ranks along sp.
+    sequence_split: of the ranks along sp. spec: the ranks that have it together.
     unembedding: [vocab, hidden], possibly tied to the embedding.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
         """mesh: the ranks that have it together, None = one."""
         mesh = self._mesh = mesh or Mesh()
+        self.spec = mesh.spec
         placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
@@ -77,7 +79,6 @@ class BaseModel:
         self.model = _load(config.model.source, self.dtype, self.device, placed)
         self.splits = placed.splits
         self._sharded = placed.sharded
-        self.tensor_team = mesh.along("tp")
         self.config: PreTrainedConfig = self.model.config
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
@@ -105,6 +106,11 @@ class BaseModel:
             # The rows of one that is tied are read one by one, too.
             head.weight.data = laid_out(head.weight.data)
         self.unembedding: Tensor = head.weight
+
+    def is_repeated(self, name: str) -> bool:
+        """Whether several ranks put the same tokens through the weights of this name, which all of them have whole."""
+        placement = placement_of(name.removeprefix(f"{self.model.base_model_prefix}."))
+        return placement is not None and self.spec.tp > self.spec.tp_of(placement.unit)
 
     def _named_experts(self) -> dict[str, RoutedExperts]:
         prefix = self.model.base_model_prefix
@@ -220,7 +226,8 @@ class BaseModel:
 def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSplit:
     if spec.sp == 1:
         return SequenceSplit()
-    return SequenceSplit.of(spec.sp, config.num_attention_heads // spec.tp, config.num_key_value_heads // spec.tp)
+    tp = spec.tp_of("self_attn")
+    return SequenceSplit.of(spec.sp, config.num_attention_heads // tp, config.num_key_value_heads // tp)
 
 
 def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:

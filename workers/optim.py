@@ -79,6 +79,9 @@ def add_up(adapters: Sequence[Adapter], mesh: Mesh) -> None:
     """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region."""
     if mesh.is_single:
         return
+    if mesh.along("tp").index > 0:
+        for adapter in adapters:
+            adapter.accumulator[adapter.layout.repeated].zero_()
     for axes in _axes(adapters):
         regions = [_region(adapter, axes) for adapter in adapters]
         whole = mesh.beside(*axes).sum(torch.cat(regions))

@@ -112,13 +112,16 @@ class _Layer:
         self._query_norm: RmsNorm | None = None
         self._key_norm: RmsNorm | None = None
         self._joint_norms: JointNorms | None = None
-        self._set_head_norms(mesh.along("tp"))
+        self._set_head_norms(mesh.tensor_team("self_attn"))
         self._is_dense = _is(layer.mlp, family, "MLP")
+        replicated = mesh.spec.replicated
+        self._replicates_attention = "self_attn" in replicated
+        self._replicates_features = ("mlp" if self._is_dense else "experts") in replicated
         self.experts: RoutedExperts | None = None
         if not self._is_dense:
-            self.experts = RoutedExperts(layer.mlp, mesh.along("ep"), family.expert_linears)
+            self.experts = RoutedExperts(layer.mlp, mesh.expert_team("experts"), family.expert_linears)
         self._activated = GATES[family.activation]
-        config, tp = attention.config, mesh.along("tp").size
+        config, tp = attention.config, mesh.spec.tp_of("self_attn")
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
         self._qkv_features = [number * self._head_dim for number in (heads[0], heads[1], heads[1])]
         self._merged_qkv: Any = None
@@ -159,9 +162,11 @@ class _Layer:
         """hidden, to which the update of the layer before is still to be added -> the same behind this layer."""
         norms = self._family.norms
         hidden, x = self._add_norm(hidden, update, norms.before_attention)
-        update = stream.leave(self._attend(stream.enter(x), rotation, packing))
+        is_replicated = self._replicates_attention
+        update = stream.leave(self._attend(stream.enter(x, is_replicated), rotation, packing), is_replicated)
         hidden, x = self._add_norm(hidden, self._normed(update, norms.behind_attention), norms.before_mlp)
-        update = stream.leave(self._feed_forward(stream.enter(x), stream))
+        is_replicated = self._replicates_features
+        update = stream.leave(self._feed_forward(stream.enter(x, is_replicated), stream), is_replicated)
         return hidden, self._normed(update, norms.behind_mlp)
 
     def _add_norm(self, hidden: Tensor, update: Tensor | None, name: str | None) -> tuple[Tensor, Tensor]:

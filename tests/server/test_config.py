@@ -39,6 +39,13 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     assert (config.port, config.threads, config.max_lora_rank, config.micro_batch_tokens) == (3, 2, 1, 4096)
 
 
+def test_what_is_sharded_otherwise_belongs_to_the_layout() -> None:
+    config = config_of(parallel="fsdp=2,tp=2", shard="layers.*.self_attn.*=replicate")
+    parallel = config.worker_config(config.base_models[0]).parallel
+    assert str(parallel) == "fsdp=2,tp=2 (self_attn replicated)"
+    assert (parallel.tp_of("self_attn"), parallel.tp_of("mlp")) == (1, 2)
+
+
 def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "server.toml"
     file.write_text(
@@ -66,6 +73,11 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ({"port": "http"}, "--port is 'http': expected an integer"),
         ({"pool": "slurm"}, "pool is 'slurm': expected local or ray"),
         ({"zero_stage": "2"}, "zero_stage 2 is about fsdp, which the layout single has none of: leave it out"),
+        ({"shard": "lm_head*=replicate"}, "shard: lm_head* names no weights that ranks share out; those are layers"),
+        (
+            {"shard": "*=replicate", "parallel": "auto"},
+            "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out",
+        ),
         ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
         ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
         ({"slice_milliseconds": "nan"}, "slice_milliseconds is nan: expected above 0"),
@@ -393,7 +405,7 @@ def test_every_knob_is_read_where_its_value_arrives() -> None:
         if entry.name not in (read_in_workers if entry.name in handed_on else read_in_server)
         and not entry.name.startswith(("sampler", "vllm_"))
     }
-    assert unread == set()
+    assert unread == {"shard"}  # it becomes a part of `parallel`
     # Those knobs have other names there.
     assert {entry.name for target in (SamplingConfig, VllmConfig) for entry in fields(target)} <= read_in_workers
     assert "no_such_knob" not in read_in_server | read_in_workers

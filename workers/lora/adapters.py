@@ -159,12 +159,14 @@ def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
     for name, module in list(base.model.named_modules()):
         if (experts := base.experts.get(name)) is not None:
             experts.adapt(active, name)
-            yield from _expert_targets(name, experts, base.splits)
+            of_experts = _expert_targets(name, experts, base.splits)
+            yield from (replace(target, is_repeated=base.is_repeated(f"{name}.down_proj")) for target in of_experts)
         parent_name, _, kind = name.rpartition(".")
         if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
         setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
-        yield _target(name, module, base.splits.get(f"{name}.weight", {}))
+        target = _target(name, module, base.splits.get(f"{name}.weight", {}))
+        yield replace(target, is_repeated=base.is_repeated(f"{name}.weight"))
 
 
 def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:

@@ -22,6 +22,7 @@ class Target:
     in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it. num_experts: where it
     is one of each expert of a sparse layer, model.layers.0.mlp.experts.up_proj, each with a pair of matrices of its
     own. expert_split: how experts are shared out. saved_as: what the layer is called in PEFT's files, None = as here.
+    is_repeated: whether all ranks along tp have all of it, and run the same tokens.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Target:
     num_experts: int | None = None
     expert_split: Split | None = None
     saved_as: str | None = None
+    is_repeated: bool = False
 
     @property
     def saved_kind(self) -> str:
@@ -68,7 +70,7 @@ class Target:
 
     def whole(self) -> "Target":
         """As on a rank that has all of it."""
-        return replace(self, in_split=None, out_split=None, expert_split=None)
+        return replace(self, in_split=None, out_split=None, expert_split=None, is_repeated=False)
 
 
 @dataclass(frozen=True)
@@ -125,6 +127,7 @@ class Layout:
     """Where A and B of each target lie in the flat vectors [size] of an adapter.
 
     regions: by the axes along which ranks have different parts of a matrix (none, for many), where all such lie.
+    repeated: where those lie of which each rank along tp has the whole gradient, and not a summand.
     """
 
     def __init__(self, targets: Sequence[Target], rank: int) -> None:
@@ -133,12 +136,16 @@ class Layout:
         self.regions: dict[tuple[str, ...], slice] = {}
         self._rank = rank
         self._starts: dict[tuple[str, str], int] = {}
-        sides = [side for target in targets for side in target.sides]
+        self.repeated = slice(0, 0)
+        # What is repeated has no axes, and so lies at the beginning.
+        sides = [side for target in sorted(targets, key=_is_not_repeated) for side in target.sides]
         for axes in sorted({side.axes for side in sides}):
             first = self.size
             for side in sides:
                 if side.axes == axes:
                     self._place(side)
+                    if side.target.is_repeated:
+                        self.repeated = slice(0, self.size)
             self.regions[axes] = slice(first, self.size)
 
     def views(self, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:
@@ -192,6 +199,10 @@ class Layout:
         start, features = self._starts[side.target.name, side.kind] - first, side.own_features
         shape = (side.target.num_own * self._rank, features)
         return vector.as_strided(shape, (features, 1), vector.storage_offset() + start)
+
+
+def _is_not_repeated(target: Target) -> bool:
+    return not target.is_repeated
 
 
 def _aligned(size: int) -> int:

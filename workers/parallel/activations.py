@@ -133,7 +133,7 @@ class _Pass:
         """Of each expert that a token takes: gate and up, what adapters' first matrices make of the inputs of three
         linear layers, and the result before its weight."""
         numbers = 2 * self._own.expert_features + 3 * self._load.lora_rank + self._shape.hidden
-        of_each = self._number * numbers + (3 if self._spec.ep == 1 else 5) * _INT64
+        of_each = self._number * numbers + (3 if self._spec.ep_of("experts") == 1 else 5) * _INT64
         return self._norms + self._inputs(0) + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
@@ -160,12 +160,13 @@ class _Pass:
         experts = self._shape.experts
         if experts is None:
             return 0.0
-        pairs = experts.per_token * (2 if self._spec.ep == 1 else 4)
+        pairs = experts.per_token * (2 if self._spec.ep_of("experts") == 1 else 4)
         return self._number * (pairs + 2) * self._shape.hidden + self._stream
 
 
 def _split(shape: ModelShape, spec: ParallelSpec) -> SequenceSplit:
-    return SequenceSplit.of(spec.sp, shape.heads // spec.tp, shape.kv_heads // spec.tp)
+    own = OwnFeatures.of(shape, spec)
+    return SequenceSplit.of(spec.sp, own.heads, own.kv_heads)
 
 
 def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:

@@ -4,13 +4,15 @@ Before anything is loaded: imports no torch.
 """
 
 import os
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
 from math import gcd
 from pathlib import Path
 
 from .families import FAMILIES, FIXED_ROTATIONS
 from .shape import Model, ModelShape
 from .spec import AXES, ParallelSpec
+from .styles import PATTERNS, Unit
 
 DTYPES = ("auto", "float32", "bfloat16")
 
@@ -35,6 +37,7 @@ def check_layout(
     _check_family(spec, model)
     _check_activations(activations, model)
     if isinstance(model, ModelShape):
+        _check_replicated(spec, model)
         _check_tensor(spec, model)
         _check_experts(spec, model)
     _check_devices(spec, num_devices)
@@ -48,9 +51,10 @@ def keeps_all(name: str, model_type: str, activations: str) -> str:
     )
 
 
-def valid_tp(shape: ModelShape) -> list[int]:
-    """In ascending order."""
-    return divisors(gcd(*(size for size, _ in _shared_by_tp(shape))))
+def valid_tp(shape: ModelShape, replicated: Collection[Unit] = ()) -> list[int]:
+    """In ascending order; any number divides what all ranks have whole."""
+    sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]
+    return divisors(gcd(*sizes)) if sizes else [1]
 
 
 def valid_ep(shape: ModelShape) -> list[int]:
@@ -112,27 +116,50 @@ def _has_fixed_rotations(model: Model) -> bool:
     return model.rope.kind in FIXED_ROTATIONS
 
 
+def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
+    units: set[Unit] = {things.unit for things in _shared_by_tp(shape)}
+    for unit in spec.replicated:
+        if unit not in units:
+            there = ", ".join(PATTERNS[each] for each in sorted(units))
+            raise ValueError(f"{PATTERNS[unit]}=replicate: {shape.name} has no such weights, but {there}")
+        if spec.tp == 1 and (unit != "experts" or spec.ep == 1):
+            raise ValueError(
+                f"{PATTERNS[unit]}=replicate: every rank of {spec.axes} has them whole anyway: leave it out"
+            )
+
+
 def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
-    for size, things in _shared_by_tp(shape):
-        if size % spec.tp:
-            choices = ", ".join(map(str, valid_tp(shape)))
-            raise ValueError(f"tp={spec.tp} does not divide {size} {things} of {shape.name}; valid tp: {choices}")
+    for things in _shared_by_tp(shape):
+        if things.number % spec.tp_of(things.unit):
+            choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
+            others: set[Unit] = {*spec.replicated, things.unit}
+            remedy = f", or --shard {PATTERNS[things.unit]}=replicate" if spec.tp in valid_tp(shape, others) else ""
+            what = f"{things.number} {things.what} of {shape.name}"
+            raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}{remedy}")
 
 
-def _shared_by_tp(shape: ModelShape) -> Iterator[tuple[int, str]]:
-    """Numbers of which ranks along tp have equal parts."""
-    yield shape.heads, "query heads"
-    yield shape.kv_heads, "key/value heads"
+@dataclass(frozen=True)
+class _Things:
+    """Of which ranks along tp have equal parts."""
+
+    unit: Unit
+    number: int
+    what: str
+
+
+def _shared_by_tp(shape: ModelShape) -> Iterator[_Things]:
+    yield _Things("self_attn", shape.heads, "query heads")
+    yield _Things("self_attn", shape.kv_heads, "key/value heads")
     if shape.num_dense_layers:
-        yield shape.intermediate, "feed-forward features"
+        yield _Things("mlp", shape.intermediate, "feed-forward features")
     if shape.experts:
-        yield shape.experts.intermediate, "feed-forward features of each expert"
+        yield _Things("experts", shape.experts.intermediate, "feed-forward features of each expert")
 
 
 def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:
     if spec.ep > 1 and shape.experts is None:
         raise ValueError(f"ep={spec.ep}: {shape.name} has no experts to share out; valid ep: 1")
-    if shape.experts and shape.experts.num % spec.ep:
+    if shape.experts and shape.experts.num % spec.ep_of("experts"):
         choices = ", ".join(map(str, valid_ep(shape)))
         raise ValueError(
             f"ep={spec.ep} does not divide {shape.experts.num} experts of {shape.name}; valid ep: {choices}"

@@ -35,6 +35,16 @@ def summed_rows(x: Tensor, team: Team) -> Tensor:
     return x if team.size == 1 else _apply(_SummedRows, x, team)
 
 
+def joined_alike(x: Tensor, team: Team) -> Tensor:
+    """[n, ...] of each rank -> [size * n, ...]; each gets its rows of the gradient, which all ranks have alike."""
+    return x if team.size == 1 else _apply(_JoinedAlike, x, team)
+
+
+def own_rows(x: Tensor, team: Team) -> Tensor:
+    """[size * n, ...], which all ranks have alike -> this rank's [n, ...]; each gets the gradients of all."""
+    return x if team.size == 1 else _apply(_OwnRows, x, team)
+
+
 def exchanged(x: Tensor, team: Team, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:
     """As Team.exchanged; the gradients go back the same way."""
     return x if team.size == 1 else _apply(_Exchanged, x, team, sent, received)
@@ -52,12 +62,17 @@ class Stream:
     sharded: bool
     are_alike: bool
 
-    def enter(self, x: Tensor) -> Tensor:
-        """From the stream to column layers, which want all tokens."""
+    def enter(self, x: Tensor, is_replicated: bool) -> Tensor:
+        """From the stream to a part of a layer, which wants all tokens. is_replicated: whether all ranks have all
+        of its weights, and so do the same; else the first layers there share out their outputs."""
+        if is_replicated:
+            return joined_alike(x, self.team) if self.sharded else x
         return joined_rows(x, self.team) if self.sharded else copied(x, self.team)
 
-    def leave(self, x: Tensor) -> Tensor:
-        """From row layers, whose outputs are to be added up, back to the stream."""
+    def leave(self, x: Tensor, is_replicated: bool) -> Tensor:
+        """Back to the stream, from the last layers there, whose outputs are to be added up unless all do the same."""
+        if is_replicated:
+            return own_rows(x, self.team) if self.sharded else x
         return summed_rows(x, self.team) if self.sharded else summed(x, self.team)
 
 
@@ -104,6 +119,28 @@ class _SummedRows(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
         ctx.team = team
         return team.summed_part(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.team.joined(grads[0]), None
+
+
+class _JoinedAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return team.joined(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return ctx.team.part(grads[0]), None
+
+
+class _OwnRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: Team) -> Tensor:
+        ctx.team = team
+        return team.part(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:

@@ -5,7 +5,7 @@ from math import prod
 
 from .activations import Activations, activations
 from .load import Load
-from .parameters import Parameters, adapter_size, parameters
+from .parameters import OwnFeatures, Parameters, adapter_size, parameters
 from .shape import ModelShape
 from .spec import ParallelSpec
 
@@ -73,7 +73,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     """That the cache of a rank holds."""
-    bytes_per_token = 2 * shape.kv_heads // spec.tp * shape.head_dim * shape.num_layers * load.number_bytes
+    bytes_per_token = 2 * OwnFeatures.of(shape, spec).keys * shape.num_layers * load.number_bytes
     return load.kv_cache_bytes // bytes_per_token
 
 

@@ -18,6 +18,7 @@ from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsa
 from torch.distributed.device_mesh import DeviceMesh
 
 from .spec import AXES, SINGLE, ParallelSpec
+from .styles import Unit
 
 LOOPBACK = "127.0.0.1"
 
@@ -76,6 +77,10 @@ class Team:
         work = dist.all_gather_single(whole, sent, group=self._group, async_op=True)
         assert work is not None
         return Arriving([work], whole, sent)
+
+    def part(self, tensor: Tensor) -> Tensor:
+        """[size * n, ...] -> the part [n, ...] that has this rank's index."""
+        return tensor.chunk(self.size)[self.index]
 
     def summed_part(self, tensor: Tensor) -> Tensor:
         """[size * n, ...] -> the part [n, ...] of the sum over all ranks that has this one's index."""
@@ -170,6 +175,14 @@ class Mesh:
     def beside(self, *axes: str) -> Team:
         """Those that do not differ along these axes."""
         return self.along(*(axis for axis in AXES if axis not in axes))
+
+    def tensor_team(self, unit: Unit) -> Team:
+        """Those along tp that share out this part of every layer."""
+        return self.along("tp" if self.spec.tp_of(unit) > 1 else "")
+
+    def expert_team(self, unit: Unit) -> Team:
+        """Those along ep that share out the experts that this part of every layer has."""
+        return self.along("ep" if self.spec.ep_of(unit) > 1 else "")
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
         """These ranks as torch's distributed tensors want them; each axis has more than one."""

@@ -9,6 +9,7 @@ from math import prod
 
 from .shape import ModelShape
 from .spec import ParallelSpec
+from .styles import Style, placement_of
 
 # The matrices of an adapter start at multiples of so many numbers.
 _ALIGNMENT = 16
@@ -18,7 +19,8 @@ _ALIGNMENT = 16
 class Parameters:
     """Parameters of one shape. pattern: of their names, * for the number of a layer. count: how many they are.
 
-    own_shape: of the part that a rank computes with. fsdp: it keeps one of so many parts of that, and gathers the rest.
+    style: how ranks along tp and ep share them out. own_shape: of the part that a rank computes with. fsdp: it keeps
+    one of so many parts of that, and gathers the rest.
     """
 
     pattern: str
@@ -26,6 +28,7 @@ class Parameters:
     own_shape: tuple[int, ...]
     count: int = 1
     fsdp: int = 1
+    style: Style = "replicate"
 
     @property
     def size(self) -> int:
@@ -65,10 +68,10 @@ def _attention_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Par
     queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
     apart = (("q_proj", queries), ("k_proj", keys), ("v_proj", keys))
     for name, size in (("qkv_proj", queries + 2 * keys),) if shape.family.is_fused else apart:
-        yield _split(f"{attention}.{name}.weight", (size, hidden), 0, spec, shape.num_layers)
+        yield _shared(f"{attention}.{name}.weight", (size, hidden), spec, shape.num_layers)
         if shape.attention_bias:
-            yield _split(f"{attention}.{name}.bias", (size,), 0, spec, shape.num_layers)
-    yield _split(f"{attention}.o_proj.weight", (hidden, queries), 1, spec, shape.num_layers)
+            yield _shared(f"{attention}.{name}.bias", (size,), spec, shape.num_layers)
+    yield _shared(f"{attention}.o_proj.weight", (hidden, queries), spec, shape.num_layers)
     if shape.output_bias:
         yield _whole(f"{attention}.o_proj.bias", hidden, count=shape.num_layers)
     if shape.family.norms_heads:
@@ -81,10 +84,10 @@ def _dense_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Paramet
     hidden, features, count = shape.hidden, shape.intermediate, shape.num_dense_layers
     apart = (("gate_proj", features), ("up_proj", features))
     for name, size in (("gate_up_proj", 2 * features),) if shape.family.is_fused else apart:
-        yield _split(f"model.layers.*.mlp.{name}.weight", (size, hidden), 0, spec, count)
+        yield _shared(f"model.layers.*.mlp.{name}.weight", (size, hidden), spec, count)
         if shape.mlp_bias:
-            yield _split(f"model.layers.*.mlp.{name}.bias", (size,), 0, spec, count)
-    yield _split("model.layers.*.mlp.down_proj.weight", (hidden, features), 1, spec, count)
+            yield _shared(f"model.layers.*.mlp.{name}.bias", (size,), spec, count)
+    yield _shared("model.layers.*.mlp.down_proj.weight", (hidden, features), spec, count)
     if shape.mlp_bias:
         yield _whole("model.layers.*.mlp.down_proj.bias", hidden, count=count)
 
@@ -94,27 +97,25 @@ def _expert_parameters(shape: ModelShape, spec: ParallelSpec) -> Iterator[Parame
     assert experts is not None
     num, features, count = experts.num, experts.intermediate, len(experts.layers)
     yield _whole("model.layers.*.mlp.gate.weight", num, shape.hidden, count=count)
-    for name, whole, dim in (
-        ("gate_up_proj", (num, 2 * features, shape.hidden), 1),
-        ("down_proj", (num, shape.hidden, features), 2),
-    ):
-        yield _split(f"model.layers.*.mlp.experts.{name}", whole, dim, spec, count, num_ep=spec.ep)
+    yield _shared("model.layers.*.mlp.experts.gate_up_proj", (num, 2 * features, shape.hidden), spec, count)
+    yield _shared("model.layers.*.mlp.experts.down_proj", (num, shape.hidden, features), spec, count)
 
 
 def _whole(pattern: str, *shape: int, count: int = 1) -> Parameters:
     return Parameters(pattern, shape, shape, count)
 
 
-def _split(
-    pattern: str, shape: tuple[int, ...], dim: int, spec: ParallelSpec, count: int, num_ep: int = 1
-) -> Parameters:
-    """tp has parts of dimension dim, ep of the first; what fsdp cannot divide is whole on all its ranks."""
-    parts = [1] * len(shape)
-    parts[dim] *= spec.tp
-    parts[0] *= num_ep
+def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> Parameters:
+    """What fsdp cannot divide is whole on all its ranks."""
+    placement = placement_of(pattern.removeprefix("model."))
+    assert placement is not None, pattern
+    unit, parts = placement.unit, [1] * len(shape)
+    parts[placement.dim] *= spec.tp_of(unit)
+    parts[0] *= spec.ep_of(unit)
     own = tuple(size // num for size, num in zip(shape, parts, strict=True))
     is_sharded = own[0] % spec.fsdp == 0
-    return Parameters(pattern, shape, own, count, fsdp=spec.fsdp if is_sharded else 1)
+    style = "replicate" if unit in spec.replicated else placement.style
+    return Parameters(pattern, shape, own, count, fsdp=spec.fsdp if is_sharded else 1, style=style)
 
 
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
@@ -152,13 +153,14 @@ class OwnFeatures:
 
     @staticmethod
     def of(shape: ModelShape, spec: ParallelSpec) -> "OwnFeatures":
-        heads, kv_heads = shape.heads // spec.tp, shape.kv_heads // spec.tp
+        tp_of_heads, tp_of_experts = spec.tp_of("self_attn"), spec.tp_of("experts")
+        heads, kv_heads = shape.heads // tp_of_heads, shape.kv_heads // tp_of_heads
         return OwnFeatures(
             heads,
             kv_heads,
             heads * shape.head_dim,
             kv_heads * shape.head_dim,
-            shape.intermediate // spec.tp,
-            shape.experts.intermediate // spec.tp if shape.experts else 0,
-            shape.experts.num // spec.ep if shape.experts else 0,
+            shape.intermediate // spec.tp_of("mlp"),
+            shape.experts.intermediate // tp_of_experts if shape.experts else 0,
+            shape.experts.num // spec.ep_of("experts") if shape.experts else 0,
         )

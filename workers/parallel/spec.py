@@ -4,6 +4,9 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
+from typing import Any
+
+from .styles import Unit
 
 _NO_PIPELINE = (
     "pipeline parallelism is not offered: passes of many tenants are too short and too uneven to keep its stages busy, "
@@ -20,6 +23,7 @@ class ParallelSpec:
     ep: ranks that each keep some of the experts, and send each other their tokens; each takes other sequences.
     sp: ranks that each take some of the tokens of the same sequences.
     tp: ranks that each keep some of the heads and features of every layer, for the same tokens.
+    replicated: of layers, what every rank has whole all the same along tp and ep (see styles.py).
     """
 
     replicas: int = 1
@@ -27,6 +31,7 @@ class ParallelSpec:
     ep: int = 1
     sp: int = 1
     tp: int = 1
+    replicated: tuple[Unit, ...] = ()
 
     def __post_init__(self) -> None:
         for axis in AXES:
@@ -35,12 +40,17 @@ class ParallelSpec:
                 raise ValueError(f"{axis}={size}: an axis has 1 rank or more")
 
     def __str__(self) -> str:
+        return f"{self.axes} ({' and '.join(self.replicated)} replicated)" if self.replicated else self.axes
+
+    @property
+    def axes(self) -> str:
+        """As `parse` reads them."""
         return ",".join(f"{axis}={getattr(self, axis)}" for axis in AXES if getattr(self, axis) > 1) or "single"
 
     @staticmethod
     def parse(text: str) -> "ParallelSpec":
         """ "fsdp=4,tp=2", or "single". Raises ValueError."""
-        sizes: dict[str, int] = {}
+        sizes: dict[str, Any] = {}
         for part in text.split(",") if text != "single" else ():
             axis, _, size = (word.strip() for word in part.partition("="))
             _check_axis(axis, part)
@@ -65,6 +75,14 @@ class ParallelSpec:
     def num_shares(self) -> int:
         """Into how many parts the sequences of a pass are split."""
         return prod(getattr(self, axis) for axis in SHARING_OUT)
+
+    def tp_of(self, unit: Unit) -> int:
+        """How many ranks along tp share out this part of a layer."""
+        return 1 if unit in self.replicated else self.tp
+
+    def ep_of(self, unit: Unit) -> int:
+        """How many ranks along ep share out the experts that this part of a layer has."""
+        return self.ep if unit == "experts" and unit not in self.replicated else 1
 
     @property
     def blocks(self) -> tuple[int, ...]:
@@ -98,7 +116,7 @@ class ParallelSpec:
         return number
 
 
-AXES = tuple(field.name for field in fields(ParallelSpec))
+AXES = tuple(field.name for field in fields(ParallelSpec) if field.name != "replicated")
 
 SINGLE = ParallelSpec()
 

@@ -3,60 +3,21 @@
 The parts are read from the files as such (shard on read, by transformers), and are plain tensors afterwards.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
-from transformers import PreTrainedConfig, PreTrainedModel, core_model_loading
+from transformers import PreTrainedModel, core_model_loading
 from transformers.distributed.configuration_utils import DistributedConfig
 from transformers.distributed.sharding_utils import DtensorShardOperation
 
 from .mesh import Mesh
 from .split import Split
-
-
-@dataclass(frozen=True)
-class Placement:
-    """A dimension of a parameter is shared out along tp. num_sections: equal parts of it, each by itself (see Split).
-
-    of_heads: its rows are queries, keys and values, shared out each by itself. of_experts: its rows, one for each
-    expert, are shared out along ep.
-    """
-
-    dim: int
-    num_sections: int = 1
-    of_heads: bool = False
-    of_experts: bool = False
-
-    def sections(self, size: int, config: PreTrainedConfig) -> tuple[int, ...]:
-        """Of a dimension of this size."""
-        shares = (1,) * self.num_sections
-        if self.of_heads:
-            shares = config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads
-        return tuple(size * share // sum(shares) for share in shares)
-
-
-# By name below the trunk. What is not named, every rank has.
-TENSOR_PLAN: Mapping[str, Placement] = {
-    "layers.*.self_attn.[qkv]_proj.weight": Placement(0),
-    "layers.*.self_attn.[qkv]_proj.bias": Placement(0),
-    "layers.*.self_attn.qkv_proj.weight": Placement(0, of_heads=True),
-    "layers.*.self_attn.o_proj.weight": Placement(1),
-    "layers.*.mlp.gate_proj.weight": Placement(0),
-    "layers.*.mlp.gate_proj.bias": Placement(0),
-    "layers.*.mlp.up_proj.weight": Placement(0),
-    "layers.*.mlp.up_proj.bias": Placement(0),
-    "layers.*.mlp.gate_up_proj.weight": Placement(0, 2),
-    "layers.*.mlp.down_proj.weight": Placement(1),
-    "layers.*.mlp.experts.gate_up_proj": Placement(1, 2, of_experts=True),
-    "layers.*.mlp.experts.down_proj": Placement(2, of_experts=True),
-}
+from .styles import Placement, placement_of
 
 
 class Placed:
@@ -112,10 +73,11 @@ class Placed:
         """Of parameters that hold nothing yet."""
         prefix = f"{model.base_model_prefix}."
         for name, parameter in list(model.named_parameters()):
-            placement = _placement_of(name.removeprefix(prefix))
+            placement = placement_of(name.removeprefix(prefix))
             if placement is not None:
                 parent, _, leaf = name.rpartition(".")
-                sections = placement.sections(parameter.shape[placement.dim], model.config)
+                heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
+                sections = placement.sections(parameter.shape[placement.dim], heads, kv_heads)
                 marked = self._marked(name, parameter, placement, sections)
                 model.get_submodule(parent)._parameters[leaf] = marked
         return model
@@ -123,8 +85,8 @@ class Placed:
     def _marked(
         self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]
     ) -> nn.Parameter:
-        tensor, sharded = self._mesh.along("tp"), self._mesh.along("fsdp")
-        experts = self._mesh.along("ep" if placement.of_experts else "")
+        sharded = self._mesh.along("fsdp")
+        tensor, experts = self._mesh.tensor_team(placement.unit), self._mesh.expert_team(placement.unit)
         axes, shards = [], []
         num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)
         if sharded.size > 1 and parameter.shape[0] % (num_parts * sharded.size) == 0:
@@ -183,7 +145,3 @@ def _storage(parameter: DTensor | Tensor) -> int:
     """The same of all views, and of what holds nothing yet, too."""
     assert isinstance(parameter, DTensor)
     return parameter._local_tensor.untyped_storage()._cdata
-
-
-def _placement_of(name: str) -> Placement | None:
-    return next((place for pattern, place in TENSOR_PLAN.items() if fnmatchcase(name, pattern)), None)

@@ -68,7 +68,7 @@ class NativeSampler:
         self._head = Head(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
-        cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.tensor_team.size)
+        cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))
         self._schedule = Schedule(cache, Namespaces(adapters), config, base.device, base.threads.most)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0

@@ -1,12 +1,13 @@
 """Case: a layout, what is chosen beside it, and the tiny model that it is tried on."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
 from trainhouse.workers.config import ZeroStage
 from trainhouse.workers.parallel.sequence_split import SequenceSplit
 from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.parallel.styles import Unit
 
 from ...tiny import tiny_model
 
@@ -25,11 +26,13 @@ class Case:
     tp_activations: Literal["sharded", "whole"] = "sharded"
     heads: str = "4x2"
     zero_stage: ZeroStage = "3"
+    replicated: tuple[Unit, ...] = ()
 
     def __str__(self) -> str:
         whole = "-whole" if self.tp_activations == "whole" else ""
         zero = "-zero2" if self.zero_stage == "2" else ""
-        return f"{self.spec}-{self.kind}{whole}{zero}" + (f"-{self.heads}" if self.heads in HEADS else "")
+        heads = f"-{self.heads}" if self.heads in HEADS else ""
+        return "-".join([f"{self.spec}-{self.kind}{whole}{zero}{heads}", *self.replicated])
 
     def model(self, tiny_models: dict[str, Path], directory: Path) -> Path:
         if self.heads not in HEADS:
@@ -38,7 +41,14 @@ class Case:
 
     @property
     def parallel(self) -> ParallelSpec:
-        return ParallelSpec.parse(self.spec)
+        return replace(ParallelSpec.parse(self.spec), replicated=self.replicated)
+
+    @property
+    def units(self) -> list[list[Unit]]:
+        """What each of the two layers has."""
+        of_kinds: dict[str, list[Unit]] = {"qwen3_moe": ["experts"] * 2, "mixtral": ["experts"] * 2}
+        of_kinds["qwen3_moe_mixed"] = ["mlp", "experts"]
+        return [["self_attn", features] for features in of_kinds.get(self.kind, ["mlp"] * 2)]
 
     @property
     def knobs(self) -> dict[str, str]:
@@ -48,4 +58,5 @@ class Case:
     def split(self) -> SequenceSplit:
         heads, kv_heads = (int(number) for number in self.heads.split("x"))
         spec = self.parallel
-        return SequenceSplit.of(spec.sp, heads // spec.tp, kv_heads // spec.tp)
+        tp = spec.tp_of("self_attn")
+        return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)

@@ -57,6 +57,47 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         EXPERTS,
         "tp=8 does not divide 100 feed-forward features of each expert of M; valid tp: 1, 2, 4",
     ),
+    "heads that all could have": (
+        "--parallel tp=8",
+        DENSE | {"num_key_value_heads": 2},
+        "valid tp: 1, 2, or --shard layers.*.self_attn.*=replicate",
+    ),
+    "features beside replicated heads": (
+        "--parallel tp=8 --shard *self_attn*=replicate",
+        DENSE | {"num_key_value_heads": 2, "intermediate_size": 1028},
+        "tp=8 does not divide 1028 feed-forward features of M; valid tp: 1, 2, 4",
+    ),
+    "part of attention": (
+        "--parallel tp=2 --shard layers.*.self_attn.[qkv]_proj.*=replicate",
+        LLAMA,
+        "--shard: layers.*.self_attn.[qkv]_proj.* leaves out layers.*.self_attn.o_proj.weight, which is shared out "
+        "together with layers.*.self_attn.q_proj.weight: give layers.*.self_attn.*=replicate",
+    ),
+    "other style": (
+        "--parallel tp=2 --shard layers.*.self_attn.*=colwise",
+        LLAMA,
+        "layers.*.self_attn.*=colwise: layers.*.self_attn.o_proj.weight is rowwise, or replicate",
+    ),
+    "no such weights": (
+        "--parallel tp=2 --shard lm_head.*=replicate",
+        LLAMA,
+        "lm_head.* names no weights that ranks share out; those are layers.*.self_attn.*, layers.*.mlp.*_proj.*",
+    ),
+    "no style": (
+        "--parallel tp=2 --shard layers.*.self_attn.*",
+        LLAMA,
+        "'layers.*.self_attn.*' is not PATTERN=STYLE, such as layers.*.self_attn.*=replicate",
+    ),
+    "replicated without tp": (
+        "--parallel fsdp=2 --shard layers.*.self_attn.*=replicate",
+        LLAMA,
+        "layers.*.self_attn.*=replicate: every rank of fsdp=2 has them whole anyway: leave it out",
+    ),
+    "replicated experts of none": (
+        "--parallel tp=2 --shard layers.*.mlp.experts.*=replicate",
+        LLAMA,
+        "layers.*.mlp.experts.*=replicate: M has no such weights, but layers.*.mlp.*_proj.*, layers.*.self_attn.*",
+    ),
     "no experts": ("--parallel ep=2", LLAMA, "ep=2: M has no experts to share out; valid ep: 1"),
     "experts": (
         "--parallel ep=3",

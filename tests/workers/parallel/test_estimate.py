@@ -203,13 +203,17 @@ LAYOUTS = [
     *(("gemma3", spec, {}) for spec in ("single", "tp=2")),
     ("olmo2", "tp=2", {}),
     ("mixtral", "ep=2", {}),
+    *(("qwen3", "tp=2", {"shard": ("self_attn",), "tp_activations": way}) for way in ("sharded", "whole")),
+    ("qwen3", "fsdp=2,tp=2", {"shard": ("mlp",)}),
+    ("qwen3_moe", "ep=2,tp=2", {"shard": ("experts",)}),
 ]
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("kind", "layout", "knobs"), LAYOUTS, ids=str)
 def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, knobs: dict[str, Any], tmp_path: Path) -> None:
-    model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
+    replicated, knobs = knobs.get("shard", ()), {name: knob for name, knob in knobs.items() if name != "shard"}
+    model, spec = scaled_model(kind, tmp_path), replace(ParallelSpec.parse(layout), replicated=replicated)
     shape, load = shape_at(model), replace(LOAD, dtype="float32", **knobs)
     with measured(model, spec, dtype="float32", **KNOBS, **knobs) as where:
         table = by_name(parameters(shape, spec), shape)

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import combinations
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -13,7 +14,7 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.parallel.spec import SINGLE
 from trainhouse.workers.pools import WorkerDied, WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 
@@ -64,6 +65,26 @@ MORE = (
     *(Case(spec, "qwen3_moe") for spec in ("fsdp=2,ep=2", "ep=2,tp=2", "ep=2,sp=2", "ep=4")),
     *(Case(spec, "qwen3_moe_mixed") for spec in ("ep=2", "tp=2")),
 )
+REPLICATED = (
+    Case("tp=2", replicated=("self_attn",)),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case("tp=2", tp_activations="whole", replicated=("self_attn",)),
+            Case("tp=2", replicated=("mlp",)),
+            Case("tp=2", tp_activations="whole", replicated=("mlp",)),
+            Case("fsdp=2,tp=2", replicated=("self_attn",)),
+            Case("sp=2,tp=2", heads="6x3", replicated=("self_attn",)),
+            Case("tp=2", "phi3", replicated=("self_attn",)),
+            Case("tp=2", "olmo2", replicated=("self_attn",)),
+            Case("tp=2", "qwen3_moe", replicated=("experts",)),
+            Case("tp=2", "qwen3_moe_mixed", "whole", replicated=("mlp",)),
+            Case("ep=2", "qwen3_moe", replicated=("experts",)),
+            Case("ep=2,tp=2", "qwen3_moe", replicated=("self_attn",)),
+            Case("ep=2,tp=2", "qwen3_moe", replicated=("experts",)),
+        )
+    ),
+)
 OF_FAMILIES = (
     *(
         Case(spec, kind)
@@ -75,7 +96,7 @@ OF_FAMILIES = (
     Case("tp=2", "olmo2", "whole"),
     *(Case(spec, kind) for kind in ("mixtral", "qwen3_moe_mixed") for spec in ("tp=2", "fsdp=2,ep=2", "ep=2,tp=2")),
 )
-CASES = [*CORE, *(pytest.param(case, marks=pytest.mark.full) for case in (*MORE, *OF_FAMILIES))]
+CASES = [*CORE, *REPLICATED, *(pytest.param(case, marks=pytest.mark.full) for case in (*MORE, *OF_FAMILIES))]
 
 
 @dataclass
@@ -321,19 +342,23 @@ def test_exchanges_are_those_that_the_layout_needs_and_gradients_are_added_up_on
     where.call("apply_steps", (Step("a", ADAM),))
     of_passes, of_step = passed - before, Counter(where.call("num_exchanges")) - passed
     wanted = of_pass(case, where)
-    row.exchanges = f"{of_passes.total() + of_step.total()}/{2 * wanted.total() + of_a_step(where.spec).total()}"
+    row.exchanges = f"{of_passes.total() + of_step.total()}/{2 * wanted.total() + of_a_step(case).total()}"
     assert of_passes == wanted + wanted
-    assert of_step == of_a_step(where.spec)
+    assert of_step == of_a_step(case)
 
 
 def of_pass(case: Case, where: Layout) -> Counter[str]:
     """Exchanges of a micro-batch, forward and backward."""
     layers, spec = 2, where.spec
-    sparse_layers = 1 if case.kind == "qwen3_moe_mixed" else layers
     wanted: Counter[str] = Counter()
-    if spec.ep > 1:
-        # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
-        wanted["all_to_all"] += (1 + 2 * 2 + 1) * sparse_layers
+    for unit in (unit for units in case.units for unit in units):
+        if spec.ep_of(unit) > 1:
+            # How many tokens come; they, and what comes of them; and the tokens once more for adapters of the experts.
+            wanted["all_to_all"] += 1 + 2 * 2 + 1
+        if spec.tp > 1 and where.shards_activations:
+            wanted["all_gather"] += 2
+        if spec.tp_of(unit) > 1:
+            wanted["reduce_scatter" if where.shards_activations else "all_reduce"] += 2
     if spec.fsdp > 1:
         # Before each layer, forward and backward, but for the last one, which stays; or all of them stay.
         wanted["all_gather"] += layers if case.zero_stage == "2" else 2 * layers - 1
@@ -341,25 +366,22 @@ def of_pass(case: Case, where: Layout) -> Counter[str]:
         wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and what comes of them
     if (ring := case.split.ring) > 1:
         wanted["pass_on"] += (2 * (ring - 1) + ring) * layers  # keys and values, forth and back, with their gradients
-    if spec.tp > 1 and where.shards_activations:
-        wanted["all_gather"] += 2 * 2 * layers
-        wanted["reduce_scatter"] += 2 * 2 * layers
-    elif spec.tp > 1:
-        wanted["all_reduce"] += 2 * 2 * layers
+    if spec.tp > 1 and not where.shards_activations:
         wanted["all_gather"] += 1  # the gradient of the head's rows
-    if spec.tp > 1 and case.kind == "olmo2":
+    if spec.tp_of("self_attn") > 1 and case.kind == "olmo2":
         wanted["all_reduce"] += 2 * layers  # the means of norms of all heads together
     if spec.sp * spec.tp > 1:
         wanted["all_gather"] += 1  # the log-probabilities
     return wanted
 
 
-def of_a_step(spec: ParallelSpec) -> Counter[str]:
-    # Matrices that all ranks have alike, that tp shares out, that ep does, and both: of each, how many parts.
-    parts = [1]
-    for axis in (spec.tp, spec.ep):
-        parts += [num * axis for num in parts] if axis > 1 else []
-    of_regions = sum(num < spec.num_ranks for num in parts)  # what every rank has for itself needs none
+def of_a_step(case: Case) -> Counter[str]:
+    # Matrices that all ranks have alike, that tp shares out, that ep does, and both: of each, parts along ep and tp.
+    spec = case.parallel
+    parts = {(1, 1)}
+    for unit in (unit for units in case.units for unit in units):
+        parts |= {(spec.ep_of(unit), 1), (spec.ep_of(unit), spec.tp_of(unit))}
+    of_regions = sum(prod(each) < spec.num_ranks for each in parts)  # what every rank has for itself needs none
     of_norms = len(parts) - 1
     return Counter(all_reduce=of_regions + of_norms)
 

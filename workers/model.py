@@ -187,7 +187,7 @@ class BaseModel:
             )
 
     def _sharded_layers(self) -> ShardedLayers:
-        team, buffers, layers = self._mesh.along("fsdp"), Buffers(), []
+        team, buffers, layers = self._mesh.keeping_team, Buffers(), []
         for number, layer in enumerate(self.trunk.layers):  # pyright: ignore[reportArgumentType]
             prefix = f"{self.model.base_model_prefix}.layers.{number}."
             names = [name.removeprefix(prefix) for name in self._sharded if name.startswith(prefix)]

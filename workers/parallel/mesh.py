@@ -176,6 +176,11 @@ class Mesh:
         """Those that do not differ along these axes."""
         return self.along(*(axis for axis in AXES if axis not in axes))
 
+    @property
+    def keeping_team(self) -> Team:
+        """Those that each keep a part of every layer's weights, and gather the others."""
+        return self.along("fsdp", "sp") if self.spec.num_kept_parts > 1 else self.along()
+
     def tensor_team(self, unit: Unit) -> Team:
         """Those along tp that share out this part of every layer."""
         return self.along("tp" if self.spec.tp_of(unit) > 1 else "")
@@ -185,10 +190,11 @@ class Mesh:
         return self.along("ep" if self.spec.ep_of(unit) > 1 else "")
 
     def torch_mesh(self, *axes: str) -> DeviceMesh:
-        """These ranks as torch's distributed tensors want them; each axis has more than one."""
+        """These ranks as torch's distributed tensors want them; each axis has more than one, and fsdp those of sp."""
         if self._torch_mesh is None:
             ranks = torch.arange(self.spec.num_ranks).view(self.spec.sizes)
-            self._torch_mesh = DeviceMesh("cpu", ranks, mesh_dim_names=AXES)
+            joined = ranks.movedim(AXES.index("sp"), AXES.index("fsdp") + 1).flatten(1, 2)
+            self._torch_mesh = DeviceMesh("cpu", joined, mesh_dim_names=tuple(axis for axis in AXES if axis != "sp"))
         return self._torch_mesh[axes]
 
     def _needed(self, axes: tuple[str, ...]) -> tuple[str, ...]:

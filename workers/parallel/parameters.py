@@ -113,9 +113,9 @@ def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int
     parts[placement.dim] *= spec.tp_of(unit)
     parts[0] *= spec.ep_of(unit)
     own = tuple(size // num for size, num in zip(shape, parts, strict=True))
-    is_sharded = own[0] % spec.fsdp == 0
+    is_sharded = own[0] % spec.num_kept_parts == 0
     style = "replicate" if unit in spec.replicated else placement.style
-    return Parameters(pattern, shape, own, count, fsdp=spec.fsdp if is_sharded else 1, style=style)
+    return Parameters(pattern, shape, own, count, fsdp=spec.num_kept_parts if is_sharded else 1, style=style)
 
 
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:

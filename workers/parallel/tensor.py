@@ -24,7 +24,7 @@ class Placed:
     """The parts that this rank has of a model's parameters.
 
     splits: by name of the parameter, dimension -> Split along tp, or of experts along ep. sharded: names of those of
-    which a rank keeps some rows only, along fsdp, and gathers the others for use.
+    which a rank keeps some rows only, along fsdp (and sp), and gathers the others for use.
     """
 
     def __init__(self, mesh: Mesh) -> None:
@@ -66,7 +66,7 @@ class Placed:
             if isinstance(module, nn.Linear):
                 rows, module.in_features = module.weight.shape
                 is_sharded = f"{name}.weight" in self.sharded
-                module.out_features = rows * self._mesh.along("fsdp").size if is_sharded else rows
+                module.out_features = rows * self._mesh.keeping_team.size if is_sharded else rows
         self._leave_bias_to_first(model)
 
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
@@ -85,7 +85,7 @@ class Placed:
     def _marked(
         self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]
     ) -> nn.Parameter:
-        sharded = self._mesh.along("fsdp")
+        sharded = self._mesh.keeping_team
         tensor, experts = self._mesh.tensor_team(placement.unit), self._mesh.expert_team(placement.unit)
         axes, shards = [], []
         num_parts = experts.size * (tensor.size if placement.dim == 0 else 1)

@@ -195,7 +195,7 @@ LAYOUTS = [
     ("qwen3", "tp=2", {"activations": "recompute"}),
     ("llama", "sp=2", {"activations": "offload"}),
     ("qwen3", "fsdp=2", {}),
-    ("qwen3", "fsdp=2,tp=2", {}),
+    *(("qwen3", spec, {}) for spec in ("fsdp=2,tp=2", "fsdp=2,sp=2")),
     ("qwen3_moe", "tp=2", {}),
     ("qwen3_moe", "ep=2", {}),
     ("qwen3_moe", "ep=2,tp=2", {}),

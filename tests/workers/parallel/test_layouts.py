@@ -54,6 +54,7 @@ MORE = (
             "fsdp=2,tp=2",
             "replicas=2,fsdp=2",
             "fsdp=2,sp=2",
+            "fsdp=2,sp=2,tp=2",
             "sp=4",
         ),
     ),

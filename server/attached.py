@@ -22,7 +22,7 @@ _PATIENCE_SECONDS = 30.0
 """Where both are started at a time."""
 _LOOK_SECONDS = 1.0
 
-_OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {"sampler_workers", "sampler_device"}
+_OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {"sampler_workers", "sampler_parallel", "sampler_device"}
 _OWN = {"hang_seconds", "model_cache", "shared_directories"}
 
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 from itertools import count
 
 from ..workers.config import DispatchConfig, WorkerConfig
+from ..workers.devices import first_device
 from ..workers.footprint import gigabytes, runs_on_cpu
 from ..workers.parallel.checks import cuda_devices
 from ..workers.parallel.choice import Choice, layout_that_fits, lighter
@@ -48,7 +49,8 @@ class _Devices:
                 "--parallel auto leaves no room on the training devices for what only samples: name devices for that "
                 "with --sampler-device, or a layout with --parallel"
             )
-        self._taken |= {_index(device): "a sampler" for device in sampling.devices if device.startswith("cuda")}
+        for first in (first_device(device) for device in sampling.devices if device.startswith("cuda")):
+            self._taken |= dict.fromkeys(range(first, first + sampling.parallel.num_ranks), "a sampler")
 
     def left(self, model: WorkerConfig) -> int | None:
         """From the first one on that the model may have; None where they are not ours to count."""
@@ -77,13 +79,8 @@ class _Devices:
 
     def _first(self, model: WorkerConfig) -> int:
         if ":" in model.device:
-            return _index(model.device)
+            return first_device(model.device)
         return next(number for number in count() if number not in self._taken)
-
-
-def _index(device: str) -> int:
-    """Of "cuda:2" 2, of "cuda" 0."""
-    return int(device.partition(":")[2] or 0)
 
 
 def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:

@@ -21,7 +21,16 @@ from ..workers.parallel.styles import replicated_units
 from .checkpoint_files import PlaceConfig
 from .places import check_url
 from .store import StoreConfig
-from .values import AUTO, BYTE_UNITS, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_bytes, parse_served_model
+from .values import (
+    AUTO,
+    BYTE_UNITS,
+    NO_SHARD_OF_AUTO,
+    ConfigError,
+    is_url,
+    parse_bytes,
+    parse_layout,
+    parse_served_model,
+)
 
 ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
@@ -109,8 +118,9 @@ _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
-    *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_device", "ray_address", "ray_cpus_per_rank"),
-    *("model_cache", "ray_gpus_per_rank", "hang_seconds", "workers_secret_file", "log_level", "ready_file"),
+    *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
+    *("ray_address", "ray_cpus_per_rank", "ray_gpus_per_rank", "model_cache", "hang_seconds"),
+    *("workers_secret_file", "log_level", "ready_file"),
 }
 
 
@@ -192,6 +202,7 @@ class ServerConfig:
         check=NOT_NEGATIVE,
         not_with=WITH_VLLM,
     )
+    sampler_parallel: ParallelSpec = knob(SINGLE, "ranks of each of those workers, tp=2 or ep=2,tp=2")  # noqa: RUF009
     sampler_device: str | None = knob(None, "of those workers, A,B: one for each; of vLLM: all it uses", check=DEVICES)
     vllm_python: Path | None = knob(None, "a Python that has vLLM, where --sampler vllm starts it")  # noqa: RUF009
     vllm_url: str | None = knob(
@@ -339,6 +350,7 @@ class ServerConfig:
     def _sampling_config(self) -> SamplingConfig:
         return SamplingConfig(
             workers=self.sampler_workers,
+            parallel=self.sampler_parallel,
             vllm=self._vllm_config() if self.sampler == "vllm" else None,
             devices=tuple(self.sampler_device.split(",")) if self.sampler_device else (),
             directory=str((self.state_dir / "samplers").absolute()),
@@ -468,11 +480,13 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
     if knob_field.name == "base_models":
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
     if knob_field.name == "parallel":
-        return _parse_parallel(text, place)
+        return None if text == AUTO else parse_layout(_joined(text), flag=place)
+    if knob_field.name == "sampler_parallel":
+        return _parse_sampler_layout(text, place)
     if knob_field.name in ("mirrors", "shard"):
         return (text,) if isinstance(text, str) else tuple(text)
     if knob_field.name == "tenant_weights":
-        return parse_weights(text if isinstance(text, str) else ",".join(text))
+        return parse_weights(_joined(text))
     if not isinstance(text, str):
         raise ConfigError(f"{place} is {list(text)}: expected {_type_words(knob_field)}")
     wanted = _type_of(knob_field)
@@ -484,14 +498,14 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
         raise ConfigError(f"{place} is {text!r}: expected {_type_words(knob_field)}") from None
 
 
-def _parse_parallel(text: str | Sequence[str], place: str) -> ParallelSpec | None:
-    """None: auto."""
+def _parse_sampler_layout(text: str | Sequence[str], place: str) -> ParallelSpec:
     if text == AUTO:
-        return None
-    try:
-        return ParallelSpec.parse(text if isinstance(text, str) else ",".join(text))
-    except ValueError as error:
-        raise ConfigError(f"{place}: {error}") from None
+        raise ConfigError(f"{place} is auto: there is none for ranks that only sample; name a layout, such as tp=2")
+    return parse_layout(_joined(text), flag=place)
+
+
+def _joined(text: str | Sequence[str]) -> str:
+    return text if isinstance(text, str) else ",".join(text)
 
 
 def parse_weights(text: str) -> tuple[TenantWeight, ...]:
@@ -548,6 +562,8 @@ def _type_words(knob_field: Field) -> str:
         return "a number of bytes, such as 268435456 or 256MiB"
     if knob_field.name == "parallel":
         return "axes and their ranks, such as tp=2, or auto"
+    if knob_field.name == "sampler_parallel":
+        return "axes and their ranks, such as tp=2"
     return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
 
 
@@ -604,6 +620,31 @@ def _check_sampler(config: ServerConfig) -> None:
         )
     if config.sampler == "native" and num_devices and not config.sampler_workers:
         raise ConfigError("sampler_device has no effect without sampler_workers: leave it out or set sampler_workers")
+    _check_sampler_parallel(config)
+
+
+_OF_TRAINING = {
+    "replicas": "replicas would wait for each other's samples: raise sampler_workers instead",
+    "fsdp": "ranks along fsdp hold all layers to sample, which takes the memory that fsdp saves: use tp or ep",
+    "sp": "ranks along sp hold all layers and draw samples of their own, as more sampler_workers do: use tp or ep",
+}
+"""Axes of a layout that are of no use to ranks that only sample, and why."""
+
+
+def _check_sampler_parallel(config: ServerConfig) -> None:
+    spec = config.sampler_parallel
+    if spec == SINGLE:
+        return
+    if config.sampler == "vllm":
+        raise ConfigError(
+            "sampler_parallel is of sampler_workers, and vLLM samples: leave it out; vllm_tp says how many GPUs share "
+            "each layer there"
+        )
+    if not config.sampler_workers:
+        raise ConfigError("sampler_parallel has no effect without sampler_workers: leave it out or set sampler_workers")
+    for axis, reason in _OF_TRAINING.items():
+        if getattr(spec, axis) > 1:
+            raise ConfigError(f"sampler_parallel {spec}: {reason}")
 
 
 def _check_place(place: str) -> None:

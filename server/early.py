@@ -8,7 +8,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from ..workers.config import WorkerConfig
+from ..workers.config import ServedModel, WorkerConfig
 from ..workers.parallel.checks import check_layout
 from ..workers.parallel.shape import model_directory, read_model, refuse_missing_weights
 from ..workers.parallel.spec import SINGLE, ParallelSpec
@@ -23,12 +23,16 @@ def refused(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
     parser.add_argument("--shard", action="append", default=[])
+    parser.add_argument("--sampler-parallel", default=str(SINGLE))
     parser.add_argument("--activations", default=WorkerConfig.activations)
     parser.add_argument("--base-model", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(arguments)
-        spec = SINGLE if options.parallel == AUTO else parse_layout(options.parallel, options.shard)
-        _check(spec, options.activations, options.base_model)
+        models = [parse_served_model(model) for model in options.base_model]
+        _check_layout(_spec(options.parallel, options.shard), options.activations, models)
+        _check_samplers(_spec(options.sampler_parallel, (), "--sampler-parallel"), models)
+        for model in models:
+            refuse_missing_weights(model.source)
     except argparse.ArgumentError:
         return 0
     except ValueError as error:
@@ -37,11 +41,21 @@ def refused(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(spec: ParallelSpec, activations: str, base_models: Sequence[str]) -> None:
-    is_any_models = spec == SINGLE and activations == WorkerConfig.activations
-    models = [parse_served_model(model) for model in base_models]
+def _check_layout(spec: ParallelSpec, activations: str, models: Sequence[ServedModel]) -> None:
+    if spec == SINGLE and activations == WorkerConfig.activations:
+        return
     for model in models:
-        if not is_any_models and model_directory(model.source) is not None:
+        if model_directory(model.source) is not None:
             check_layout(spec, read_model(model), activations=activations)
-    for model in models:
-        refuse_missing_weights(model.source)
+
+
+def _check_samplers(spec: ParallelSpec, models: Sequence[ServedModel]) -> None:
+    try:
+        _check_layout(spec, WorkerConfig.activations, models)
+    except ValueError as error:
+        raise ValueError(f"--sampler-parallel: {error}") from None
+
+
+def _spec(layout: str, shard: Sequence[str], flag: str = "--parallel") -> ParallelSpec:
+    """SINGLE where it is to be found."""
+    return SINGLE if layout == AUTO else parse_layout(layout, shard, flag)

@@ -29,12 +29,12 @@ def parse_served_model(text: str) -> ServedModel:
 NO_SHARD_OF_AUTO = "--shard changes a layout that is named: give --parallel another than auto, or leave --shard out"
 
 
-def parse_layout(parallel: str, shard: Sequence[str]) -> ParallelSpec:
-    """fsdp=2,tp=4, with overrides PATTERN=STYLE. Raises ConfigError."""
+def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel") -> ParallelSpec:
+    """fsdp=2,tp=4, with overrides PATTERN=STYLE. flag: which names it. Raises ConfigError."""
     try:
-        spec = ParallelSpec.parse(parallel)
+        spec = ParallelSpec.parse(layout)
     except ValueError as error:
-        raise ConfigError(f"--parallel: {error}") from None
+        raise ConfigError(f"{flag}: {error}") from None
     try:
         return replace(spec, replicated=replicated_units(shard))
     except ValueError as error:

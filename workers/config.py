@@ -102,11 +102,13 @@ class VllmConfig:
 class SamplingConfig:
     """Where sampling happens: in the training workers, in `workers` of each base model that only sample, or in vLLM.
 
-    devices: of those workers, each as WorkerConfig.device: one for all, or one for each; () = that of training. Of
-    vLLM: all that it may use. directory: for copies of adapters, and vLLM's log; None = a temporary one.
+    parallel: the ranks of each of those workers. devices: of those workers, each as WorkerConfig.device: one for all,
+    or one for each; () = that of training. Of vLLM: all that it may use. directory: for copies of adapters, and vLLM's
+    log; None = a temporary one.
     """
 
     workers: int = 0
+    parallel: ParallelSpec = SINGLE
     vllm: VllmConfig | None = None
     devices: tuple[str, ...] = ()
     directory: str | None = None

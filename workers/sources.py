@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from .config import DispatchConfig, SamplingConfig, WorkerConfig
+from .devices import check_devices, device_of, first_device
 from .footprint import check_fit, runs_on_cpu
 from .parallel.checks import check_layout, cuda_devices
 from .parallel.shape import model_directory, read_model
@@ -47,6 +48,7 @@ class Started:
     async def open(self) -> None:
         for model in self._config.models:
             _check_layout(model, is_local=self._cluster is None)
+        _check_samplers(self._config)
         copies = _copies(self._config)
         check_fit(copies)
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
@@ -100,12 +102,12 @@ def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tu
 
 def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
     """What our processes that only sample the model are built of."""
-    alone = replace(model, parallel=SINGLE, shared_directories=())
+    apart = replace(model, shared_directories=())
     if sampling.vllm is not None:
         devices = ",".join(sampling.devices) or model.device
-        return [] if sampling.vllm.urls else [replace(alone, device=devices)]
-    devices = sampling.devices or (model.device,)
-    return [replace(alone, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+        return [] if sampling.vllm.urls else [replace(apart, parallel=SINGLE, device=devices)]
+    devices, apart = sampling.devices or (model.device,), replace(apart, parallel=sampling.parallel)
+    return [replace(apart, device=devices[number % len(devices)]) for number in range(sampling.workers)]
 
 
 def _check_layout(model: WorkerConfig, is_local: bool) -> None:
@@ -115,9 +117,24 @@ def _check_layout(model: WorkerConfig, is_local: bool) -> None:
         return
     num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
     if num_devices is not None:
-        num_devices -= _first_device(model.device)
+        num_devices -= first_device(model.device)
     served, longest = read_model(model.model), model.max_context_length
     check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations)
+
+
+def _check_samplers(config: DispatchConfig) -> None:
+    """Raises ValueError."""
+    sampling = config.sampling
+    if sampling.parallel == SINGLE:
+        return
+    try:
+        for model in config.models:
+            _check_layout(replace(model, parallel=sampling.parallel), is_local=False)
+    except ValueError as error:
+        raise ValueError(f"--sampler-parallel: {error}") from None
+    if config.pool == "local":
+        training = {model.model.name: model for model in config.models}
+        check_devices(training, dict(each for model in config.models for each in named_samplers(model, sampling)))
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
@@ -125,28 +142,16 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
     shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
     return tuple(
         replace(
-            model, rank=rank, is_local=is_local, device=_device_of(model.device, rank) if shares_gpus else model.device
+            model, rank=rank, is_local=is_local, device=device_of(model.device, rank) if shares_gpus else model.device
         )
         for rank in range(model.parallel.num_ranks)
     )
 
 
-def _device_of(device: str, rank: int) -> str:
-    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
-    return f"cuda:{_first_device(device) + rank}"
-
-
-def _first_device(device: str) -> int:
-    return int(device.partition(":")[2] or 0)
-
-
 def _copies(config: DispatchConfig) -> list[WorkerConfig]:
     """One for each process that holds a base model."""
-    return [
-        copy
-        for model in config.models
-        for copy in (*_of_ranks(model, is_local=config.pool == "local"), *samplers(model, config.sampling))
-    ]
+    groups = (group for model in config.models for group in (model, *samplers(model, config.sampling)))
+    return [copy for group in groups for copy in _of_ranks(group, is_local=config.pool == "local")]
 
 
 def num_cores() -> int:

@@ -20,7 +20,7 @@ from trainhouse.workers.keeper import Keeper
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools import NoPlace
 from trainhouse.workers.pools.sealed import read_secret
-from trainhouse.workers.sources import source_of
+from trainhouse.workers.sources import groups_of, source_of
 
 pytestmark = pytest.mark.anyio
 
@@ -52,12 +52,13 @@ async def kept(
 
 
 async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
-    made = {"parallel": ParallelSpec(fsdp=2), "adapter_slots": 3, "sampler_workers": 1, "hang_seconds": 7.0}
+    of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
+    made = {"parallel": ParallelSpec(fsdp=2), "adapter_slots": 3, "hang_seconds": 7.0} | of_samplers
     async with kept(secret_file, **made) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
         config, _ = await with_workers(given)
         assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(fsdp=2), 3)
-        assert (config.sampler_workers, config.port) == (1, 1)
+        assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
         assert config.hang_seconds == given.hang_seconds, "a server's own patience"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
         config, _ = await with_workers(
@@ -70,6 +71,10 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
     ("knobs", "reason"),
     [
         ({"parallel": ParallelSpec(tp=2)}, "--parallel is tp=2 here and fsdp=2 at the workers at 127.0.0.1:"),
+        (
+            {"sampler_workers": 1, "sampler_parallel": ParallelSpec(ep=2)},
+            "--sampler-parallel is ep=2 here and tp=2 at the workers",
+        ),
         ({"max_lora_rank": 8}, "--max-lora-rank is 8 here and 256 at the workers"),
         ({"base_models": MODELS[:1]}, "--base-model is tiny/a here and tiny/a, tiny/b at the workers"),
     ],
@@ -77,7 +82,8 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
 async def test_what_is_otherwise_at_the_workers_is_refused(
     knobs: dict[str, Any], reason: str, secret_file: Path
 ) -> None:
-    async with kept(secret_file, parallel=ParallelSpec(fsdp=2)) as address:
+    of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
+    async with kept(secret_file, parallel=ParallelSpec(fsdp=2), **of_samplers) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
             await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
 
@@ -126,6 +132,20 @@ async def test_workers_that_are_other_ones_than_at_the_start_are_not_attached_to
         pool = source_of(made).new_pool("tiny/a", made.models[0])
         with pytest.raises(NoPlace, match=re.escape(reason)):
             await pool.start()
+
+
+async def test_workers_that_come_back_with_another_layout_of_samplers_are_not_attached_to(secret_file: Path) -> None:
+    """Of as many ranks, which would answer what they are asked."""
+    of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
+    async with kept(secret_file, **of_samplers) as address:
+        config, at = await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file))
+    made = dispatch_config(config, at, epoch=7)
+    [_, (name, sampler), *_] = groups_of(made)
+    assert (name, sampler.parallel) == ("tiny/a (sampler 1)", ParallelSpec(tp=2))
+    then = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(ep=2)}
+    async with kept(secret_file, port=int(address.rpartition(":")[2]), **then):
+        with pytest.raises(NoPlace, match="sampler_parallel ep=2 instead of tp=2:"):
+            await source_of(made).new_pool(name, sampler).start()
 
 
 async def test_a_knob_of_the_workers_that_is_unknown_here_is_refused(secret_file: Path) -> None:

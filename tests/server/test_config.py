@@ -21,6 +21,7 @@ from trainhouse.server.config import (
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.config import SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig
+from trainhouse.workers.parallel.spec import ParallelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"base_models": ["a/b"]}
@@ -115,6 +116,28 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             "3 devices for 2 sampler_workers: name one for all",
         ),
         ({"sampler_device": "cpu"}, "sampler_device has no effect without sampler_workers"),
+        ({"sampler_parallel": "tp=2"}, "sampler_parallel has no effect without sampler_workers: leave it out or set"),
+        (
+            {"sampler": "vllm", "vllm_url": "http://a", "sampler_parallel": "tp=2"},
+            "sampler_parallel is of sampler_workers, and vLLM samples: leave it out; vllm_tp says how many GPUs share",
+        ),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "auto"},
+            "--sampler-parallel is auto: there is none for ranks that only sample; name a layout, such as tp=2",
+        ),
+        ({"sampler_workers": "1", "sampler_parallel": "tp"}, "--sampler-parallel: tp= is no number of ranks; give one"),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "tp=2,fsdp=2"},
+            "sampler_parallel fsdp=2,tp=2: ranks along fsdp hold all layers to sample, which takes the memory that",
+        ),
+        (
+            {"sampler_workers": "1", "sampler_parallel": "sp=2"},
+            "sampler_parallel sp=2: ranks along sp hold all layers and draw samples of their own",
+        ),
+        (
+            {"sampler_workers": "3", "sampler_parallel": "replicas=2,tp=2"},
+            "sampler_parallel replicas=2,tp=2: replicas would wait for each other's samples: raise sampler_workers",
+        ),
         ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),
@@ -274,6 +297,9 @@ def test_auto_gives_each_rank_of_each_base_model_a_device_of_its_own(monkeypatch
     assert with_layouts(beside, 24 * 10**9, said.append).models[0].device == "cuda"
     sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", sampler_device="cuda:0")
     assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:1"
+    of_two = {"sampler_device": "cuda:0", "sampler_parallel": "tp=2"}
+    sampling_first = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", sampler_workers="1", **of_two)
+    assert with_layouts(sampling_first, 24 * 10**9, said.append).models[0].device == "cuda:2"
 
 
 def test_auto_settles_devices_for_workers_that_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -307,10 +333,12 @@ def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pyt
 
 
 def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:
-    workers = config_of(sampler_workers="2", sampler_device="cuda:1,cuda:2", state_dir=str(tmp_path))
+    devices = {"sampler_workers": "2", "sampler_device": "cuda:1,cuda:3"}
+    workers = config_of(**devices, sampler_parallel="ep=2,tp=2", state_dir=str(tmp_path))
     assert workers.dispatch_config().sampling == SamplingConfig(
-        workers=2, devices=("cuda:1", "cuda:2"), directory=str(tmp_path / "samplers")
+        2, ParallelSpec(ep=2, tp=2), devices=("cuda:1", "cuda:3"), directory=str(tmp_path / "samplers")
     )
+    assert config_of(sampler_workers="1").dispatch_config().sampling.parallel == ParallelSpec()
     flags = {"vllm_url": "http://a:1/x", "vllm_api_key": "key", "vllm_dtype": "bfloat16", "vllm_memory_share": "0.5"}
     vllm = config_of(sampler="vllm", vllm_tp="2", **flags).dispatch_config().sampling.vllm
     assert vllm == VllmConfig(("http://a:1/x",), "key", None, "bfloat16", 0.5, 2)

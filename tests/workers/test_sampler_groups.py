@@ -2,12 +2,13 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -20,8 +21,10 @@ from trainhouse.workers.config import SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.engines.company import Company, Standing
 from trainhouse.workers.group import Backoff
+from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
 
+LLAMA = Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json"
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
 
@@ -247,6 +250,101 @@ def test_samplers_outlive_the_training_worker(dispatch: WorkerDispatch, runner: 
     runner.run(check())
 
 
+# --- of several ranks each ---
+
+# Layouts of training and of samplers, and the model.
+LAYOUTS = [
+    ("single", "tp=2", "qwen3"),
+    *(
+        pytest.param(*each, marks=pytest.mark.full)
+        for each in (
+            ("fsdp=2", "tp=2", "qwen3_moe"),
+            ("fsdp=2", "ep=2", "qwen3_moe"),
+            ("ep=2,sp=2", "ep=2,tp=2", "qwen3_moe"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize(("training", "sampling", "kind"), LAYOUTS)
+def test_a_sampler_of_several_ranks_samples_as_one_rank(
+    training: str, sampling: str, kind: str, runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """What was trained under another layout, as it is in memory and as it was saved; the control is another adapter."""
+
+    async def check() -> None:
+        spec = ParallelSpec.parse(sampling)
+        samplers = SamplingConfig(1, spec, directory=str(tmp_path / "copies"))
+        model = replace(tiny(tiny_models[kind]), parallel=ParallelSpec.parse(training))
+        async with running(DispatchConfig((model,), sampling=samplers)) as dispatch:
+            for run_id, num_steps in (("early", 1), ("late", 3)):
+                await dispatch.create_run("tiny", RunSpec(run_id, LoraConfig(rank=4, seed=0)), "tenant")
+                await train(dispatch, run_id, num_steps)
+                await dispatch.copy_adapter(run_id, f"{run_id}-copied")
+                (tmp_path / run_id).mkdir()
+                await dispatch.save_run(run_id, tmp_path / run_id, optimizer=False)
+                await dispatch.load_adapter("tiny", f"{run_id}-loaded", tmp_path / run_id)
+            asked = [*ask("early-copied"), *ask("early-loaded"), *ask("late-copied"), *ask(None)]
+            answers = await asked_together(dispatch, asked)
+            assert len(dispatch.pids("tiny")) == model.parallel.num_ranks + spec.num_ranks
+            memory = await dispatch.memory()
+            assert list(memory) == ["tiny", "tiny (sampler 1)"]
+        async with running(DispatchConfig((tiny(tiny_models[kind]),))) as dispatch:
+            for run_id in ("early", "late"):
+                await dispatch.load_adapter("tiny", run_id, tmp_path / run_id)
+            early, late, bare = [await asked_together(dispatch, ask(each)) for each in ("early", "late", None)]
+            whole = (await dispatch.memory())["tiny"]
+        for ours, theirs in zip(answers, (*early, *early, *late, *bare), strict=True):
+            assert_same(ours, theirs)
+        for one, other in ((early, late), (early, bare), (late, bare)):
+            assert differ(one[0], other[0])
+        assert memory["tiny (sampler 1)"]["base_weights"] < 0.9 * whole["base_weights"], "each has a part of them"
+
+    runner.run(check())
+
+
+def ask(adapter_id: str | None) -> list[SampleJob]:
+    """Greedily, and drawn."""
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, seed=7)
+    drawn = job(f"drawn-{adapter_id}", adapter_id, 24, num_samples=3)
+    return [replace(drawn, job_id=f"greedy-{adapter_id}", params=greedy, num_samples=1), drawn]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("pool", ["local", "ray"])
+def test_the_death_of_one_rank_starts_its_sampler_anew(
+    pool: Literal["local", "ray"], runner: asyncio.Runner, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """All ranks of it; requests end as they would have, elsewhere or there, and its adapters come back."""
+
+    async def check() -> None:
+        samplers = SamplingConfig(2, ParallelSpec(tp=2), directory=str(tmp_path))
+        config = DispatchConfig((tiny(tiny_models["qwen3"]),), pool, ray_cpus_per_rank=0.1, sampling=samplers)
+        async with running(config) as dispatch:
+            await dispatch.copy_adapter(await trained_run(dispatch, "run"), "copied")
+            expected = await dispatch.sample("tiny", job("undisturbed", "copied", 300))
+            told: list[list[SampledPart]] = [[], [], []]
+            sampling = [
+                asyncio.create_task(dispatch.sample("tiny", job(f"long-{n}", "copied", 300, streams=True), each.extend))
+                for n, each in enumerate(told)
+            ]
+            while not all(told):  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            assert not any(each.done() for each in sampling), "each sampler has some of them"
+            training, *before = dispatch.pids("tiny")
+            os.kill(before[1], signal.SIGKILL)
+            for response in await asyncio.gather(*sampling):
+                assert_same(response, expected)
+            await until_all_are_back(dispatch)
+            after = dispatch.pids("tiny")
+            assert after[0] == training and after[3:] == before[2:] and not set(after[1:3]) & set(before)
+            again = await asked_together(dispatch, [job(f"again-{n}", "copied", 300) for n in range(2)])
+            for response in again:
+                assert_same(response, expected)
+
+    runner.run(check())
+
+
 # --- with a worker that computes nothing ---
 
 
@@ -432,3 +530,19 @@ def test_every_worker_counts_when_memory_is_checked(tmp_path: Path) -> None:
     config = replace(recording(), models=(replace(recording().models[0], model=ServedModel("tiny", str(tmp_path))),))
     with pytest.raises(ValueError, match=r"need 26388\.3 GB of memory \(tiny 26388\.3 GB\)"):
         asyncio.run(WorkerDispatch(config).start(lambda _: None))
+
+
+def test_ranks_of_a_sampler_count_with_what_each_has_of_the_model(tmp_path: Path) -> None:
+    from trainhouse.tests.workers.test_dispatch import write_header
+
+    write_header(tmp_path, shape=(1 << 20, 1 << 21))
+    shutil.copy(LLAMA, tmp_path / "config.json")
+    model, one = WorkerConfig(ServedModel("tiny", str(tmp_path)), device="cpu"), 8796.1
+    needed = []
+    for layout in ("single", "tp=2"):
+        sampling = SamplingConfig(1, ParallelSpec.parse(layout))
+        with pytest.raises(ValueError, match=r"of memory \(tiny ") as refused:
+            asyncio.run(WorkerDispatch(DispatchConfig((model,), sampling=sampling)).start(lambda _: None))
+        needed.append(float(str(refused.value).partition("(tiny ")[2].partition(" GB")[0]))
+    assert needed[0] == pytest.approx(2 * one, rel=1e-4)
+    assert 2 * one < needed[1] < 2.3 * one, "embedding and head are whole on both"

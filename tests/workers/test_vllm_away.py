@@ -202,7 +202,9 @@ def process(directory: Path, device: str = "cuda:0") -> VllmProcess:
 @asynccontextmanager
 async def ours(directory: Path) -> AsyncIterator[tuple[WorkerDispatch, VllmProcess]]:
     """A dispatch that samples by a stand-in of its own, which comes back soon."""
-    sampling = SamplingConfig(0, VllmConfig(python=stand_in(directory)), ("cuda:0",), str(directory))
+    sampling = SamplingConfig(
+        vllm=VllmConfig(python=stand_in(directory)), devices=("cuda:0",), directory=str(directory)
+    )
     dispatch = WorkerDispatch(config(sampling))
     engine: Any = dispatch._engines["tiny"]
     engine._server._backoff = Backoff(first=0.05)

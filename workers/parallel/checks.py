@@ -133,9 +133,10 @@ def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
         if things.number % spec.tp_of(things.unit):
             choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
             others: set[Unit] = {*spec.replicated, things.unit}
-            remedy = f", or --shard {PATTERNS[things.unit]}=replicate" if spec.tp in valid_tp(shape, others) else ""
+            if spec.tp in valid_tp(shape, others):
+                choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
             what = f"{things.number} {things.what} of {shape.name}"
-            raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}{remedy}")
+            raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}")
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _check_axis(axis: str, part: str) -> None:
         raise ValueError(_NO_PIPELINE)
     near = difflib.get_close_matches(axis, AXES, 1, 0.5)
     raise ValueError(
-        f"{part.strip() or 'nothing'} names no axis of --parallel"
+        f"{part.strip() or 'nothing'} names no axis of a layout"
         + (f" (did you mean {near[0]}?)" if near else "")
         + f": give some of {', '.join(AXES)}, such as fsdp=4,tp=2"
     )

@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.workers.config import DispatchConfig, ServedModel, WorkerConfig
+from trainhouse.workers import sources
+from trainhouse.workers.config import DispatchConfig, SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.parallel.checks import check_layout, cuda_devices, valid_ep, valid_tp
 from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.sources import source_of
+from trainhouse.workers.sources import groups_of, source_of
 
 CONFIGS = Path(__file__).parent / "configs"
 MOE, LLAMA = (str(CONFIGS / f"{name}.json") for name in ("Qwen3-30B-A3B", "Llama-3.1-8B"))
@@ -60,7 +61,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "heads that all could have": (
         "--parallel tp=8",
         DENSE | {"num_key_value_heads": 2},
-        "valid tp: 1, 2, or --shard layers.*.self_attn.*=replicate",
+        "valid tp: 1, 2 (--parallel with --shard layers.*.self_attn.*=replicate: 8, too)",
     ),
     "features beside replicated heads": (
         "--parallel tp=8 --shard *self_attn*=replicate",
@@ -109,7 +110,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "no number": ("--parallel tp=two", LLAMA, "tp=two is no number of ranks; give one such as tp=2"),
     "no size": ("--parallel tp", LLAMA, "tp= is no number of ranks; give one such as tp=2"),
     "twice": ("--parallel tp=2,tp=4", LLAMA, "tp=2,tp=4: tp is given twice"),
-    "unknown axis": ("--parallel dp=2", LLAMA, "dp=2 names no axis of --parallel (did you mean fsdp?): give some of"),
+    "unknown axis": ("--parallel dp=2", LLAMA, "dp=2 names no axis of a layout (did you mean fsdp?): give some of"),
     "misspelt axis": ("--parallel replica=2", LLAMA, "(did you mean replicas?): give some of replicas, fsdp, ep, sp"),
     "pipeline": ("--parallel pp=2", LLAMA, "pipeline parallelism is not offered: passes of many tenants are too short"),
     "devices": (
@@ -344,6 +345,98 @@ def test_devices_before_the_one_named_are_not_a_models(tmp_path: Path, monkeypat
         else:
             with pytest.raises(ValueError, match="tp=4 is 4 ranks, and there are 3 devices"):
                 asyncio.run(source.open())
+
+
+OF_SAMPLERS = {
+    "heads": (LLAMA, "tp=3", "--sampler-parallel: tp=3 does not divide 32 query heads of M; valid tp: 1, 2, 4, 8"),
+    "experts": (MOE, "ep=3,tp=2", "--sampler-parallel: ep=3 does not divide 128 experts of M; valid ep: 1, 2, 4"),
+    "no experts": (LLAMA, "ep=2", "--sampler-parallel: ep=2: M has no experts to share out; valid ep: 1"),
+    "no size": (LLAMA, "tp", "--sampler-parallel: tp= is no number of ranks; give one such as tp=2"),
+}
+
+
+@pytest.mark.parametrize("reason", OF_SAMPLERS)
+def test_so_are_impossible_layouts_of_samplers(reason: str, tmp_path: Path) -> None:
+    source, layout, said = OF_SAMPLERS[reason]
+    options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--sampler-workers=1", f"--sampler-parallel={layout}"]
+    assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
+
+
+def test_a_configuration_that_is_no_flag_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    shutil.copy(LLAMA, tmp_path / "config.json")
+    sampling = SamplingConfig(1, ParallelSpec(tp=3))
+    config = DispatchConfig((WorkerConfig(ServedModel("M", str(tmp_path)), device="cpu"),), sampling=sampling)
+    with pytest.raises(ValueError, match="--sampler-parallel: tp=3 does not divide 32 query heads of M"):
+        asyncio.run(source_of(config).open())
+
+
+@pytest.mark.parametrize(
+    ("training", "device", "devices", "refusal"),
+    [
+        ("tp=2", "cuda", ("cuda:2", "cuda:4"), None),
+        ("tp=2", "cuda", ("cuda:2",), None),
+        ("tp=2", "cuda:4", ("cuda", "cuda:2"), None),
+        ("tp=4", "cuda", ("cuda:2", "cuda:4"), None),
+        ("single", "cuda", (), None),
+        ("tp=2", "cpu", ("cpu",), None),
+        (
+            "tp=2",
+            "cuda",
+            ("cuda:2", "cuda:5"),
+            r"m \(sampler 2\) takes cuda:5 to cuda:6, one for each rank of --sampler-p",
+        ),
+        ("tp=2", "cuda", ("cuda:6",), "takes cuda:6 to cuda:7, .* and there is cuda:0 to cuda:5: name an earlier one"),
+        ("tp=2", "cuda:5", (), r"tp=2 is 2 ranks, and there is 1 device"),
+        ("single", "cuda:5", (), r"m \(sampler 1\) takes cuda:5 to cuda:6, one for each rank"),
+        (
+            "tp=2",
+            "cuda",
+            ("cuda:1",),
+            r"m \(sampler 1\) takes cuda:1 to cuda:2, and m cuda:0 to cuda:1, which is neith",
+        ),
+        (
+            "tp=2",
+            "cuda",
+            ("cuda:2", "cuda:3"),
+            r"cuda:3 to cuda:4, and m \(sampler 1\) cuda:2 to cuda:3, which is neither",
+        ),
+    ],
+)
+def test_samplers_take_devices_from_the_one_named_on(
+    training: str,
+    device: str,
+    devices: tuple[str, ...],
+    refusal: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Apart from others, or with them; of six."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
+    shutil.copy(LLAMA, tmp_path / "config.json")
+    model = WorkerConfig(ServedModel("m", str(tmp_path)), device=device, parallel=ParallelSpec.parse(training))
+    source = source_of(DispatchConfig((model,), sampling=SamplingConfig(2, ParallelSpec(tp=2), devices=devices)))
+    if refusal is None:
+        asyncio.run(source.open())
+    else:
+        with pytest.raises(ValueError, match=refusal):
+            asyncio.run(source.open())
+
+
+def test_each_rank_of_a_sampler_has_its_device_and_its_share_of_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sources, "num_cores", lambda: 24)
+    model = WorkerConfig(ServedModel("m", "m"), device="cuda", parallel=ParallelSpec(fsdp=2))
+    sampling = SamplingConfig(2, ParallelSpec(ep=2, tp=2), devices=("cuda:2", "cuda:6"))
+    config = DispatchConfig((model,), sampling=sampling)
+    source = source_of(config)
+    pools = {name: source.new_pool(name, group).spec for name, group in groups_of(config)}
+    found = {name: [(each.rank, each.device) for each in spec.configs] for name, spec in pools.items()}  # pyright: ignore
+    assert found == {
+        "m": [(0, "cuda:0"), (1, "cuda:1")],
+        "m (sampler 1)": [(rank, f"cuda:{2 + rank}") for rank in range(4)],
+        "m (sampler 2)": [(rank, f"cuda:{6 + rank}") for rank in range(4)],
+    }
+    assert {spec.threads for spec in pools.values()} == {24 // (2 + 2 * 4)}
+    assert [spec.blocks for spec in pools.values()] == [(2, 1), (4, 2, 1), (4, 2, 1)]
 
 
 def test_what_is_planned_is_what_the_workers_knobs_say() -> None:

@@ -1,0 +1,48 @@
+"""Devices: the CUDA devices of this machine that the ranks of a group take. Imports no torch."""
+
+from collections.abc import Mapping
+
+from .config import WorkerConfig
+from .footprint import runs_on_cpu
+from .parallel.checks import cuda_devices
+
+
+def first_device(device: str) -> int:
+    """Of "cuda:2" 2, of "cuda" and "auto" 0."""
+    return int(device.partition(":")[2] or 0)
+
+
+def device_of(device: str, rank: int) -> str:
+    """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
+    return f"cuda:{first_device(device) + rank}"
+
+
+def check_devices(training: Mapping[str, WorkerConfig], samplers: Mapping[str, WorkerConfig]) -> None:
+    """Groups by their names. Raises ValueError where samplers of several ranks each take devices that are not there,
+    and where one shares a part of them with another group, which is an oversight."""
+    num_devices, others = cuda_devices(), dict(training)
+    for name, sampler in samplers.items():
+        own = _taken(sampler)
+        if num_devices is not None and own.stop > num_devices:
+            raise ValueError(
+                f"{name} takes {_shown(own)}, one for each rank of --sampler-parallel {sampler.parallel}, and there is "
+                f"{_shown(range(num_devices))}: name an earlier one with --sampler-device, or use fewer ranks"
+            )
+        for other, theirs in ((other, _taken(model)) for other, model in others.items()):
+            if 0 < len(set(own) & set(theirs)) < min(len(own), len(theirs)):
+                raise ValueError(
+                    f"{name} takes {_shown(own)}, and {other} {_shown(theirs)}, which is neither apart nor together: "
+                    "name another device with --sampler-device"
+                )
+        others[name] = sampler
+
+
+def _taken(model: WorkerConfig) -> range:
+    """None where the ranks compute on the CPU."""
+    first = first_device(model.device)
+    return range(first, first + (0 if runs_on_cpu(model) else model.parallel.num_ranks))
+
+
+def _shown(devices: range) -> str:
+    first, last = f"cuda:{devices.start}", f"cuda:{devices.stop - 1}"
+    return first if first == last else f"{first} to {last}"

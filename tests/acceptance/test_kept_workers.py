@@ -66,8 +66,13 @@ def test_a_server_that_is_killed_finds_its_workers_as_they_were(
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("made", "num_ranks"),
-    [({"parallel": "fsdp=2"}, 2), ({"sampler_workers": 1}, 2), ({"pool": "ray"}, 1)],
-    ids=["fsdp=2", "a sampler", "ray"],
+    [
+        ({"parallel": "fsdp=2"}, 2),
+        ({"sampler_workers": 1}, 2),
+        ({"sampler_workers": 1, "sampler_parallel": "tp=2"}, 3),
+        ({"pool": "ray"}, 1),
+    ],
+    ids=["fsdp=2", "a sampler", "a sampler of tp=2", "ray"],
 )
 def test_so_it_is_with_other_ranks_and_when_both_are_killed(
     made: dict[str, object], num_ranks: int, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path

@@ -20,15 +20,29 @@ MODEL = "tiny/qwen3"
 PROMPT = [7, 8, 9, 10]
 
 
-@pytest.fixture(scope="module", params=[*EACH_LAYOUT, pytest.param("vllm", marks=pytest.mark.vllm)])
+# Of training, and of the samplers.
+FSDP_AND_TP = {"parallel": "fsdp=2", "sampler_workers": 1, "sampler_parallel": "tp=2"}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *EACH_LAYOUT,
+        pytest.param("fsdp=2, samplers tp=2", marks=pytest.mark.full),
+        pytest.param("vllm", marks=pytest.mark.vllm),
+    ],
+)
 def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
-    """Training under each layout. A head of 32, for vLLM's attention on CPUs knows none of 16."""
+    """Training under each layout, once with samplers of another one. A head of 32, for vLLM's attention on CPUs knows
+    none of 16."""
     model = tiny_model("qwen3", tmp_path_factory.mktemp("model"), head_dim=32)
     save_byte_tokenizer(model)
     if request.param == "vllm":
         options = {"sampler": "vllm", "vllm_python": request.getfixturevalue("vllm_python"), "max_lora_rank": 8}
-    else:
+    elif request.param in MANNERS:
         options = {"sampler_workers": 2} | MANNERS[request.param]
+    else:
+        options = FSDP_AND_TP
     with live_server({MODEL: model}, tmp_path_factory.mktemp("state"), **options) as running:
         yield running
 

@@ -27,6 +27,7 @@ TORCH_FREE_WORKERS = {
     "sources",
     "verbs",
     "config",
+    "devices",
     "footprint",
     "model_cache",
     "parallel",

@@ -57,12 +57,12 @@ def error_of(call: Callable[[], object]) -> Exception | None:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
 def test_inside_the_bound_more_than_there_is_cannot_be_taken(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing touches what is taken here, so without the bound it is there for the asking."""
-    monkeypatch.setattr(footprint, "available_bytes", lambda: 400_000_000)
+    monkeypatch.setattr(footprint, "available_bytes", lambda: 4_000_000_000)
     with bounded_memory(CPU):
-        assert error_of(lambda: torch.empty(300_000_000, dtype=torch.uint8)) is None
-        refused = error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8))
+        assert error_of(lambda: torch.empty(3_000_000_000, dtype=torch.uint8)) is None
+        refused = error_of(lambda: torch.empty(5_000_000_000, dtype=torch.uint8))
     assert refused is not None and is_out_of_memory(refused)
-    assert error_of(lambda: torch.empty(500_000_000, dtype=torch.uint8)) is None
+    assert error_of(lambda: torch.empty(5_000_000_000, dtype=torch.uint8)) is None
 
 
 def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> None:

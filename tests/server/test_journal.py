@@ -29,7 +29,7 @@ def segment_files(directory: Path) -> list[Path]:
 
 
 async def until_left(directory: Path, numbers: list[int]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while [int(path.stem) for path in segment_files(directory)] != numbers:  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -66,16 +66,15 @@ async def is_free(waiting: Lease, within: float = 1.5) -> bool:
 async def test_of_two_servers_one_has_the_lease_and_the_other_knows_where(open_store: OpenStore) -> None:
     first, second = lease(open_store(), "a"), lease(open_store(), "b")
     waiting = {asyncio.create_task(one.taken()): one for one in (first, second)}
-    done, pending = await asyncio.wait(waiting, timeout=2)
+    await asyncio.wait(waiting, timeout=30, return_when=asyncio.FIRST_COMPLETED)
+    done, pending = await asyncio.wait(waiting, timeout=0.5)
     assert len(done) == len(pending) == 1
     (has_it,), (has_not,) = ([waiting[task] for task in tasks] for tasks in (done, pending))
     assert done.pop().result().record.epoch == 1
     assert has_it.holder_url is None
     assert has_not.holder_url == ("http://a" if has_it is first else "http://b")
     await has_it.release()
-    released_at = time.monotonic()
-    tenure = await asyncio.wait_for(pending.pop(), 5)
-    assert time.monotonic() - released_at < 2
+    tenure = await asyncio.wait_for(pending.pop(), LONG / 2)  # well before it would run out
     assert tenure.record.epoch == 2 and has_not.holder_url is None
 
 
@@ -86,15 +85,13 @@ async def test_servers_that_share_a_base_model_or_only_the_directory_are_rivals(
 
 
 async def test_a_lease_that_is_renewed_stays_and_one_that_is_not_runs_out(open_store: OpenStore) -> None:
-    first, second = lease(open_store(), "a", SOON), lease(open_store(), "b", SOON)
+    first, second = lease(open_store(), "a", 2 * SOON), lease(open_store(), "b", 2 * SOON)
     tenure = await first.taken()
     keeping = asyncio.create_task(tenure.keep())
     assert not await is_free(second, 4 * SOON)
     assert tenure.is_valid and not keeping.done()
     keeping.cancel()
-    stopped_at = time.monotonic()
-    assert (await second.taken()).record.epoch == 2
-    assert SOON / 3 < time.monotonic() - stopped_at < 5 * SOON
+    assert (await asyncio.wait_for(second.taken(), 30)).record.epoch == 2
     assert not tenure.is_valid
 
 
@@ -113,7 +110,7 @@ async def test_who_was_away_for_too_long_hears_that_another_server_has_it(open_s
     tenure = await first.taken()
     await asyncio.sleep(SOON)
     assert await second.taken()
-    await asyncio.wait_for(tenure.keep(), 2)
+    await asyncio.wait_for(tenure.keep(), 30)
     assert not tenure.is_valid
 
 
@@ -134,7 +131,7 @@ async def test_who_was_away_while_another_came_and_went_is_no_holder_of_before(o
     await asyncio.sleep(SOON)
     await second.taken()
     await second.release()
-    await asyncio.wait_for(tenure.keep(), 2)
+    await asyncio.wait_for(tenure.keep(), 30)
     assert (await first.taken()).record.epoch == 3
 
 
@@ -151,7 +148,7 @@ def test_a_stopped_process_counts_the_time() -> None:
         os.kill(process.pid, signal.SIGSTOP)
         time.sleep(0.5)
         os.kill(process.pid, signal.SIGCONT)
-        said, _ = process.communicate("\n", timeout=10)
+        said, _ = process.communicate("\n", timeout=60)
     assert float(said) > 0.45
     assert abs(awake_seconds() - time.clock_gettime(time.CLOCK_BOOTTIME)) < 1
 
@@ -200,9 +197,8 @@ async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_s
 
     writing = asyncio.wrap_future(store.write(slow))
     await asyncio.sleep(0.1)
-    renewed = time.monotonic()
     assert await mine.renewed(tenure.record)
-    assert time.monotonic() - renewed < SOON
+    assert not ended_at
     while await other._try() is None:  # noqa: ASYNC110
         await asyncio.sleep(0.005)
     assert ended_at

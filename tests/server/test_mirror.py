@@ -20,7 +20,7 @@ from .test_places import FILES, until_names_at, weights_of
 
 pytestmark = pytest.mark.anyio
 
-SOON_SECONDS = 10.0
+SOON_SECONDS = 30.0
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from .test_checkpoints import fetch, listed, url, urls_of
 
 pytestmark = pytest.mark.anyio
 
-SOON_SECONDS = 10.0
+SOON_SECONDS = 30.0
 
 
 @pytest.fixture

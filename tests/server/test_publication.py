@@ -22,7 +22,7 @@ from .s3 import BUCKET, names_at, s3_server
 pytestmark = pytest.mark.anyio
 
 SECONDS = 120
-SOON_SECONDS = 10
+SOON_SECONDS = 30
 
 
 @asynccontextmanager

@@ -203,7 +203,7 @@ async def test_a_run_ends_that_is_just_about_to_be_made_again(make_bench: MakeBe
     bench.operations.perform = dying  # pyright: ignore[reportAttributeAccessIssue]
     await bench.forward_backward(1)
     assert "the session has ended" in (await bench.result(1))["error"]
-    await asyncio.wait_for(ending[0], 10)
+    await asyncio.wait_for(ending[0], 30)
     assert not bench.run.is_busy
 
 
@@ -471,7 +471,7 @@ async def test_strikes_against_making_a_run_again_are_forgotten_with_the_next_sn
 
 
 async def until(bench: Bench, condition) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

@@ -339,7 +339,7 @@ async def test_a_sample_that_workers_die_of_fails_at_the_third_time_also_over_a_
         await server.post("asample", sample_body(sampler_id, 0))
         for _ in range(2):
             deaths.release()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while num_deaths < 2 or not deaths.locked():  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         await asyncio.sleep(0.05)

@@ -189,7 +189,7 @@ async def test_bodies_go_through_piece_by_piece(holder: Holder, client: httpx.As
             num_sent += 1
 
     asking = asyncio.create_task(client.post("/count", content=body()))
-    await asyncio.wait_for(holder.heard.wait(), 5)
+    await asyncio.wait_for(holder.heard.wait(), 30)
     await asyncio.sleep(0.5)
     assert 0 < num_sent < 300
     holder.go_on.set()
@@ -208,7 +208,7 @@ async def test_a_client_that_leaves_leaves_at_the_holder_too(holder: Holder, cli
     asking = asyncio.create_task(client.post("/poll", content=b"{}"))
     await holder.heard.wait()
     asking.cancel()
-    await asyncio.wait_for(holder.client_left.wait(), 5)
+    await asyncio.wait_for(holder.client_left.wait(), 30)
     holder.go_on.set()
     assert (await client.post("/poll", content=b"{}")).content == b"done"
 
@@ -223,7 +223,7 @@ async def test_a_client_that_leaves_in_the_midst_of_its_body(
     asking = asyncio.create_task(client.post("/poll", content=body()))
     await until(lambda: holder.scopes)
     asking.cancel()
-    await asyncio.wait_for(holder.client_left.wait(), 5)
+    await asyncio.wait_for(holder.client_left.wait(), 30)
     assert [one for one in caplog.records if one.levelno >= logging.ERROR] == []
 
 
@@ -302,9 +302,9 @@ async def test_who_waits_for_a_former_holder_is_told_to_try_again(
     assert not asking.done()
     lease.holder_url = "http://127.0.0.1:9"
     standby.drop_others()
-    answer = await asyncio.wait_for(asking, 5)
+    answer = await asyncio.wait_for(asking, 30)
     assert answer.status_code == 503 and "it is not waited for any more" in answer.json()["detail"]
-    await asyncio.wait_for(holder.client_left.wait(), 5)
+    await asyncio.wait_for(holder.client_left.wait(), 30)
 
 
 async def test_a_standby_that_stops_sends_all_away(holder: Holder, standby: Standby, client: httpx.AsyncClient) -> None:
@@ -323,7 +323,7 @@ async def test_what_cannot_be_handed_on_is_the_clients_fault(
 ) -> None:
     reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
     writer.write(f"OPTIONS {target} HTTP/1.1\r\nHost: me\r\n{headers}Connection: close\r\n\r\n".encode())
-    answer = (await asyncio.wait_for(reader.read(), 10)).decode()
+    answer = (await asyncio.wait_for(reader.read(), 30)).decode()
     writer.close()
     assert answer.startswith(f"HTTP/1.1 {status} "), answer
     assert ("the request is malformed: " in answer) == (status == 400) == (holder.scopes == [])

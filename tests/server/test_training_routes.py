@@ -279,7 +279,7 @@ async def test_a_poll_without_a_result_ends_with_408_and_the_reason(
         pending = await server.retrieve(step["request_id"])
         assert pending.status_code == 408
         assert pending.json()["queue_state"] == "paused_capacity" and "seq_id 1" in pending.json()["queue_state_reason"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (answer := await server.retrieve(step["request_id"])).status_code == 408:
                 pass
         assert "error" in answer.json()
@@ -318,7 +318,7 @@ async def test_the_end_of_a_session_lets_go_of_its_runs_and_samplers(server: Ser
     await server.post(f"sessions/{run.session_id}/finish", {"reason": {"type": "success"}, "detail": None}, status=204)
     assert "ended" in (await run.submit("optim_step", status=410))["detail"]
     assert "ended" in (await server.post("asample", sample_body(sampler_id), status=410))["detail"]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while sum((await server.services.dispatch.memory())[MODEL].values()) >= sum(memory[MODEL].values()):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 
@@ -335,7 +335,7 @@ async def test_silence_lets_go_of_runs_and_adapters_too(
         sampler_id = (await server.post("create_sampling_session", sampler))["sampling_session_id"]
         await sample(server, sample_body(sampler_id))
         assert (await dispatch.memory())[MODEL]["adapters"] > before
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while (await dispatch.memory())[MODEL]["adapters"] > before:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
         assert (

@@ -182,7 +182,7 @@ def test_the_newer_epoch_has_them_and_an_older_one_is_refused() -> None:
             async with workers.attached(older) as first:
                 assert await first.call("count", None) == [1]
                 async with workers.attached(newer) as second:
-                    death = await asyncio.wait_for(asyncio.shield(first.death), 5)
+                    death = await asyncio.wait_for(asyncio.shield(first.death), 30)
                     assert "a server with the lease of epoch 2 has taken the workers over" in str(death)
                     with pytest.raises(WorkerDied):
                         await first.call("count", None)
@@ -207,7 +207,7 @@ def test_servers_without_a_lease_do_not_take_them_from_each_other() -> None:
                 assert await pool.call("rank") == [0]
                 async with workers.attached(FIRST) as again:  # its connection was lost, say
                     assert await again.call("rank") == [0]
-                    assert "attached again" in str(await asyncio.wait_for(asyncio.shield(pool.death), 5))
+                    assert "attached again" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
             async with workers.attached(SECOND) as pool:
                 assert await pool.call("rank") == [0]
 
@@ -267,7 +267,7 @@ def test_workers_that_are_stopped_say_so_and_cannot_be_reached() -> None:
         async with kept() as workers:
             pool = workers.pool()
             await pool.start()
-        assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 5))
+        assert "its workers were stopped" in str(await asyncio.wait_for(asyncio.shield(pool.death), 30))
         await pool.close()
         with pytest.raises(NoPlace, match=f"there are no workers at {workers.address}"):
             await workers.pool().start()

@@ -79,7 +79,7 @@ async def deaths_told(*waiting: asyncio.Task[object]) -> list[bool]:
 def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_waited_was_not() -> None:
     async def check() -> None:
         async with recording("a", "b", "gone") as dispatch:
-            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=20)))
+            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=50)))
             await asyncio.sleep(0.1)
             waiting = [
                 asyncio.create_task(dispatch.forward_backward(operation("b"))),
@@ -93,7 +93,7 @@ def test_an_operation_in_whose_pass_the_worker_is_killed_was_alone_and_what_wait
             kill(dispatch)
             assert await deaths_told(running, *waiting) == [True, False, False, False, False]
             await dropping  # what was to be dropped is gone
-            assert time.monotonic() - killed_at < 2
+            assert time.monotonic() - killed_at < 30
 
     run(check())
 
@@ -185,7 +185,7 @@ def test_a_run_that_is_dropped_while_it_is_made_anew_leaves_nothing_behind() -> 
 def test_shutting_down_is_no_death() -> None:
     async def check() -> None:
         async with recording("a") as dispatch:
-            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=20)))
+            running = asyncio.create_task(dispatch.forward_backward(operation("a", seconds=50)))
             await asyncio.sleep(0.1)
         with pytest.raises(OperationError, match="shutting down") as failed:
             await running

@@ -26,11 +26,11 @@ def striking(crashing: Crashing, faults: Mapping[int, str]) -> Faults:
 
 def test_training_scripts_do_not_notice(tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path) -> None:
     with Crashing(tiny_models["qwen3"], tmp_path).running() as crashing:
-        found = train(crashing, 15, striking(crashing, {2: "worker", 6: "both"}))
+        found = train(crashing, 9, striking(crashing, {2: "worker", 5: "both"}))
         assert "the worker died" in crashing.log
-    assert_same(found, undisturbed(15))
+    assert_same(found, undisturbed(9))
     with pytest.raises(AssertionError):
-        assert_same(found, undisturbed(15)[::-1])
+        assert_same(found, undisturbed(9)[::-1])
 
 
 def faults_of(num_steps: int, **numbers: int) -> dict[int, str]:

@@ -274,6 +274,7 @@ def answered_meanwhile(flood: tinker.ServiceClient, modest: tinker.ServiceClient
     return answered
 
 
+@pytest.mark.full
 def test_a_tenant_with_ten_runs_gets_no_more_than_one_with_one(connect: Connect) -> None:
     fair = answered_meanwhile(connect("flood"), connect("modest"))
     one_tenants = answered_meanwhile(connect("both"), connect("both"))
@@ -281,6 +282,7 @@ def test_a_tenant_with_ten_runs_gets_no_more_than_one_with_one(connect: Connect)
     assert one_tenants > 20, "runs of one tenant take turns: ten of the flood's for one of this one's"
 
 
+@pytest.mark.full
 def test_short_forwards_come_between_the_parts_of_a_large_batch(connect: Connect) -> None:
     """They wait for passes, not for operations: several are answered within one operation of 300 sequences."""
     large = replace(JOBS[0], lengths=(32,) * 300)

@@ -24,7 +24,8 @@ def server(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactor
 MIXED = Weather(delay_seconds=0.02, held=0.1, hold_seconds=0.2, cut=0.04, repeated=0.2, timeout_seconds=1.0)
 
 
-@pytest.mark.parametrize("package", [pytest.param("tinker", marks=pytest.mark.full), "trainhouse"])
+@pytest.mark.full
+@pytest.mark.parametrize("package", PACKAGES)
 def test_in_bad_weather_nothing_is_lost_or_done_twice(package: str, server: Crashing, undisturbed: Undisturbed) -> None:
     with proxy(server.url, MIXED) as (url, made):
         found = train(server, STEPS, {}, package, url)

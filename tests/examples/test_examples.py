@@ -50,7 +50,7 @@ def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server
     assert values(r"step .* loss ([\d.]+)", resumed) == losses[3:]
 
 
-@pytest.mark.parametrize("loss", ["importance_sampling", "ppo"])
+@pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])
 def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -> None:
     command = [sys.executable, "examples/rl_loop.py", "--base-url", shared_server.url, "--model", MODEL]
     output = run(*command, "--loss", loss, "--steps", 15, "--samples", 16, "--tokens", 6, "--learning-rate", 1e-2)
@@ -101,6 +101,7 @@ def test_every_request_of_the_rest_guide_works(shared_server: LiveServer, tmp_pa
     assert '{"files":' in run_rest_guide(shared_server, MODEL, tmp_path / "rest.sh")
 
 
+@pytest.mark.full
 def test_the_rest_guide_runs_to_its_end_with_a_model_that_has_no_tokenizer(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:

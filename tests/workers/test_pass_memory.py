@@ -38,6 +38,7 @@ def test_the_peak_of_a_pass_is_linear_in_its_micro_batch_and_far_below_all_logit
     assert eight < 1.5 * four, "two micro-batches, one after the other"
 
 
+@pytest.mark.full
 def test_a_head_that_takes_all_rows_at_once_shows_in_the_peak(model: Path) -> None:
     """What the measure above would see, were there a [tokens, vocabulary] tensor."""
     [peak] = growths(model, [2048], head_chunk_tokens=2048)

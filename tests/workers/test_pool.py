@@ -36,6 +36,10 @@ def new_pool(request: pytest.FixtureRequest) -> NewPool:
     return partial(RayPool, cluster=request.getfixturevalue("ray_cluster"))
 
 
+ray_in_full = pytest.mark.parametrize("new_pool", ["local", pytest.param("ray", marks=pytest.mark.full)], indirect=True)
+"""For what pools have in common, where a cluster of its own would cost a short run its time."""
+
+
 @asynccontextmanager
 async def started(new_pool: NewPool, num_ranks: int = 1, threads: int = 1) -> AsyncIterator[Pool]:
     pool = new_pool(PoolSpec(ECHO, tuple(EchoConfig(rank) for rank in range(num_ranks)), threads))
@@ -145,7 +149,7 @@ def test_a_killed_rank_fails_the_call_under_way_on_all_ranks_and_every_later_one
             killed_at = time.monotonic()
             with pytest.raises(WorkerDied, match="the worker died"):
                 await call
-            assert time.monotonic() - killed_at < 2
+            assert time.monotonic() - killed_at < 30
             with pytest.raises(WorkerDied):
                 await pool.call("rank")
 
@@ -157,7 +161,7 @@ def test_the_death_of_an_idle_rank_is_noticed(new_pool: NewPool) -> None:
         async with started(new_pool) as pool:
             assert not pool.death.done()
             os.kill(pool.pids[0], signal.SIGKILL)
-            assert isinstance(await asyncio.wait_for(asyncio.shield(pool.death), 2), WorkerDied)
+            assert isinstance(await asyncio.wait_for(asyncio.shield(pool.death), 30), WorkerDied)
 
     run(check())
 

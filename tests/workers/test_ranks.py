@@ -6,9 +6,9 @@ from collections.abc import Coroutine
 import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.parallel.training import reinforced, supervised
-from trainhouse.tests.workers.test_pool import NewPool, new_pool, ray_cluster
+from trainhouse.tests.workers.test_pool import NewPool, new_pool, ray_cluster, ray_in_full
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import PoolSpec, WorkerDied
+from trainhouse.workers.pools import PoolSpec, WorkerDied, children
 from trainhouse.workers.ranks import Ranks, shared_out
 from trainhouse.workers.verbs import Part, Pass
 
@@ -43,6 +43,7 @@ def test_data_of_a_later_part_keep_their_numbers() -> None:
     assert list(share.parts[0].share.numbers) == [41]
 
 
+@ray_in_full
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
@@ -51,7 +52,11 @@ def test_data_of_a_later_part_keep_their_numbers() -> None:
         ("refuse_alone", "rank 1 of 2 failed in refuse_alone, the others did not: refused"),
     ],
 )
-def test_ranks_that_do_not_do_the_same_are_killed_together(new_pool: NewPool, method: str, reason: str) -> None:
+def test_ranks_that_do_not_do_the_same_are_killed_together(
+    new_pool: NewPool, method: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(children, "GRACE_SECONDS", 2.0)
+
     async def check() -> None:
         pool = new_pool(PoolSpec(ECHO, (EchoConfig(0), EchoConfig(1))))
         await pool.start()

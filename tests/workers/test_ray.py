@@ -106,13 +106,14 @@ def test_the_head_is_restarted_and_the_workers_start_on_it_again(nodes: RayNodes
     run(check())
 
 
+@pytest.mark.full
 def test_a_worker_that_is_killed_comes_back_on_the_same_cluster(nodes: RayNodes) -> None:
     async def check() -> None:
         nodes.start_head(num_cpus=1)
         async with recording(nodes.address) as dispatch:
             [before] = dispatch.pids("tiny")
             os.kill(before, signal.SIGKILL)
-            await until(lambda: not dispatch.is_up("tiny"), 5)
+            await until(lambda: not dispatch.is_up("tiny"), 30)
             await create(dispatch, "b")
             assert dispatch.pids("tiny") != [before]
 

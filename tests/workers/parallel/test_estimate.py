@@ -170,6 +170,7 @@ def test_activations_grow_with_the_tokens_as_planned(kind: str, dtype: str, tmp_
     assert not 0.9 * found < planned * (shape.num_layers - 1) / shape.num_layers < 1.1 * found
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("way", "dtype"), [("recompute", "float32"), in_bfloat16("offload")])
 def test_inputs_of_layers_alone_grow_with_the_tokens_as_planned(way: str, dtype: str, tmp_path: Path) -> None:
     """Of more layers, most of which is their inputs. Here host memory is the device's, too."""

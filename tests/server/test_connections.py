@@ -20,7 +20,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
     /long with 64 MiB; everything else with the first piece of the body."""
     path = scope["path"]
     if path == "/late":
-        await asyncio.sleep(2)
+        await asyncio.sleep(3)
     message = {"body": b"early"} if path == "/early" else await receive()
     body = message["body"]
     while path in ("/late", "/whole") and message.get("more_body"):
@@ -144,16 +144,17 @@ async def drip(writer: asyncio.StreamWriter) -> None:
 
 async def test_a_request_that_keeps_coming_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 0.1)
+    monkeypatch.setattr(connections, "BYTES_PER_SECOND", 100)
     async with connected() as (reader, writer):
         request = post("/whole", b"b" * 1000)
         for piece in (request[:500], request[500:]):
             writer.write(piece)
-            await asyncio.sleep(0.3)  # 500 bytes are worth a second
+            await asyncio.sleep(0.3)  # 500 bytes are worth five seconds
         assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
 
 
 async def test_a_request_that_the_server_does_not_read_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 1.0)
+    monkeypatch.setattr(connections, "ARRIVAL_SECONDS", 2.0)
     monkeypatch.setattr(connections, "BYTES_PER_SECOND", 1 << 30)
     async with connected() as (reader, writer):
         writer.write(post("/late", b"b" * (1 << 20)))

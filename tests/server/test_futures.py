@@ -203,9 +203,9 @@ async def test_two_thousand_waiting_futures_cost_nothing(open_futures) -> None:
     created = [futures.create(f"r:{number}", TENANT) for number in range(2000)]
     waiting = [asyncio.create_task(futures.wait(f"r:{number}", TENANT, 30)) for number in range(2000)]
     await asyncio.sleep(0.1)
-    cpu_started = time.process_time()
+    cpu_started = time.thread_time()
     await asyncio.sleep(0.5)
-    assert time.process_time() - cpu_started < 0.1
+    assert time.thread_time() - cpu_started < 0.1
     for future in created:
         futures.resolve(future, Result(b"{}"))
     assert await asyncio.gather(*waiting) == [Result(b"{}")] * 2000

@@ -30,7 +30,7 @@ TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 def spec(run_id: str, rank: int = 4) -> RunSpec:

@@ -35,7 +35,7 @@ __all__ = ["new_pool", "ray_cluster"]
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 # --- pools ---

@@ -94,7 +94,7 @@ async def kept(num_ranks: int = 1, hang_seconds: float = 60.0) -> AsyncIterator[
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 async def until(condition: Callable[[], bool]) -> None:

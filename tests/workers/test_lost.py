@@ -22,7 +22,7 @@ MOST_STRIKES = 3
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 @asynccontextmanager

@@ -51,7 +51,7 @@ async def started(new_pool: NewPool, num_ranks: int = 1, threads: int = 1) -> As
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) -> None:

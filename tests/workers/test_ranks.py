@@ -16,7 +16,7 @@ __all__ = ["new_pool", "ray_cluster"]
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 def test_data_are_shared_out_by_tokens_each_once_and_in_order() -> None:

@@ -365,7 +365,7 @@ def recording(workers: int = 2, slice_milliseconds: float = 5.0) -> DispatchConf
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 def test_passes_and_sampling_run_at_the_same_time() -> None:

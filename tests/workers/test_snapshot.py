@@ -47,7 +47,7 @@ def dispatch(
 
 
 def run(runner: asyncio.Runner, test: Coroutine[object, object, None]) -> None:
-    runner.run(asyncio.wait_for(test, 60))
+    runner.run(asyncio.wait_for(test, 200))
 
 
 def spec(run_id: str, seed: int = 0) -> RunSpec:

@@ -100,7 +100,7 @@ def test_a_python_without_vllm_stops_the_start_with_the_reason(tmp_path: Path) -
         with pytest.raises(ValueError, match=r"vLLM of tiny does not start: .*No module named 'vllm'.*vllm\.log"):
             await WorkerDispatch(config(sampling)).start(lambda _: None)
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), 200))
 
 
 def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_requests_wait_a_while_for_a_vllm_that_is_away(monkeypatch: pytest.Monke
             with pytest.raises(OperationError, match="shutting down"):
                 await waiting
 
-    asyncio.run(asyncio.wait_for(check(), 60))
+    asyncio.run(asyncio.wait_for(check(), 200))
 
 
 def part(sample: int, tokens: Sequence[int]) -> SampledPart:
@@ -235,7 +235,7 @@ def job(job_id: str, max_tokens: int = 5, first: int = 1, **options: Any) -> Sam
 
 
 def run(test: Coroutine[object, object, None]) -> None:
-    asyncio.run(asyncio.wait_for(test, 60))
+    asyncio.run(asyncio.wait_for(test, 200))
 
 
 def num_starts(directory: Path) -> int:

@@ -28,6 +28,7 @@ class Client:
         return response.json() | {"status": response.status_code}
 
 
+@pytest.mark.full
 def test_after_kill_9_everything_goes_on(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
         client = Client(server)

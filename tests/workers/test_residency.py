@@ -443,6 +443,7 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
 NUM_RUNS, NUM_SLOTS = 1000, 16
 
 
+@pytest.mark.full
 def test_a_thousand_runs_on_sixteen_slots_train_as_if_there_were_room_for_all(tiny_models: dict[str, Path]) -> None:
     unpaged = Worker(config(tiny_models["llama"], adapter_slots=NUM_RUNS))
     unpaged.create_run(RunSpec("run-0", LORA))

@@ -26,7 +26,7 @@ serve: setup
 
 # Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
 # measure, or bring their own load, and have the machine for themselves.
-WORKERS ?= 2
+WORKERS ?= 3
 test: setup
 	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile $(ARGS)
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ..schemas.errors import OperationError
 from . import footprint
 
 _TRIM_THRESHOLD = -1
@@ -42,6 +43,17 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _OUT_OF_MEMORY)
+
+
+@contextmanager
+def memory_for(what: str, remedy: str) -> Iterator[None]:
+    """Raises OperationError (server) where there is none for what is done inside."""
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OperationError(f"no memory for {what}: {error}; {remedy}", "server") from None
 
 
 def available_bytes(device: torch.device) -> int | None:

@@ -13,7 +13,7 @@ from torch.autograd.graph import increment_version
 from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .lora import Adapter, Window
-from .memory import is_out_of_memory
+from .memory import memory_for
 from .parallel.mesh import Mesh
 from .verbs import Failure, Step
 
@@ -175,16 +175,9 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
 
 def _allocate_moments(adapter: Adapter) -> None:
     """Before anything is changed, the gradient included."""
-    try:
+    remedy = "the gradients stay, step again when other runs have ended, or serve with fewer --adapter-slots"
+    with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
         _ = adapter.exp_avg, adapter.exp_avg_sq
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-        raise OperationError(
-            f"no memory for the optimizer state of {adapter.num_parameters} parameters: {error}; the gradients stay,"
-            " step again when other runs have ended, or serve with fewer --adapter-slots",
-            "server",
-        ) from None
 
 
 def global_norms(gradients: Sequence[Tensor]) -> list[float]:

@@ -21,7 +21,7 @@ from .config import WorkerConfig
 from .landmark import Landmark
 from .lora import Adapter, Adapters
 from .lora.residency import Residency
-from .memory import tune_allocator
+from .memory import memory_for, tune_allocator
 from .model import BaseModel, resolve_device
 from .model_cache import with_model_here
 from .operation import ModelLimits
@@ -106,7 +106,7 @@ class Worker:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
         if spec.run_id in self._adapters:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        adapter = self._adapters.create(spec.run_id, spec.lora)
+        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.lora))
         return RunInfo(adapter.num_parameters, tuple(target.name for target in adapter.targets))
 
     def drop_run(self, run_id: str) -> None:
@@ -158,11 +158,11 @@ class Worker:
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""
         self._check_run(run_id)
-        self._adapters.copy(run_id, adapter_id)
+        self._put(adapter_id, partial(self._adapters.copied, run_id))
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only."""
-        self._adapters.put(adapter_id, self._read_adapter(directory))
+        self._put(adapter_id, partial(read_new_adapter, self._adapters, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
@@ -175,16 +175,12 @@ class Worker:
 
     def read_adapter(self, directory: str) -> AdapterWeights:
         """A saved checkpoint's weights, which this worker does not keep."""
-        adapter = self._read_adapter(directory)
+        adapter = self._made(partial(read_new_adapter, self._adapters, Path(directory)))
         return AdapterWeights(adapter.lora, self._whole_weights(adapter))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
-        if adapter_id not in self._adapters or self._adapters.get(adapter_id).lora != exported.lora:
-            self._adapters.put(adapter_id, self._adapters.build(exported.lora))
-        with self._resident(adapter_id) as adapter:
-            whole = adapter.layout.whole.named_views(torch.from_numpy(exported.weights))
-            adapter.layout.copy_parts(adapter.weights, whole)
+        self._put(adapter_id, partial(self._imported, exported))
 
     def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
         """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts."""
@@ -259,9 +255,26 @@ class Worker:
             raise OperationError(failure.message, failure.category)
         return done[0]
 
-    def _read_adapter(self, directory: str) -> Adapter:
-        """A saved checkpoint's weights."""
-        return self._on_all(partial(read_new_adapter, self._adapters, Path(directory)))
+    def _put(self, adapter_id: str, make: Callable[[], Adapter]) -> Adapter:
+        """See Adapters.put. Where one rank cannot make it, all have what they had before."""
+
+        def make_with_room() -> Adapter:
+            adapter = make()
+            self._adapters.make_room(adapter_id, adapter)
+            return adapter
+
+        return self._adapters.put(adapter_id, self._made(make_with_room))
+
+    def _made(self, make: Callable[[], Adapter]) -> Adapter:
+        """On all ranks, or on none."""
+        remedy = "try again when other runs have ended, or with a lower rank"
+        return self._on_all(memory_for("an adapter", remedy)(make))
+
+    def _imported(self, exported: AdapterWeights) -> Adapter:
+        adapter = self._adapters.build(exported.lora)
+        whole = adapter.layout.whole.named_views(torch.from_numpy(exported.weights))
+        adapter.layout.copy_parts(adapter.weights, whole)
+        return adapter
 
     def _bring_gradients_to_first(self, adapter: Adapter) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""

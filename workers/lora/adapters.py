@@ -48,10 +48,7 @@ class Adapters:
     def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
         """A freshly initialized adapter. Raises as `build`."""
         assert adapter_id not in self._adapters, f"adapter {adapter_id} exists"
-        adapter = self.build(lora)
-        adapter.initialize()
-        self.put(adapter_id, adapter)
-        return adapter
+        return self.put(adapter_id, self.initialized(lora))
 
     def get(self, adapter_id: str) -> Adapter:
         """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
@@ -71,22 +68,34 @@ class Adapters:
             yield adapters
 
     def copy(self, source_id: str, target_id: str) -> Adapter:
-        """The weights alone. An existing target is overwritten in place: who holds it sees the new weights."""
-        with self.resident([source_id]) as (source,):
-            weights = source.weights.clone()
-        target = self._adapters.get(target_id)
-        if target is None or target.lora != source.lora:
-            target = self.build(source.lora)
-            self.put(target_id, target)
-        with self.resident([target_id]):
-            target.weights.copy_(weights)
-        return target
+        """See `copied` and `put`."""
+        return self.put(target_id, self.copied(source_id))
 
-    def put(self, adapter_id: str, adapter: Adapter) -> None:
-        """Replaces one of the same id."""
+    def copied(self, adapter_id: str) -> Adapter:
+        """Its weights alone, as an adapter that has no id yet. Raises as `resident`."""
+        with self.resident([adapter_id]) as (source,):
+            adapter = self.build(source.lora)
+            adapter.weights.copy_(source.weights)
+        return adapter
+
+    def make_room(self, adapter_id: str, adapter: Adapter) -> None:
+        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`."""
+        if self._is_overwritten(adapter_id, adapter):
+            with self.resident([adapter_id]):
+                return
+        self._residency.make_room()
+
+    def put(self, adapter_id: str, adapter: Adapter) -> Adapter:
+        """The weights alone in place of those of the same id and shape, so that who holds that one sees the new ones;
+        else it replaces what has the id. Answers the one that has it now."""
+        if self._is_overwritten(adapter_id, adapter):
+            with self.resident([adapter_id]) as (target,):
+                target.weights.copy_(adapter.weights)
+            return target
         self.drop(adapter_id)
         self._adapters[adapter_id] = adapter
         self._residency.add(adapter)
+        return adapter
 
     def drop(self, adapter_id: str) -> None:
         """Unknown ids are ignored."""
@@ -97,6 +106,12 @@ class Adapters:
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
         return self._residency.memory()
+
+    def initialized(self, lora: LoraConfig) -> Adapter:
+        """A fresh one without an id yet. Raises as `build`."""
+        adapter = self.build(lora)
+        adapter.initialize()
+        return adapter
 
     def build(self, lora: LoraConfig) -> Adapter:
         """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
@@ -138,6 +153,9 @@ class Adapters:
         assert plan.is_current, "an adapter's weights have changed since the plan was made"
         with self._active.in_force(plan):
             yield
+
+    def _is_overwritten(self, adapter_id: str, adapter: Adapter) -> bool:
+        return adapter_id in self._adapters and self._adapters[adapter_id].lora == adapter.lora
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())

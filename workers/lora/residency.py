@@ -58,6 +58,10 @@ class Residency:
         self._free_slots(1)
         self._on_device[adapter] = None
 
+    def make_room(self) -> None:
+        """For one more, so that `add` has nothing to do that may fail."""
+        self._free_slots(1)
+
     def remove(self, adapter: Adapter) -> None:
         self._on_device.pop(adapter, None)
         self._on_host.pop(adapter, None)

@@ -3,23 +3,29 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import Failure, RunSpec, Step
+from trainhouse.workers.verbs import AdapterWeights, Failure, RunSpec, Step
 
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
 from .watched_worker import WATCHED
 
 LOST = "an adapter cannot be brought back from disk: input/output error"
+NO_MEMORY = "no memory for an adapter: no memory for 1 TiB"
 LORA = LoraConfig(rank=4, seed=3)
 
 SPECS = [
     *("fsdp=2", "tp=2"),
     *(pytest.param(spec, marks=pytest.mark.full) for spec in ("replicas=2", "sp=2", "ep=2", "replicas=2,tp=2")),
+]
+CASES = [
+    ("tp=2", 1),
+    *(pytest.param(spec, rank, marks=pytest.mark.full) for spec, rank in (("tp=2", 0), ("replicas=2", 1), ("ep=2", 1))),
 ]
 
 
@@ -51,6 +57,55 @@ def test_what_one_rank_has_lost_fails_what_needs_it_and_nothing_else(
         where.call("load_run", "c", str(saved), True)
         assert close(losses + next_losses(where, "d"), undisturbed)
         assert not close(losses + losses, undisturbed)
+
+
+@pytest.mark.parametrize(("spec", "rank"), CASES)
+def test_an_adapter_that_one_rank_has_no_memory_for_is_on_none(
+    spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
+        where.call("create_run", RunSpec("a", LORA))
+        exported = where.call("export_adapter", "a")
+        for verb, *arguments in (
+            ("create_run", RunSpec("c", LORA)),
+            ("copy_adapter", "a", "c"),
+            ("import_adapter", "c", exported),
+        ):
+            with pytest.raises(OperationError, match=NO_MEMORY):
+                where.call("call_without_memory", rank, verb, *arguments)
+            assert numbers_of_adapters(where) == {1}
+            where.call(verb, *arguments)
+            assert numbers_of_adapters(where) == {2}
+            where.call("drop_run", "c")
+
+
+@pytest.mark.parametrize(("spec", "rank"), CASES)
+def test_a_sampler_that_one_rank_has_no_memory_to_renew_stays_as_it_was(
+    spec: str, rank: int, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with layout(tiny_models["qwen3_moe"], ParallelSpec.parse(spec), tmp_path, WATCHED) as where:
+        where.call("create_run", RunSpec("a", LORA))
+        before = where.call("export_adapter", "a")
+        where.run_pass(supervised("a", 1, 9, 8))
+        where.call("apply_steps", (Step("a", ADAM),))
+        after = where.call("export_adapter", "a")
+        for verb, *arguments in (("copy_adapter", "a", "s"), ("import_adapter", "s", after)):
+            where.call("import_adapter", "s", before)
+            with pytest.raises(OperationError, match=NO_MEMORY):
+                where.call("call_without_memory", rank, verb, *arguments)
+            assert has_everywhere(where, "s", before) and not has_everywhere(where, "s", after)
+            where.call(verb, *arguments)
+            assert has_everywhere(where, "s", after)
+
+
+def numbers_of_adapters(where: Layout) -> set[int]:
+    """Of all ranks."""
+    return {memory["num_adapters_on_device"] for memory in where.answers("memory")}
+
+
+def has_everywhere(where: Layout, adapter_id: str, weights: AdapterWeights) -> bool:
+    """On all ranks."""
+    return all(np.array_equal(each.weights, weights.weights) for each in where.answers("export_adapter", adapter_id))
 
 
 def assert_run_a_is_lost(where: Layout, directory: Path) -> None:

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.workers import checkpoint, optim
-from trainhouse.workers.lora import Adapter
+from trainhouse.workers.lora import Adapter, adapters
 from trainhouse.workers.lora.pages import Page
 from trainhouse.workers.optim import add_up
 from trainhouse.workers.parallel.mesh import Mesh
@@ -102,6 +102,14 @@ class WatchedWorker(Worker):
         if self._mesh.rank != rank:
             return call()
         with mock.patch.object(checkpoint, "safe_open", side_effect=SafetensorError("input/output error")):
+            return call()
+
+    def call_without_memory(self, rank: int, method: str, *arguments: object) -> object:
+        """Calls the verb where that rank has no memory for a new adapter."""
+        call = partial(getattr(self, method), *arguments)
+        if self._mesh.rank != rank:
+            return call()
+        with mock.patch.object(adapters, "Adapter", side_effect=ERRORS["out of memory"]):
             return call()
 
     def cut_micro_batches(self, most_tokens: int) -> None:

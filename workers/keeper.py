@@ -19,7 +19,7 @@ from .messages import encode
 from .patience import Patience
 from .pools import Claim, NoPlace, Pool, WorkerDied, WorkerError
 from .pools.kept import Answered, Attach, Attached, Call, Describe, Description, Died, Kill, Line, NotNow, fingerprint
-from .pools.sealed import Sealed, keep_alive
+from .pools.sealed import NothingSaid, Sealed, keep_alive
 from .ranks import Ranks
 
 logger = logging.getLogger(__name__)
@@ -81,6 +81,9 @@ class Keeper:
                 await asyncio.sleep(_FULL_SECONDS)
                 continue
             if len(self._strangers) >= _MOST_STRANGERS:
+                logger.warning(
+                    "%d connections to the workers are no servers yet: the oldest is closed", _MOST_STRANGERS
+                )
                 self._turn_one_away()
             return connection
 
@@ -104,6 +107,8 @@ class Keeper:
             line = Line(await self._introduced(connection))
             line.say((fingerprint(), VERSION))
             await self._serve(line)
+        except NothingSaid as error:
+            logger.debug("a connection to the workers was a probe: %s", error)
         except (OSError, EOFError) as error:
             if line is None:
                 logger.warning("a connection to the workers is refused: %s", error)
@@ -290,9 +295,7 @@ class _Visit:
         """Nothing that the server says from now on is done."""
         if not self._has_ended:
             logger.warning("%s: %s", self.group.name, reason)
-            self._has_ended = True
-            self._line.say(Died(reason))
-            self._line.hang_up()
+            self._end(reason)
 
     async def _welcome(self) -> None:
         try:
@@ -302,8 +305,14 @@ class _Visit:
             self._line.hang_up()
             return
         self._line.say(Attached(pool.pids))
-        death = await asyncio.shield(pool.death)
-        self.end(death.reason)
+        death = await asyncio.shield(pool.death)  # which the group logs
+        self._end(death.reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._line.say(Died(reason))
+            self._line.hang_up()
 
     def _begin(self, call: Call, frames: list[memoryview]) -> None:
         """Not cancelled when the server leaves: all ranks do what they have begun."""

@@ -8,6 +8,7 @@ import resource
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -175,6 +176,29 @@ def test_without_the_secret_nobody_gets_in(caplog: pytest.LogCaptureFixture) -> 
     assert "no trainhouse" in caplog.text and "sss" not in caplog.text and "xxx" not in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("said", "linger", "level"),
+    [(b"", (0, 0), "DEBUG"), (b"", (1, 0), "DEBUG"), (b"GET / HTTP/1.1\r\n", (0, 0), "WARNING")],
+    ids=["closed", "reset", "said something"],
+)
+def test_a_probe_of_the_port_is_no_warning(
+    said: bytes, linger: tuple[int, int], level: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As load balancers and health checks make them, without a word."""
+
+    async def check() -> None:
+        async with kept() as workers:
+            with socket.create_connection(KeptAt(workers.address, b"", FIRST).host_and_port) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", *linger))
+                probe.sendall(said)
+            await until(lambda: "a connection to the workers" in caplog.text)
+
+    with caplog.at_level(logging.DEBUG, "trainhouse"):
+        run(check())
+    [told] = [record for record in caplog.records if "a connection to the workers" in record.getMessage()]
+    assert told.levelname == level
+
+
 def test_the_newer_epoch_has_them_and_an_older_one_is_refused() -> None:
     async def check() -> None:
         older, newer = Claim("older", 1), Claim("newer", 2)
@@ -230,6 +254,18 @@ def test_a_rank_that_dies_is_replaced_and_the_server_hears_of_it() -> None:
             await wait_until_gone(pids)
 
     run(check())
+
+
+def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with kept() as workers, workers.attached() as pool:
+            os.kill(pool.pids[0], signal.SIGKILL)
+            await asyncio.wait_for(asyncio.shield(pool.death), 10)
+            await until(lambda: "echo is back" in caplog.text)
+
+    run(check())
+    [told] = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
+    assert (told.levelname, told.getMessage()[:27]) == ("ERROR", "echo: the worker died: kill")
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["waited for", "left"])

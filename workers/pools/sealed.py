@@ -35,6 +35,10 @@ class NotSealed(ConnectionError):
     """The other one does not know the secret, or is none of ours; or the connection was tampered with."""
 
 
+class NothingSaid(ConnectionError):
+    """The other one has closed the connection without a word, as who only looks whether somebody listens."""
+
+
 def read_secret(file: Path) -> bytes:
     """Raises ValueError; says nothing of what is in the file."""
     try:
@@ -148,8 +152,8 @@ async def _introduced(connection: socket.socket, secret: bytes, own: bytes, othe
 async def _introduce(connection: socket.socket, secret: bytes, own: bytes, other: bytes) -> Sealed:
     """Who has called proves itself first."""
     loop, own_nonce = asyncio.get_running_loop(), secrets.token_bytes(_NONCE_BYTES)
-    await loop.sock_sendall(connection, _GREETING + own_nonce)
-    greeting = bytes(await _read(connection, len(_GREETING) + _NONCE_BYTES))
+    first_byte = await _heard(connection, _GREETING + own_nonce)
+    greeting = first_byte + bytes(await _read(connection, len(_GREETING) + _NONCE_BYTES - 1))
     if not greeting.startswith(_GREETING):
         raise NotSealed("the other side is no trainhouse, or one of another version")
     nonces = {own: own_nonce, other: greeting[len(_GREETING) :]}
@@ -161,6 +165,15 @@ async def _introduce(connection: socket.socket, secret: bytes, own: bytes, other
     if own == b"caller":
         await _check_proof(connection, other_proof)
     return Sealed(connection, _derived(secret, own, both), _derived(secret, other, both))
+
+
+async def _heard(connection: socket.socket, greeting: bytes) -> bytes:
+    """The first byte that is said to who greets."""
+    try:
+        await asyncio.get_running_loop().sock_sendall(connection, greeting)
+        return bytes(await _read(connection, 1))
+    except (EOFError, ConnectionResetError, BrokenPipeError):
+        raise NothingSaid("the other side closed the connection without a word") from None
 
 
 async def _check_proof(connection: socket.socket, wanted: bytes) -> None:

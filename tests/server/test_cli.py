@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -122,6 +123,17 @@ def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> 
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith("trainhouse serve: error: ")
     assert "Traceback" not in done.stderr
+
+
+def test_a_ray_that_does_not_start_is_told_of_in_one_line(tmp_path: Path) -> None:
+    """Its sockets are in the temporary directory, whose path may be too long for one."""
+    flags = ("--base-model=x/y", "--pool=ray", "--port=0", f"--state-dir={tmp_path}")
+    with tempfile.TemporaryDirectory(prefix="long" * 12, dir="/tmp") as directory:
+        done = trainhouse("serve", *flags, TMPDIR=directory)
+    assert done.returncode == 1
+    [line] = done.stderr.splitlines()
+    assert line.startswith("trainhouse serve: error: no Ray cluster could be started on this machine: ")
+    assert "AF_UNIX path" in line and line.endswith(", or serve with --pool local, which needs none")
 
 
 def test_a_mistake_in_the_demos_flags_is_told_before_anything_is_loaded() -> None:

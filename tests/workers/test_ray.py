@@ -135,6 +135,12 @@ def test_a_cluster_of_our_own_that_loses_its_head_ends_whole_and_another_one_sta
     run(check())
 
 
+def test_a_cluster_that_does_not_start_says_why_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(ValueError, match=r"no Ray cluster could be started on this machine: .* the minimum allowed is"):
+        run(RayCluster(object_store_bytes=1).connect(num_cpus=1))
+    assert "Traceback" not in capfd.readouterr().err
+
+
 @pytest.mark.full
 def test_a_cluster_that_is_just_started_again_can_be_left() -> None:
     async def check() -> None:

@@ -74,7 +74,7 @@ class ChildrenPool(Pool):
     def _child_ended(self, child: "Child") -> None:
         asyncio.get_running_loop().remove_reader(child.process.sentinel)
         child.ended.set()
-        self._died(child.last_words() or _exit_reason(child.process.exitcode))
+        self._died(child.reason)
 
 
 class Child:
@@ -106,6 +106,11 @@ class Child:
         with contextlib.suppress(OSError):
             return self._lifeline.recv(_MOST_WORDS, socket.MSG_DONTWAIT).decode()
         return ""
+
+    @property
+    def reason(self) -> str:
+        """Why it ended, of one that has: in its own words, where it left some."""
+        return self.last_words() or _exit_reason(self.process.exitcode)
 
     def listen(self) -> None:
         self._pipe.setblocking(False)

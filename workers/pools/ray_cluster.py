@@ -51,22 +51,34 @@ class RayCluster:
         self._holder = Child((), _hold_cluster, self.environment, num_cpus, self._object_store_bytes, directory)
         self.address = self._holder.first_words().decode()
         if not self.address:
-            raise ValueError("no Ray cluster could be started on this machine: the log has Ray's reason")
+            self._holder.process.join()
+            reason = self._holder.reason
+            self._end_others(self._holder)
+            raise ValueError(
+                f"no Ray cluster could be started on this machine: {reason}; start one with `ray start --head` and name"
+                " it with --ray-address, or serve with --pool local, which needs none"
+            )
 
     def _keep(self, num_cpus: int) -> None:
         while True:
             assert self._holder is not None, "started before this thread"
             self._holder.process.join()
-            with contextlib.suppress(ProcessLookupError):  # none of them outlived the holder
-                os.killpg(self._holder.process.pid, signal.SIGKILL)
-            self._holder.let_go()
+            self._end_others(self._holder)
             if self._stopping.wait(1):
                 return
             logger.error("a process of the Ray cluster on this machine ended: another cluster is started")
-            with contextlib.suppress(ValueError):  # its end is waited for above
+            try:
                 self._start(num_cpus)
+            except ValueError as error:  # its end is waited for above
+                logger.error("%s", error)
             if self._stopping.is_set():  # `disconnect` has let go of the one before
                 self._holder.let_go()
+
+    def _end_others(self, holder: Child) -> None:
+        """That it had started, once it has ended."""
+        with contextlib.suppress(ProcessLookupError):  # none of them outlived the holder
+            os.killpg(holder.process.pid, signal.SIGKILL)
+        holder.let_go()
 
 
 def _ray_environment(address: str | None) -> dict[str, str]:
@@ -93,7 +105,7 @@ def _hold_cluster(
     object_store_bytes: int,
     directory: str,
 ) -> None:
-    """Tells the address. The cluster ends with the first of its processes that ends.
+    """Tells the address, or at its end why there is none. The cluster ends with the first of its processes that ends.
 
     Ray's own way, processes that end with those that started them, leaves its agents for a minute, in which they want
     to tell a head that is gone that their raylet is. So all that it starts here is one process group, and ends as one;
@@ -103,6 +115,18 @@ def _hold_cluster(
     if sys.platform == "linux":
         kill_on_hang_up(lifeline, -os.getpid())
     os.environ.update(environment)
+    try:
+        address = _started_cluster(num_cpus, object_store_bytes, directory)
+    except Exception as error:
+        lifeline.sendall(" ".join(f"{type(error).__name__}: {error}".split()).encode())
+        return
+    ignore_signals()
+    pipe.sendall(address.encode())
+    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+
+
+def _started_cluster(num_cpus: int, object_store_bytes: int, directory: str) -> str:
+    """Its address."""
     import ray
 
     ray.init(
@@ -114,6 +138,4 @@ def _hold_cluster(
         object_store_memory=object_store_bytes,
         _temp_dir=directory,
     )
-    ignore_signals()
-    pipe.sendall(ray.get_runtime_context().gcs_address.encode())
-    os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOWAIT)
+    return ray.get_runtime_context().gcs_address

@@ -1,10 +1,17 @@
-"""Devices: the CUDA devices of this machine that the ranks of a group take. Imports no torch."""
+"""Devices: the CUDA devices of this machine that the ranks of a group take, and whether there are any. Imports no
+torch.
+"""
 
 from collections.abc import Mapping
+from importlib import metadata
+from pathlib import Path
 
 from .config import WorkerConfig
 from .footprint import runs_on_cpu
 from .parallel.checks import cuda_devices
+
+# Of NVIDIA's driver, also on a Jetson and under Windows, and of AMD's, which torch calls CUDA, too.
+_DRIVERS = ("nvidia*", "nvhost*", "nvgpu*", "dxg", "kfd")
 
 
 def first_device(device: str) -> int:
@@ -15,6 +22,24 @@ def first_device(device: str) -> int:
 def device_of(device: str, rank: int) -> str:
     """Those from the one named on: "cuda:2" -> "cuda:3" of rank 1."""
     return f"cuda:{first_device(device) + rank}"
+
+
+def check_cuda(device: str, dev: Path = Path("/dev")) -> None:
+    """For a process of this machine. dev: where its devices are files. Raises ValueError on CUDA that is not there."""
+    try:
+        torch_version = metadata.version("torch")
+    except metadata.PackageNotFoundError:  # a worker tells
+        return
+    is_there = not torch_version.endswith("+cpu") and any(any(dev.glob(driver)) for driver in _DRIVERS)
+    if device.startswith("cuda") and not is_there:
+        raise no_cuda(device, torch_version)
+
+
+def no_cuda(device: str, torch_version: str) -> ValueError:
+    return ValueError(
+        f"device {device}: this machine, or this build of torch ({torch_version}), has no CUDA: serve with"
+        " --device cpu, or install a build of torch for CUDA and NVIDIA's driver"
+    )
 
 
 def check_devices(training: Mapping[str, WorkerConfig], samplers: Mapping[str, WorkerConfig]) -> None:

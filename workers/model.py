@@ -19,6 +19,7 @@ from ..schemas.errors import OperationError
 from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
 from .config import WorkerConfig, ZeroStage
+from .devices import no_cuda
 from .experts import RoutedExperts
 from .footprint import gigabytes
 from .kernels import kernels_for
@@ -42,9 +43,7 @@ from .trunk import Merge, fused_trunk
 
 def resolve_device(config: WorkerConfig) -> torch.device:
     if config.device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(
-            f"device {config.device}: this machine, or this build of torch ({torch.__version__}), has no CUDA"
-        )
+        raise no_cuda(config.device, torch.__version__)
     if config.device == "auto" and not torch.cuda.is_available():
         return torch.device("cpu")
     device = torch.device("cuda" if config.device == "auto" else config.device)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from .config import DispatchConfig, SamplingConfig, WorkerConfig
-from .devices import check_devices, device_of, first_device
+from .devices import check_cuda, check_devices, device_of, first_device
 from .footprint import check_fit, runs_on_cpu
 from .parallel.checks import check_layout, cuda_devices
 from .parallel.shape import model_directory, read_model
@@ -46,6 +46,9 @@ class Started:
         self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
 
     async def open(self) -> None:
+        if self._config.ray_address is None:
+            for _, model in groups_of(self._config):
+                check_cuda(model.device)
         for model in self._config.models:
             _check_layout(model, is_local=self._cluster is None)
         _check_samplers(self._config)

@@ -117,6 +117,12 @@ def test_a_state_directory_that_is_a_file_is_refused(capsys: pytest.CaptureFixtu
     assert "cannot be used: File exists" in start_refusal(capsys, tmp_path / "file")
 
 
+@pytest.mark.skipif(any(Path("/dev").glob("nvidia*")), reason="there is a CUDA device")
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    message = start_refusal(capsys, tmp_path, "--device=cuda")
+    assert "device cuda: this machine, or this build of torch (" in message and "serve with --device cpu" in message
+
+
 def test_a_model_that_is_none_is_refused_without_a_traceback(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     done = trainhouse("serve", f"--base-model=m={tmp_path}/model", "--port=0", f"--state-dir={tmp_path}/state")

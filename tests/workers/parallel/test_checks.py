@@ -335,6 +335,7 @@ def test_devices_are_those_that_a_process_sees(monkeypatch: pytest.MonkeyPatch) 
 
 def test_devices_before_the_one_named_are_not_a_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5,6,7")
+    monkeypatch.setattr(sources, "check_cuda", lambda _: None)
     shutil.copy(LLAMA, tmp_path / "config.json")
     served = ServedModel("m", str(tmp_path))
     for device, is_enough in (("cuda:4", True), ("cuda:5", False), ("cuda", True)):

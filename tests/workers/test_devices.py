@@ -1,0 +1,56 @@
+"""Which devices a worker would find here, told without torch."""
+
+import asyncio
+import sys
+from importlib import metadata
+from pathlib import Path
+
+import pytest
+import torch
+from trainhouse.workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.devices import check_cuda, no_cuda
+from trainhouse.workers.model import resolve_device
+from trainhouse.workers.sources import source_of
+
+without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
+
+@pytest.mark.parametrize("version", ["2.9.0+cu128", "2.9.0", "2.9.0+rocm6.4", "2.9.0+cpu"])
+@pytest.mark.parametrize("driver", ["nvidia0", "dxg", "kfd", None])
+def test_cuda_needs_a_driver_and_a_build_for_it(
+    driver: str | None, version: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(metadata, "version", {"torch": version}.__getitem__)
+    (tmp_path / (driver or "null")).touch()
+    check_cuda("cpu", tmp_path)
+    check_cuda("auto", tmp_path)
+    if driver is not None and not version.endswith("+cpu"):
+        check_cuda("cuda:1", tmp_path)
+        return
+    with pytest.raises(ValueError, match=r"device cuda:1: this machine, or this build of torch \(2.9.0.*, has no CUDA"):
+        check_cuda("cuda:1", tmp_path)
+
+
+@without_cuda
+def test_a_worker_says_the_same() -> None:
+    with pytest.raises(ValueError) as refused:
+        resolve_device(WorkerConfig(ServedModel("m", "m"), device="cuda"))
+    assert str(refused.value) == str(no_cuda("cuda", torch.__version__))
+
+
+@without_cuda
+def test_it_is_refused_before_ranks_are_started_unless_they_may_be_elsewhere() -> None:
+    on_cuda = WorkerConfig(ServedModel("m", "m"), device="cuda")
+    on_cpu = WorkerConfig(ServedModel("m", "m"), device="cpu")
+    for refused in (
+        DispatchConfig((on_cuda,)),
+        DispatchConfig((on_cuda,), pool="ray"),
+        DispatchConfig((on_cpu,), sampling=SamplingConfig(1, devices=("cuda:1",))),
+    ):
+        with pytest.raises(ValueError, match="has no CUDA"):
+            asyncio.run(source_of(refused).open())
+    for taken in (
+        DispatchConfig((on_cuda,), pool="ray", ray_address="127.0.0.1:1"),
+        DispatchConfig((on_cpu,), sampling=SamplingConfig(0, VllmConfig(python=sys.executable), ("cuda:0",))),
+    ):
+        asyncio.run(source_of(taken).open())

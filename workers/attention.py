@@ -15,10 +15,9 @@ from torch.nn.attention.varlen import AuxRequest, varlen_attn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface
 
-ATTENTION = "trainhouse_packed"
+from .windows import queries_of_mask
 
-# Of a window's mask, which shows some queries what they see: its numbers, at most, and its queries, at least.
-_MOST_MASKED, _FEWEST_QUERIES = 1 << 20, 16
+ATTENTION = "trainhouse_packed"
 
 
 @dataclass(frozen=True)
@@ -120,11 +119,6 @@ class View:
     queries: slice
     keys: slice
     mask: Tensor | None
-
-
-def queries_of_mask(window: int) -> int:
-    """How many of them are attended at a time."""
-    return max(_FEWEST_QUERIES, min(max(window, 256), _MOST_MASKED // (2 * window)))
 
 
 def _window_mask(window: int, num_queries: int, device: torch.device, dtype: torch.dtype) -> Tensor:

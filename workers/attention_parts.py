@@ -22,9 +22,7 @@ from .attention import (
     rows_by_group,
     varlen,
 )
-
-# Scores that exist at a time, where no kernel makes them piece by piece.
-_MOST_SCORES = 1 << 22
+from .windows import MOST_SCORES
 
 
 class Attended(NamedTuple):
@@ -134,7 +132,7 @@ def _chunks(query: Tensor, kind: AttentionKind) -> Iterator[tuple[slice, slice]]
     count, heads, length, _ = query.shape
     window = min(kind.window or length, length)
     # Of n queries (n + window) keys: n such that this is not too many, for all sequences and heads.
-    most = _MOST_SCORES // (count * heads)
+    most = MOST_SCORES // (count * heads)
     step = max(16, min(window, most // (2 * window), length))
     for start in range(0, length, step):
         stop = min(start + step, length)

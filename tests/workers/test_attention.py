@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers import attention
+from trainhouse.workers import windows
 from trainhouse.workers.attention import CachedPacking, Packing, pack_lengths, packed_attention
 
 from .adapted import relative_error
@@ -91,7 +91,7 @@ def test_windows_are_seen_by_some_queries_after_the_others(
     window: int, most_masked: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Sixteen of them, or more."""
-    monkeypatch.setattr(attention, "_MOST_MASKED", most_masked)
+    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
     lengths = [70, 70, 9]
     exact = [x.double().requires_grad_() for x in rows(sum(lengths), seed=3)]
     leaves = [x.detach().float().requires_grad_() for x in exact]
@@ -117,9 +117,9 @@ def test_a_long_sequence_with_a_window_takes_no_mask_of_its_square(
     most_masked: int, fits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At 16k tokens that would be a gigabyte. With a mask of as many queries as tokens, a quarter of that, 67 MB."""
-    monkeypatch.setattr(attention, "_MOST_MASKED", most_masked)
+    monkeypatch.setattr(windows, "_MOST_MASKED", most_masked)
     if not fits:
-        monkeypatch.setattr(attention, "_FEWEST_QUERIES", 4096)
+        monkeypatch.setattr(windows, "_FEWEST_QUERIES", 4096)
     num_tokens = 16384 if fits else 4096
     tensors = [x.requires_grad_() for x in rows(num_tokens, seed=5)]
     with LiveBytes() as live:

@@ -6,6 +6,7 @@ back; tests compare it with passes. Imports no torch.
 
 from dataclasses import dataclass
 
+from ..windows import MOST_SCORES, queries_of_mask
 from .load import Load
 from .parameters import OwnFeatures
 from .sequence_split import SequenceSplit
@@ -14,10 +15,6 @@ from .spec import ParallelSpec
 
 _FLOAT32 = 4
 _INT64 = 8
-
-# As in attention_parts.py, and in attention.py.
-_MOST_SCORES = 1 << 22
-_MOST_MASKED, _FEWEST_QUERIES = 1 << 20, 16
 
 
 @dataclass(frozen=True)
@@ -184,6 +181,6 @@ def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     if load.dtype != "float32" or shape.window is None or shape.window >= load.longest:
         return 0
     if _split(shape, spec).ring > 1:
-        return 3 * _FLOAT32 * _MOST_SCORES
-    queries = max(_FEWEST_QUERIES, min(max(shape.window, 256), _MOST_MASKED // (2 * shape.window)))
+        return 3 * _FLOAT32 * MOST_SCORES
+    queries = queries_of_mask(shape.window)
     return queries * (queries + shape.window) * (_FLOAT32 + 1)

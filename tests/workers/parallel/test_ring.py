@@ -170,7 +170,7 @@ def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch:
     """Also where a kernel of torch's would do it."""
     from trainhouse.workers import attention_parts
 
-    monkeypatch.setattr(attention_parts, "_MOST_SCORES", most_scores)
+    monkeypatch.setattr(attention_parts, "MOST_SCORES", most_scores)
     monkeypatch.setattr(attention_parts, "_fits_cpu", lambda *_: False)
     case = Attending((70, 70, 9), heads=4, kv_heads=2, window=window)
     *qkv, grad = case.tensors()

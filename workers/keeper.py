@@ -243,9 +243,10 @@ class KeptGroup:
         try:
             pool = await self._open(Patience(self._config).loading_seconds)
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
-            if str(error) != self._trouble:
-                logger.error("%s does not come back: %s", self.name, error)
-            self._change(None, f"{self.name} does not come back: {error}")
+            trouble = f"{self.name} does not come back: {error}"
+            if trouble != self._trouble:
+                logger.error("%s", trouble)
+            self._change(None, trouble)
         else:
             logger.warning("%s is back: %s", self.name, _processes(pool))
 

@@ -23,6 +23,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.test_pool import wait_until_gone
+from trainhouse.workers import keeper
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.group import Group
 from trainhouse.workers.keeper import Keeper, KeptGroup
@@ -266,6 +267,29 @@ def test_a_death_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     run(check())
     [told] = [record for record in caplog.records if "SIGKILL" in record.getMessage()]
     assert (told.levelname, told.getMessage()[:27]) == ("ERROR", "echo: the worker died: kill")
+
+
+def test_why_ranks_do_not_come_back_is_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keeper, "_PLACE_SECONDS", 0.01)
+    reasons = iter(["", "no room", "no room", "no room", "no file", ""])
+
+    def new_pool() -> LocalPool:
+        if reason := next(reasons):
+            raise ValueError(reason)
+        return LocalPool(PoolSpec(ECHO, (EchoConfig(0),)))
+
+    async def check() -> None:
+        group = KeptGroup("echo", WorkerConfig(ServedModel("echo", "echo")), new_pool)
+        await group.start(lambda _: None)
+        os.kill((await group.pool()).pids[0], signal.SIGKILL)
+        await until(lambda: "echo is back" in caplog.text)
+        await group.close()
+
+    run(check())
+    told = [message for record in caplog.records if "come back" in (message := record.getMessage())]
+    assert told == [f"echo does not come back: {reason}" for reason in ("no room", "no file")]
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["waited for", "left"])

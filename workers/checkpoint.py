@@ -22,9 +22,9 @@ from torch import Tensor
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .lora import Adapter, Adapters, Window
-from .lora.adapter import LEARNED
-from .lora.layout import Layout
+from .layout import Layout
+from .learner import LEARNED, Window
+from .lora import Adapter, Adapters
 from .parallel.mesh import Mesh
 
 FORMAT = 1

@@ -12,7 +12,7 @@ from torch.autograd.graph import increment_version
 
 from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
-from .lora import Adapter, Window
+from .learner import Learner, Window
 from .memory import memory_for
 from .parallel.mesh import Mesh
 from .verbs import Failure, Step
@@ -24,7 +24,7 @@ _NORM_PART = 1 << 14
 class Update:
     """A step under way, and of its gradient the norm, scaled and before clipping, and what it is multiplied with."""
 
-    adapter: Adapter
+    adapter: Learner
     params: AdamParams
     scale: float
     norm: float = math.nan
@@ -51,7 +51,7 @@ class Update:
 
 
 def apply_steps(
-    adapters: Sequence[Adapter], steps: Sequence[Step], mesh: Mesh | None = None
+    adapters: Sequence[Learner], steps: Sequence[Step], mesh: Mesh | None = None
 ) -> list[dict[str, float] | Failure]:
     """A step of each adapter; all are on the device, and none is there twice. Each is as if it were alone.
 
@@ -75,7 +75,7 @@ def apply_steps(
     return [_answer(each) if isinstance(each, Update) else each for each in checked]
 
 
-def add_up(adapters: Sequence[Adapter], mesh: Mesh) -> None:
+def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
     """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region."""
     if mesh.is_single:
         return
@@ -89,7 +89,7 @@ def add_up(adapters: Sequence[Adapter], mesh: Mesh) -> None:
             region.copy_(summed)
 
 
-def leave_to_first(adapter: Adapter, mesh: Mesh) -> None:
+def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
     """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
     if not adapter.window.num_operations:
         return
@@ -98,7 +98,7 @@ def leave_to_first(adapter: Adapter, mesh: Mesh) -> None:
             _region(adapter, axes).zero_()
 
 
-def _norms(adapters: Sequence[Adapter], mesh: Mesh) -> list[float]:
+def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
     """Of the whole gradients, of which this rank may have parts."""
     if mesh.is_single or not adapters:
         return global_norms([adapter.accumulator for adapter in adapters])
@@ -109,12 +109,12 @@ def _norms(adapters: Sequence[Adapter], mesh: Mesh) -> list[float]:
     return squares.sqrt().tolist()
 
 
-def _axes(adapters: Sequence[Adapter]) -> list[tuple[str, ...]]:
+def _axes(adapters: Sequence[Learner]) -> list[tuple[str, ...]]:
     """Those of all regions."""
     return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
 
 
-def _region(adapter: Adapter, axes: tuple[str, ...]) -> Tensor:
+def _region(adapter: Learner, axes: tuple[str, ...]) -> Tensor:
     """Of the accumulated gradients, what ranks along these axes have parts of; it may be empty."""
     return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
 
@@ -125,12 +125,12 @@ def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failur
     return [failure or each for failure, each in zip(failures, checked, strict=True)]
 
 
-def refuse_window(adapter: Adapter, step: Step) -> None:
+def refuse_window(adapter: Learner, step: Step) -> None:
     """Where the step says that it has lost an operation: from now on, whatever becomes of that step."""
     adapter.window.refused = adapter.window.refused or step.refused
 
 
-def _check(adapter: Adapter, step: Step) -> Update | Failure:
+def _check(adapter: Learner, step: Step) -> Update | Failure:
     refuse_window(adapter, step)
     try:
         _refuse_unusable_window(adapter)
@@ -142,7 +142,7 @@ def _check(adapter: Adapter, step: Step) -> Update | Failure:
     return Update(adapter, step.params, scale)
 
 
-def _refuse_unusable_window(adapter: Adapter) -> None:
+def _refuse_unusable_window(adapter: Learner) -> None:
     refused = adapter.window.refused
     if refused is not None:
         adapter.clear_window()
@@ -173,7 +173,7 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
     return scale
 
 
-def _allocate_moments(adapter: Adapter) -> None:
+def _allocate_moments(adapter: Learner) -> None:
     """Before anything is changed, the gradient included."""
     remedy = "the gradients stay, step again when other runs have ended, or serve with fewer --adapter-slots"
     with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
@@ -227,7 +227,7 @@ def _hyper_parameters(update: Update) -> tuple[float, ...]:
     return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
 
 
-def _fused_adamw(adapters: Sequence[Adapter], **hyper_parameters: float) -> None:
+def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None:
     weights = [adapter.weights for adapter in adapters]
     exp_avgs = [adapter.exp_avg for adapter in adapters]
     exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]

@@ -17,7 +17,8 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .checkpoint import Learned, save_adapter
 from .lora import Adapter, Adapters
-from .lora.layout import Layout, Target
+from .lora.adapter import layout_of, pair_of
+from .lora.target import Target
 
 _PREFIX = "base_model.model."
 _OTHER_SIDE = str.maketrans("AB", "BA")
@@ -121,8 +122,8 @@ def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
     """float32 [P] of the whole adapter."""
     layout = adapter.layout.whole
     vector, generator = torch.zeros(layout.size), torch.Generator().manual_seed(adapter.lora.seed or 0)
-    for target in layout.targets:
-        a, _ = layout.views(vector, target)
+    for target in adapter.targets:
+        a, _ = pair_of(layout, vector, target)
         nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
     for name, view in layout.named_views(vector).items():
         if name in found:
@@ -131,7 +132,7 @@ def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
 
 
 def _shapes(targets: Sequence[Target], rank: int) -> dict[str, Tensor]:
-    layout = Layout(targets, rank)
+    layout = layout_of(targets, rank)
     return layout.named_views(torch.empty(layout.size, device="meta"))
 
 

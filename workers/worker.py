@@ -20,7 +20,6 @@ from .checkpoint import Learned, read_new_adapter, read_saved, save_adapter
 from .config import WorkerConfig
 from .landmark import Landmark
 from .lora import Adapter, Adapters
-from .lora.residency import Residency
 from .memory import memory_for, tune_allocator
 from .model import BaseModel, resolve_device
 from .model_cache import with_model_here
@@ -30,6 +29,7 @@ from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .peft_import import import_adapter
 from .programs import PROGRAMS
 from .programs.progress import Answer
+from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
 from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step

@@ -15,8 +15,8 @@ import torch
 from ...schemas.models import LoraConfig
 from ...workers.config import ServedModel, WorkerConfig
 from ...workers.lora import Adapters
-from ...workers.lora.residency import Residency
 from ...workers.model import BaseModel
+from ...workers.residency import Residency
 from ..tiny import tiny_model
 from .workload import SHAPE
 

@@ -18,10 +18,10 @@ from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters
-from trainhouse.workers.lora.pages import Page, PageFile
-from trainhouse.workers.lora.residency import Residency
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.optim import apply_steps
+from trainhouse.workers.pages import Page, PageFile
+from trainhouse.workers.residency import Residency
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 

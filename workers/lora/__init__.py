@@ -1,13 +1,12 @@
 """Many LoRA adapters on one frozen base. The output head's pair is applied by `head`."""
 
-from .adapter import Adapter, Window
+from .adapter import Adapter
 from .adapters import Adapters
-from .layout import Target
 from .linear import LoraLinear, MergedLoraLinear
 from .pair import LoraPair
 from .plan import Plan
-from .residency import Residency
 from .segment import Segment
+from .target import Target
 
 __all__ = [
     "Adapter",
@@ -16,8 +15,6 @@ __all__ = [
     "LoraPair",
     "MergedLoraLinear",
     "Plan",
-    "Residency",
     "Segment",
     "Target",
-    "Window",
 ]

@@ -12,13 +12,13 @@ from ...schemas.models import LoraConfig
 from ..experts import RoutedExperts
 from ..model import BaseModel
 from ..parallel.split import Split
+from ..residency import Residency
 from .adapter import Adapter
 from .experts import DOWN, GATE_UP
-from .layout import Target
 from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
-from .residency import Residency
 from .segment import Segment
+from .target import Target
 
 ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})

@@ -12,8 +12,8 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.workers import checkpoint, optim
 from trainhouse.workers.lora import Adapter, adapters
-from trainhouse.workers.lora.pages import Page
 from trainhouse.workers.optim import add_up
+from trainhouse.workers.pages import Page
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.verbs import Failure, Step
 from trainhouse.workers.worker import Worker

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ...schemas.errors import OperationError
-from ..memory import is_out_of_memory
-from .adapter import Adapter
+from ..schemas.errors import OperationError
+from .learner import Learner
+from .memory import is_out_of_memory
 from .pages import Page, PageFile
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """An adapter's page. num_changes: those that it holds (see Adapter.num_changes)."""
+    """An adapter's page. num_changes: those that it holds (see Learner.num_changes)."""
 
     page: Page
     names: tuple[str, ...]
@@ -47,13 +47,13 @@ class Residency:
         self._slots = slots
         self._most_host_bytes = host_bytes
         self._pages = PageFile(directory)
-        self._on_device: dict[Adapter, None] = {}
-        self._on_host: dict[Adapter, int] = {}
-        self._on_disk: dict[Adapter, None] = {}
-        self._saved: dict[Adapter, Saved] = {}
-        self._held: frozenset[Adapter] = frozenset()
+        self._on_device: dict[Learner, None] = {}
+        self._on_host: dict[Learner, int] = {}
+        self._on_disk: dict[Learner, None] = {}
+        self._saved: dict[Learner, Saved] = {}
+        self._held: frozenset[Learner] = frozenset()
 
-    def add(self, adapter: Adapter) -> None:
+    def add(self, adapter: Learner) -> None:
         """A new one, made on the device."""
         self._free_slots(1)
         self._on_device[adapter] = None
@@ -62,14 +62,14 @@ class Residency:
         """For one more, so that `add` has nothing to do that may fail."""
         self._free_slots(1)
 
-    def remove(self, adapter: Adapter) -> None:
+    def remove(self, adapter: Learner) -> None:
         self._on_device.pop(adapter, None)
         self._on_host.pop(adapter, None)
         self._on_disk.pop(adapter, None)
         self._forget_page(adapter)
 
     @contextmanager
-    def held(self, adapters: Sequence[Adapter]) -> Iterator[None]:
+    def held(self, adapters: Sequence[Learner]) -> Iterator[None]:
         """Inside, these are on the device. Raises OperationError when one cannot be brought there."""
         before = self._held
         self._held = before.union(adapters)
@@ -95,7 +95,7 @@ class Residency:
             "num_adapters_on_disk": len(self._on_disk),
         }
 
-    def _bring(self, adapters: Sequence[Adapter]) -> None:
+    def _bring(self, adapters: Sequence[Learner]) -> None:
         absent = [adapter for adapter in dict.fromkeys(adapters) if adapter not in self._on_device]
         self._free_slots(len(absent))
         for adapter in absent:
@@ -121,12 +121,12 @@ class Residency:
                 return
             surplus -= num_bytes
 
-    def _to_host(self, adapter: Adapter) -> None:
+    def _to_host(self, adapter: Learner) -> None:
         adapter.move({name: _on_host(vector) for name, vector in adapter.live().items()}, "host")
         del self._on_device[adapter]
         self._on_host[adapter] = adapter.num_bytes
 
-    def _to_device(self, adapter: Adapter) -> None:
+    def _to_device(self, adapter: Learner) -> None:
         try:
             vectors = self._read(adapter) if adapter in self._on_disk else adapter.live()
             # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
@@ -140,7 +140,7 @@ class Residency:
         self._on_disk.pop(adapter, None)
         self._on_device[adapter] = None
 
-    def _to_disk(self, adapter: Adapter) -> bool:
+    def _to_disk(self, adapter: Learner) -> bool:
         """Whether it could be written; one that has not changed since it was read is on disk already."""
         saved = self._saved.get(adapter)
         if saved is None or saved.num_changes != adapter.num_changes:
@@ -155,21 +155,21 @@ class Residency:
         self._on_disk[adapter] = None
         return True
 
-    def _write(self, adapter: Adapter) -> None:
+    def _write(self, adapter: Learner) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         vectors = adapter.live()
         page = self._pages.write(list(vectors.values()))
         self._saved[adapter] = Saved(page, tuple(vectors), adapter.num_changes)
 
-    def _read(self, adapter: Adapter) -> dict[str, Tensor]:
+    def _read(self, adapter: Learner) -> dict[str, Tensor]:
         saved = self._saved[adapter]
         pinned = self._device.type == "cuda"
         vectors = {name: torch.empty(adapter.vector_size, pin_memory=pinned) for name in saved.names}
         self._pages.read(saved.page, list(vectors.values()))
         return vectors
 
-    def _forget_page(self, adapter: Adapter) -> None:
+    def _forget_page(self, adapter: Learner) -> None:
         saved = self._saved.pop(adapter, None)
         if saved is not None:
             self._pages.free(saved.page)

@@ -1,0 +1,131 @@
+"""Layout: where the matrices that a run learns lie in its flat vectors, and what of them each rank has."""
+
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from functools import cached_property
+from math import prod
+from typing import Protocol
+
+from torch import Tensor
+
+from .parallel.mesh import Mesh
+
+# Views start at multiples of 64 bytes; the gaps hold zeros, whose gradient and update are zero.
+_ALIGNMENT = 16
+
+
+class Matrix(Protocol):
+    """A tensor that a run learns, of which ranks may have parts."""
+
+    @property
+    def key(self) -> Hashable:
+        """By which its views are asked for."""
+        ...
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this rank's part, as it lies in vectors."""
+        ...
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Along which ranks have different parts of it."""
+        ...
+
+    @property
+    def is_repeated(self) -> bool:
+        """Whether all ranks along tp have all of it, and run the same tokens."""
+        ...
+
+    def whole(self) -> "Matrix":
+        """As on a rank that has all of it."""
+        ...
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of the parts of all ranks along `axes`, in their order."""
+        ...
+
+    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part as the tensors that files have of it: views."""
+        ...
+
+    def part_of(self, name: str, saved: Tensor) -> Tensor:
+        """Of a whole tensor of a file, by this name, what of it this rank has."""
+        ...
+
+
+class Layout:
+    """Where each matrix lies in flat vectors [size].
+
+    regions: by the axes along which ranks have different parts of a matrix (none, for many), where all such lie.
+    repeated: where those lie of which each rank along tp has the whole gradient, and not a summand.
+    """
+
+    def __init__(self, matrices: Sequence[Matrix]) -> None:
+        self.matrices = tuple(matrices)
+        self.size = 0
+        self.regions: dict[tuple[str, ...], slice] = {}
+        self.repeated = slice(0, 0)
+        self._starts: dict[Hashable, int] = {}
+        self._shapes = {matrix.key: matrix.shape for matrix in self.matrices}
+        # What is repeated has no axes, and so lies at the beginning.
+        ordered = sorted(self.matrices, key=_is_not_repeated)
+        for axes in sorted({matrix.axes for matrix in ordered}):
+            first = self.size
+            for matrix in ordered:
+                if matrix.axes == axes:
+                    self._place(matrix)
+            self.regions[axes] = slice(first, self.size)
+
+    def view(self, vector: Tensor, key: Hashable, first: int = 0) -> Tensor:
+        """Of the matrix with this key in a vector [size]. first: where the vector begins, of one that is a part."""
+        shape = self._shapes[key]
+        strides = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+        return vector.as_strided(shape, strides, vector.storage_offset() + self._starts[key] - first)
+
+    def named_views(self, vector: Tensor) -> dict[str, Tensor]:
+        """A vector [size] as the tensors that it holds, by their names in files."""
+        return {name: own for matrix in self.matrices for name, own in matrix.named(self.view(vector, matrix.key))}
+
+    def copy_parts(self, vector: Tensor, saved: Mapping[str, Tensor]) -> None:
+        """Into a vector [size] this rank's parts of whole tensors, by those names."""
+        for matrix in self.matrices:
+            for name, own in matrix.named(self.view(vector, matrix.key)):
+                own.copy_(matrix.part_of(name, saved[name]))
+
+    @property
+    def num_weights(self) -> int:
+        """Of all matrices, on all ranks together."""
+        return sum(prod(matrix.shape) for matrix in self.whole.matrices)
+
+    @cached_property
+    def whole(self) -> "Layout":
+        """As on a rank that has all of every matrix; this one, where it has."""
+        return Layout([matrix.whole() for matrix in self.matrices]) if any(self.regions) else self
+
+    def whole_vector(self, vector: Tensor, mesh: Mesh) -> Tensor:
+        """Of a vector [size] of each rank, which all of them give at once: as `whole` has it. The same one where a rank
+        has all."""
+        if self.whole is self:
+            return vector
+        result = vector.new_zeros(self.whole.size)
+        for axes, region in self.regions.items():
+            vectors = mesh.along(*axes).joined(vector[region][None]).unbind() if axes else (vector[region],)
+            for matrix in self.matrices:
+                if matrix.axes == axes:
+                    parts = [self.view(each, matrix.key, region.start) for each in vectors]
+                    self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
+        return result
+
+    def _place(self, matrix: Matrix) -> None:
+        self._starts[matrix.key] = self.size
+        self.size += _aligned(prod(matrix.shape))
+        if matrix.is_repeated:
+            self.repeated = slice(0, self.size)
+
+
+def _is_not_repeated(matrix: Matrix) -> bool:
+    return not matrix.is_repeated
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

@@ -1,0 +1,213 @@
+"""Learner: what a run learns, in flat float32 vectors, and the gradients on their way to it.
+
+Whatever concerns it as a whole (clipping, AdamW, a snapshot, paging) is one operation on its vectors. Gradients go to
+its `scratch` while an operation runs, and from there to its `accumulator`.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from .lanes import current_lane
+from .layout import Layout
+
+# Where a learner's vectors are. On a CPU the device and the host are the same memory.
+Place = Literal["device", "host", "disk"]
+
+# What has been learned; the other vectors are gradients.
+LEARNED = ("weights", "exp_avg", "exp_avg_sq")
+
+
+@dataclass
+class Window:
+    """What has been accumulated since the last step.
+
+    num_tokens: tokens that carry a loss. weight_sum: their summed weights. losses: loss sums by name.
+    refused: why an operation of the window contributed nothing, None when all did.
+    """
+
+    num_operations: int = 0
+    num_tokens: int = 0
+    weight_sum: float = 0.0
+    losses: dict[str, float] = field(default_factory=dict)
+    refused: str | None = None
+
+    def add(self, num_tokens: int, weight_sum: float, losses: Mapping[str, float]) -> None:
+        self.num_operations += 1
+        self.num_tokens += num_tokens
+        self.weight_sum += weight_sum
+        for name, value in losses.items():
+            self.losses[name] = self.losses.get(name, 0.0) + value
+
+
+class Vector:
+    """A vector [P] and views of it, made when they are first asked for. arrange: makes them."""
+
+    def __init__(self, tensor: Tensor, arrange: Callable[[Tensor], Any]) -> None:
+        self.tensor = tensor
+        self._arrange = arrange
+
+    @cached_property
+    def views(self) -> Any:
+        return self._arrange(self.tensor)
+
+
+class Learner:
+    """weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
+
+    They are to be had only while it is on the device (see Residency), and are other tensors when it comes back: hold
+    the learner, not its tensors. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen.
+    place: where it is.
+    """
+
+    def __init__(self, layout: Layout, device: torch.device, arrange: Callable[[Tensor], Any]) -> None:
+        """arrange: what views of a vector its kind wants."""
+        self.layout = layout
+        self.place: Place = "device"
+        self.window = Window()
+        self.num_steps = 0
+        self._arrange = arrange
+        self._vectors = {"weights": self._viewed(torch.zeros(layout.size, device=device))}
+        self._operation_open = False
+        self._lane_scratch: dict[int, Vector] = {}
+        self._earlier_changes = 0
+
+    @property
+    def num_parameters(self) -> int:
+        """On all ranks together."""
+        return self.layout.num_weights
+
+    @property
+    def vector_size(self) -> int:
+        """P: the parameters that this rank has, and the gaps between them."""
+        return self.layout.size
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all vectors in memory, the device's or the host's."""
+        return sum(vector.tensor.nbytes for vector in (*self._vectors.values(), *self._lane_scratch.values()))
+
+    @property
+    def weights(self) -> Tensor:
+        return self._vector("weights").tensor
+
+    @property
+    def scratch(self) -> Tensor:
+        """The gradients of the operation that runs; between operations its content means nothing."""
+        return self._vector("scratch").tensor
+
+    @property
+    def accumulator(self) -> Tensor:
+        return self._vector("accumulator").tensor
+
+    @property
+    def exp_avg(self) -> Tensor:
+        return self._vector("exp_avg").tensor
+
+    @property
+    def exp_avg_sq(self) -> Tensor:
+        return self._vector("exp_avg_sq").tensor
+
+    @property
+    def has_moments(self) -> bool:
+        """Whether there are exp_avg and exp_avg_sq; where there are none, they are zeros."""
+        return "exp_avg" in self._vectors
+
+    def _vector(self, name: str) -> Vector:
+        assert self.place == "device", f"the adapter is on {self.place}: enter Adapters.resident first"
+        vector = self._vectors.get(name)
+        if vector is None:
+            vector = self._vectors[name] = self._viewed(torch.zeros_like(self._vectors["weights"].tensor))
+        return vector
+
+    def begin_operation(self, lanes: Sequence[int] = ()) -> None:
+        """Scratch is zeros, and is kept until the operation is committed or abandoned.
+
+        lanes: those in which its gradients are made; each but the first has a vector of its own until `join_lanes`.
+        """
+        self._operation_open = True
+        if "scratch" in self._vectors:
+            self.scratch.zero_()
+        else:
+            self._vector("scratch")
+        self._lane_scratch = {lane: self._viewed(torch.zeros_like(self.scratch)) for lane in lanes[1:]}
+
+    def join_lanes(self) -> None:
+        """Afterwards all gradients are in scratch."""
+        for vector in self._lane_scratch.values():
+            self.scratch.add_(vector.tensor)
+        self._lane_scratch = {}
+
+    def scratch_is_finite(self) -> bool:
+        low, high = torch.aminmax(self.scratch)
+        return bool(torch.isfinite(low) & torch.isfinite(high))
+
+    def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
+        """The operation succeeded: its gradients join the window. The window's first become the accumulator."""
+        self._operation_open = False
+        if self.window.num_operations:
+            self.accumulator.add_(self.scratch)
+        else:
+            self._vectors.pop("accumulator", None)
+            self._vectors["accumulator"] = self._vector("scratch")
+            del self._vectors["scratch"]
+        self.window.add(num_tokens, weight_sum, losses or {})
+
+    def abandon_operation(self) -> None:
+        """The operation failed: its gradients are of no use."""
+        self._operation_open = False
+        self._lane_scratch = {}
+
+    def clear_window(self) -> None:
+        """Discards the accumulated gradients; their memory is the next operation's scratch."""
+        accumulator = self._vectors.pop("accumulator", None)
+        if accumulator is not None and not self._operation_open:
+            self._vectors["scratch"] = accumulator
+        self.window = Window()
+
+    def clear_optimizer(self) -> None:
+        """As before the first step."""
+        for name in ("exp_avg", "exp_avg_sq"):
+            vector = self._vectors.pop(name, None)
+            self._earlier_changes += 1 + (vector.tensor._version if vector else 0)
+        self.num_steps = 0
+
+    # Moving: who moves a learner (see Residency) takes its live vectors and gives them back elsewhere.
+
+    @property
+    def in_window(self) -> bool:
+        """Whether it holds gradients: of a window, or of an operation under way."""
+        return bool(self.window.num_operations) or self._operation_open
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with every change of what it has learned, wherever it is meanwhile."""
+        return self._earlier_changes + self._changes_here()
+
+    def live(self) -> dict[str, Tensor]:
+        """The vectors that mean anything."""
+        gradients = {"accumulator": bool(self.window.num_operations), "scratch": self._operation_open}
+        names = (*LEARNED, *(name for name, is_live in gradients.items() if is_live))
+        return {name: self._vectors[name].tensor for name in names if name in self._vectors}
+
+    def move(self, vectors: Mapping[str, Tensor], place: Place) -> None:
+        """From now on these are its vectors, at `place`; whatever views there are of others are made anew."""
+        num_changes = self.num_changes
+        kept = {id(vector.tensor): vector for vector in self._vectors.values()}
+        self._vectors = {name: kept.get(id(tensor)) or self._viewed(tensor) for name, tensor in vectors.items()}
+        self.place = place
+        self._earlier_changes = num_changes - self._changes_here()
+
+    def _changes_here(self) -> int:
+        return sum(self._vectors[name].tensor._version for name in LEARNED if name in self._vectors)
+
+    def _gradients(self) -> Vector:
+        """That take those of this thread's lane."""
+        return self._lane_scratch.get(current_lane()) or self._vector("scratch")
+
+    def _viewed(self, tensor: Tensor) -> Vector:
+        return Vector(tensor, self._arrange)

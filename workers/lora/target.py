@@ -1,0 +1,137 @@
+"""Target: a linear layer that adapters adapt, and the two matrices that each has for it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ..parallel.split import Split
+
+
+@dataclass(frozen=True)
+class Target:
+    """A linear layer that an adapter adapts. name: its path in the causal LM, such as model.layers.0.mlp.up_proj.
+
+    in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it. num_experts: where it
+    is one of each expert of a sparse layer, model.layers.0.mlp.experts.up_proj, each with a pair of matrices of its
+    own. expert_split: how experts are shared out. saved_as: what the layer is called in PEFT's files, None = as here.
+    is_repeated: whether all ranks along tp have all of it, and run the same tokens.
+    """
+
+    name: str
+    in_features: int
+    out_features: int
+    in_split: Split | None = None
+    out_split: Split | None = None
+    num_experts: int | None = None
+    expert_split: Split | None = None
+    saved_as: str | None = None
+    is_repeated: bool = False
+
+    @property
+    def saved_kind(self) -> str:
+        return self.saved_as or self.kind
+
+    @property
+    def kind(self) -> str:
+        return self.name.rpartition(".")[2]
+
+    @property
+    def own_in(self) -> int:
+        """Input features on this rank."""
+        return self.in_split.own_size if self.in_split else self.in_features
+
+    @property
+    def own_out(self) -> int:
+        """Output features on this rank."""
+        return self.out_split.own_size if self.out_split else self.out_features
+
+    @property
+    def num_own(self) -> int:
+        """Pairs of matrices on this rank: of a plain layer one."""
+        return self.expert_split.own_size if self.expert_split else self.num_experts or 1
+
+    def sides(self, rank: int) -> tuple["Side", "Side"]:
+        """A and B^T of an adapter of this rank."""
+        a = Side(self, "lora_A", rank, self.in_split, self.own_in)
+        return a, Side(self, "lora_B", rank, self.out_split, self.own_out)
+
+    def whole(self) -> "Target":
+        """As on a rank that has all of it."""
+        return replace(self, in_split=None, out_split=None, expert_split=None, is_repeated=False)
+
+
+@dataclass(frozen=True)
+class Side:
+    """A [rank, in], or B^T [rank, out], of a target; of one with experts, those of its experts one below the other. B
+    lies transposed: its gradient is then twice as fast.
+
+    kind: its name in PEFT's files. split: of its features.
+    """
+
+    target: Target
+    kind: Literal["lora_A", "lora_B"]
+    rank: int
+    split: Split | None
+    own_features: int
+
+    @property
+    def key(self) -> tuple[str, str]:
+        return self.target.name, self.kind
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """On this rank."""
+        return self.target.num_own * self.rank, self.own_features
+
+    @property
+    def is_repeated(self) -> bool:
+        return self.target.is_repeated
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """Along which ranks have different parts of it."""
+        return tuple(split.axis for split in (self.target.expert_split, self.split) if split)
+
+    def part(self, whole: Tensor) -> Tensor:
+        """[experts * rank, features] -> this rank's part of it."""
+        if self.split:
+            whole = self.split.part(whole, 1)
+        if not self.target.expert_split:
+            return whole
+        by_expert = whole.view(self.target.num_experts or 1, -1, whole.shape[1])
+        return self.target.expert_split.part(by_expert, 0).flatten(0, 1)
+
+    def whole(self) -> "Side":
+        """As on a rank that has all of it."""
+        a, b = self.target.whole().sides(self.rank)
+        return a if self.kind == "lora_A" else b
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """Of the parts of all ranks along `axes`, in their order."""
+        num = self.split.size if self.split else 1
+        rows = [parts[i : i + num] for i in range(0, len(parts), num)]
+        return torch.cat([self.split.whole(each, 1) if self.split else each[0] for each in rows])
+
+    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """This rank's part as the matrices of PEFT's files: B as [out, rank], and each expert's by itself."""
+        by_expert = own.view(self.target.num_own, -1, own.shape[1])
+        for name, each in zip(self._names(), by_expert.unbind(), strict=True):
+            yield name, each if self.kind == "lora_A" else each.t()
+
+    def part_of(self, name: str, saved: Tensor) -> Tensor:
+        """Of a whole matrix of a file, by this name, what of it this rank has."""
+        return self.split.part(saved, 1 if self.kind == "lora_A" else 0) if self.split else saved
+
+    def _names(self) -> Iterator[str]:
+        path = f"base_model.model.{self.target.name}"
+        if self.target.num_experts is None:
+            yield f"{path}.{self.kind}.weight"
+            return
+        experts, linear = path.rpartition(".")[0], self.target.saved_kind
+        split, num_own = self.target.expert_split, self.target.num_own
+        first = split.index * num_own if split else 0
+        for number in range(first, first + num_own):
+            yield f"{experts}.{number}.{linear}.{self.kind}.weight"

@@ -51,6 +51,6 @@ def test_it_is_refused_before_ranks_are_started_unless_they_may_be_elsewhere() -
             asyncio.run(source_of(refused).open())
     for taken in (
         DispatchConfig((on_cuda,), pool="ray", ray_address="127.0.0.1:1"),
-        DispatchConfig((on_cpu,), sampling=SamplingConfig(0, VllmConfig(python=sys.executable), ("cuda:0",))),
+        DispatchConfig((on_cpu,), sampling=SamplingConfig(vllm=VllmConfig(python=sys.executable), devices=("cuda:0",))),
     ):
         asyncio.run(source_of(taken).open())

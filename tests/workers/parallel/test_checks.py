@@ -412,6 +412,7 @@ def test_samplers_take_devices_from_the_one_named_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Apart from others, or with them; of six."""
+    monkeypatch.setattr(sources, "check_cuda", lambda _: None)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3,4,5")
     shutil.copy(LLAMA, tmp_path / "config.json")
     model = WorkerConfig(ServedModel("m", str(tmp_path)), device=device, parallel=ParallelSpec.parse(training))

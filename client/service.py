@@ -95,13 +95,32 @@ class ServiceClient:
         train_attn: bool = True,
         train_unembed: bool = True,
         user_metadata: Metadata = None,
+        model_role: models.Role = "policy",
     ) -> APIFuture[TrainingClient]:
+        """model_role: "critic" is trained by `value_mse`, and its `forward` gives a value for each token."""
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
         lora = models.LoraConfig(rank=rank, seed=seed, **targets)
         fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
+        fields["model_role"] = model_role
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
 
     create_lora_training_client = blocking(create_lora_training_client_async)
+
+    def create_reference_client_async(
+        self, base_model: str | None = None, path: str | None = None
+    ) -> APIFuture[TrainingClient]:
+        """A model that stays as it is, for `forward` alone: a base model, or a policy's checkpoint by its path.
+
+        Its `load_state` moves it to another checkpoint of a policy.
+        """
+        if (base_model is None) == (path is None):
+            raise ValueError(f"give either base_model or path, not {base_model=} and {path=}")
+        if path is not None:
+            fields = {"path": path, "optimizer": False, "model_role": "reference"}
+            return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
+        return self.create_lora_training_client_async(base_model, model_role="reference")  # pyright: ignore
+
+    create_reference_client = blocking(create_reference_client_async)
 
     def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
         """A new model with the weights of a checkpoint and a fresh optimizer."""

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from .models import LoraConfig, OptimizerConfig
+from .models import LoraConfig, OptimizerConfig, Role
 from .training import SeqId, Wire
 
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
@@ -62,7 +62,10 @@ class SaveWeightsExternalResponse(Wire):
 
 
 class LoadWeightsRequest(Wire):
-    """Either (model_id, seq_id): into a live model. Or (session_id, model_seq_id): create the model from `path`."""
+    """Either (model_id, seq_id): into a live model. Or (session_id, model_seq_id): create the model from `path`.
+
+    model_role (ours): of the model that is created, None = that of the checkpoint's.
+    """
 
     path: str
     optimizer: bool = False
@@ -74,6 +77,7 @@ class LoadWeightsRequest(Wire):
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
     weights_access_token: str | None = None
+    model_role: Role | None = None
     type: Literal["load_weights"] = "load_weights"
 
 

@@ -7,6 +7,9 @@ from pydantic import Field
 
 from .training import Wire
 
+Role = Literal["policy", "critic", "reference"]
+"""The kinds of model that can be created: see docs/roles.md."""
+
 
 class LoraConfig(Wire):
     """alpha (ours) is not on the SDK's wire; 32 at every rank. The adapter's scale is alpha / rank, as in PEFT."""
@@ -25,12 +28,15 @@ class OptimizerConfig(Wire):
 
 
 class CreateModelRequest(Wire):
+    """model_role is ours."""
+
     session_id: str
     model_seq_id: int
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
+    model_role: Role = "policy"
     type: Literal["create_model"] = "create_model"
 
 
@@ -62,7 +68,7 @@ class GetInfoResponse(Wire):
     lora_alpha: float
     target_modules: list[str]
     max_context_length: int
-    model_role: str = "policy"
+    model_role: Role
     type: Literal["get_info"] = "get_info"
 
 

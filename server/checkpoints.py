@@ -196,6 +196,7 @@ class Checkpoints:
             tenant_id=to.tenant_id,
             base_model=source.base_model,
             lora=source.lora,
+            role=source.role,
             created_at=now,
             last_request_at=now,
             user_metadata={"copied_from": source.tinker_path},
@@ -356,6 +357,7 @@ class Checkpoints:
             user_metadata=user_metadata,
             base_model=run.base_model,
             lora=run.lora,
+            role=run.role,
             has_optimizer=has_optimizer,
         )
 
@@ -458,6 +460,7 @@ def _about(draft: CheckpointRecord, request_id: str | None) -> Mapping[str, obje
         "tinker_path": draft.tinker_path,
         "base_model": draft.base_model,
         "lora": draft.lora.model_dump(),
+        "role": draft.role,
         "has_optimizer": draft.has_optimizer,
         "created_at": draft.created_at,
         "request_id": request_id,

@@ -178,7 +178,7 @@ class Operations:
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
-        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora), tenant.name)
+        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora, run.role), tenant.name)
         if operation.path is not None:
             await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
         self.infos[run.run_id] = info
@@ -226,6 +226,10 @@ class Operations:
         return _json(SaveWeightsResponse(path=path))
 
     async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
+        if run.role != "policy":
+            raise OperationError(
+                f"a {run.role} draws no tokens: sample from a policy, or save_weights to keep this one"
+            )
         if operation.path is None:
             sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
             return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))

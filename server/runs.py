@@ -5,10 +5,11 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import RequestError
-from ..schemas.models import CreateModelRequest, LoraConfig, OptimizerConfig
+from ..schemas.models import CreateModelRequest, LoraConfig, OptimizerConfig, Role
 from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
 from .bodies import Received
@@ -23,7 +24,7 @@ from .run_services import RunServices
 from .seeds import draw_seed
 from .segments import Place
 from .served import base_model_of, require_served
-from .store import RunRecord, Store, string_metadata
+from .store import CheckpointRecord, RunRecord, Store, string_metadata
 
 logger = logging.getLogger(__name__)
 
@@ -89,7 +90,8 @@ class Runs:
         await self._services.sessions.require_open(tenant, request.session_id)
         drawn = {} if lora.seed is not None else {"lora_seed": draw_seed()}
         lora = lora.model_copy(update={"seed": drawn.get("lora_seed", lora.seed)})
-        record = _record(tenant, request.session_id, request.model_seq_id, request.base_model, lora, request)
+        shape = _Shape(request.base_model, lora, request.model_role)
+        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         return await self._create(record, CreateRun(), received, admission, drawn)
 
     async def create_from_checkpoint(
@@ -105,7 +107,8 @@ class Runs:
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
-        record = _record(tenant, request.session_id, request.model_seq_id, base_model, checkpoint.lora, request)
+        shape = _Shape(base_model, checkpoint.lora, _role_from(checkpoint, request))
+        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         creation = CreateRun(checkpoint.tinker_path, request.optimizer)
         return await self._create(record, creation, received, admission, {})
 
@@ -212,12 +215,14 @@ class Runs:
             lora = (request.lora_config or LoraConfig()).model_copy()
             if "lora_seed" in header.drawn:
                 lora = lora.model_copy(update={"seed": header.drawn["lora_seed"]})
-            return _record(tenant, session_id, int(number), request.base_model, lora, request)
+            shape = _Shape(request.base_model, lora, request.model_role)
+            return _record(tenant, session_id, int(number), shape, request)
         assert isinstance(request, LoadWeightsRequest)
         checkpoint = await self._checkpoints.known(request.path)
         if checkpoint is None:
             raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
-        return _record(tenant, session_id, int(number), checkpoint.base_model, checkpoint.lora, request)
+        shape = _Shape(checkpoint.base_model, checkpoint.lora, _role_from(checkpoint, request))
+        return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
         self,
@@ -248,12 +253,31 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
         raise RequestError(f"optimizer {optimizer.type!r} is not supported: use adamw, the default")
 
 
+def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:
+    """Raises RequestError where the checkpoint's weights are not of such a model."""
+    role = request.model_role or checkpoint.role
+    if (role == "critic") != (checkpoint.role == "critic"):
+        raise RequestError(
+            f"{checkpoint.tinker_path} was saved by a {checkpoint.role}: no {role} can be made of it, since critics "
+            "have a head of their own"
+        )
+    return role
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a model is made of."""
+
+    base_model: str
+    lora: LoraConfig
+    role: Role
+
+
 def _record(
     tenant: Tenant,
     session_id: str,
     model_seq_id: int,
-    base_model: str,
-    lora: LoraConfig,
+    shape: _Shape,
     request: CreateModelRequest | LoadWeightsRequest,
 ) -> RunRecord:
     now = time.time()
@@ -261,8 +285,9 @@ def _record(
         run_id=f"{session_id}:train:{model_seq_id}",
         session_id=session_id,
         tenant_id=tenant.id,
-        base_model=base_model,
-        lora=lora,
+        base_model=shape.base_model,
+        lora=shape.lora,
+        role=shape.role,
         created_at=now,
         last_request_at=now,
         user_metadata=string_metadata(request.user_metadata),

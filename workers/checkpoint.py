@@ -26,6 +26,8 @@ from .layout import Layout
 from .learner import LEARNED, Window
 from .lora import Adapter, Adapters
 from .parallel.mesh import Mesh
+from .programs import PROGRAMS, Program
+from .programs.policy import POLICY
 
 FORMAT = 1
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -150,9 +152,12 @@ def read_saved(adapter: Adapter, directory: Path, *, optimizer: bool) -> Saved:
     )
 
 
-def read_new_adapter(adapters: Adapters, directory: Path) -> Adapter:
-    """A checkpoint's weights as an adapter of their own, which has no id yet. Raises as read_saved."""
-    adapter = adapters.build(LoraConfig.model_validate(_read_description(directory)["lora"]))
+def read_new_adapter(adapters: Adapters, directory: Path, program: Program = POLICY) -> Adapter:
+    """A checkpoint's weights as an adapter of their own, which has no id yet. program: which it is for.
+
+    Raises as read_saved.
+    """
+    adapter = adapters.build(LoraConfig.model_validate(_read_description(directory)["lora"]), program)
     read_saved(adapter, directory, optimizer=False).put_into(adapter)
     return adapter
 
@@ -162,6 +167,7 @@ def _describe(learned: Learned, base_name: str) -> dict[str, Any]:
     return {
         "format": FORMAT,
         "base_model": base_name,
+        "role": learned.adapter.program.role,
         "lora": learned.adapter.lora.model_dump(),
         "targets": [target.name for target in learned.adapter.targets],
         "num_steps": learned.num_steps,
@@ -172,7 +178,7 @@ def _describe(learned: Learned, base_name: str) -> dict[str, Any]:
 def _peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
+        "task_type": adapter.program.peft_task,
         "base_model_name_or_path": base_name,
         "inference_mode": True,
         "r": adapter.lora.rank,
@@ -181,6 +187,7 @@ def _peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "bias": "none",
         "use_rslora": False,
         "target_modules": sorted({target.saved_kind for target in adapter.targets}),
+        "modules_to_save": list(adapter.program.peft_modules) or None,
         **_dense_beside_experts(adapter),
     }
 
@@ -210,6 +217,11 @@ def _read_description(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_other_shape(adapter: Adapter, description: dict[str, Any], directory: Path) -> None:
+    ours, theirs = adapter.program, PROGRAMS[description.get("role", POLICY.role)]
+    if ours.scores != theirs.scores:
+        raise OperationError(
+            f"{directory} was saved by a {theirs.role}, and the model is a {ours.role}: load it into a {theirs.role}"
+        )
     saved = LoraConfig.model_validate(description["lora"])
     for name in ("rank", "alpha"):
         ours, theirs = getattr(adapter.lora, name), getattr(saved, name)

@@ -1,6 +1,7 @@
 """Layout: where the matrices that a run learns lie in its flat vectors, and what of them each rank has."""
 
 from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 from typing import Protocol
@@ -51,6 +52,29 @@ class Matrix(Protocol):
     def part_of(self, name: str, saved: Tensor) -> Tensor:
         """Of a whole tensor of a file, by this name, what of it this rank has."""
         ...
+
+
+@dataclass(frozen=True)
+class WholeMatrix:
+    """One that every rank has all of. key: its name in transformers' model. shape: its own."""
+
+    key: str
+    shape: tuple[int, ...]
+    axes: tuple[str, ...] = ()
+    is_repeated: bool = False
+
+    def whole(self) -> "WholeMatrix":
+        return self
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        return parts[0]
+
+    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """As PEFT names modules that it saves beside adapters."""
+        yield f"base_model.model.{self.key}", own
+
+    def part_of(self, name: str, saved: Tensor) -> Tensor:
+        return saved
 
 
 class Layout:

@@ -8,7 +8,7 @@ import numpy as np
 
 from ..schemas.errors import OperationError
 from ..schemas.training import Datum, ForwardBackwardRequest
-from .losses import LOSSES, Loss
+from .losses import LOSSES, VALUE_LOSSES, Loss
 from .verbs import Share
 
 TARGETS = "target_tokens"
@@ -53,26 +53,32 @@ class Operation:
         return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
 
 
-def read_operation(request: ForwardBackwardRequest, limits: ModelLimits, share: Share | None = None) -> Operation:
-    """share: what the request's data are of the whole operation, None = all of it.
+def read_operation(
+    request: ForwardBackwardRequest,
+    limits: ModelLimits,
+    share: Share | None = None,
+    losses: Mapping[str, Loss] = LOSSES,
+) -> Operation:
+    """losses: that the kind of model takes. share: what the request's data are of the whole operation, None = all.
 
     Raises OperationError naming the datum, the value and the remedy.
     """
     share = share or Share(range(len(request.data)), len(request.data))
-    if request.loss_fn not in LOSSES:
-        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(LOSSES)}")
+    if request.loss_fn not in losses:
+        others = "" if request.loss_fn not in LOSSES | VALUE_LOSSES else " (that one is for another kind of model)"
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}{others}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
-    loss = LOSSES[request.loss_fn]
+    loss = losses[request.loss_fn]
     config = _read_config(request, loss)
     for i, datum in zip(share.numbers, request.data, strict=True):
         _check_names(i, datum, request.loss_fn, loss)
         _check_shapes(i, datum, request.loss_fn, loss, limits)
     _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.numbers)
-    _check_ids(TARGETS, [datum.loss_fn_inputs[TARGETS] for datum in request.data], limits, share.numbers)
+    _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.numbers)
     rows = tuple(_row(datum, loss, config) for datum in request.data)
     for name in (*loss.required, *loss.optional):
-        _check_finite(name, rows, share.numbers)
+        _check_finite(name, request.data, rows, share.numbers)
     counts = [row.inputs[loss.counted_by] for row in rows]
     return Operation(
         loss_name=request.loss_fn,
@@ -110,7 +116,7 @@ def _loss_weight(request: ForwardBackwardRequest) -> float:
 
 
 def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
-    required = (TARGETS, *loss.required)
+    required = _required(loss)
     if missing := [name for name in required if name not in datum.loss_fn_inputs]:
         raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {_inputs(loss)}")
     if unknown := [name for name in datum.loss_fn_inputs if name not in required and name not in loss.optional]:
@@ -118,7 +124,7 @@ def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
 
 
 def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: ModelLimits) -> None:
-    tokens, targets = datum.tokens, datum.loss_fn_inputs[TARGETS]
+    tokens, targets = datum.tokens, _targets(datum, loss)
     length = len(tokens) if tokens.ndim == 1 else 0
     if not length:
         raise OperationError(f"datum {index}: model_input is empty: send at least one token")
@@ -142,9 +148,9 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
         if array.dtype.kind not in "fiub":
             raise OperationError(f"datum {index}: {name} is {array.dtype}: it must be numeric")
         if array.shape != targets.shape:
+            like = TARGETS if loss.scores == "logprobs" else "model_input"
             raise OperationError(
-                f"datum {index}: {name} has shape {list(array.shape)}, {TARGETS} {list(targets.shape)}:"
-                " they must be equal"
+                f"datum {index}: {name} has shape {list(array.shape)}, {like} {list(targets.shape)}: they must be equal"
             )
 
 
@@ -161,9 +167,11 @@ def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers
     )
 
 
-def _check_finite(name: str, rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
-    """The sampler's log-probabilities may be anything where nothing reads them: prompts often have none."""
-    arrays = [row.inputs[name] for row in rows]
+def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
+    """Of what was given. The sampler's log-probabilities may be anything where nothing reads them: prompts often have
+    none."""
+    given = zip(data, rows, strict=True)
+    arrays = [row.inputs[name] if name in datum.loss_fn_inputs else np.zeros(row.targets.shape) for datum, row in given]
     values = _joined(arrays)
     if np.isfinite(values).all():
         return
@@ -196,7 +204,7 @@ def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
 
 def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
     given = datum.loss_fn_inputs
-    targets = given[TARGETS].astype(np.int64)
+    targets = _targets(datum, loss).astype(np.int64)
     # A number beyond float32 becomes infinite, which is then refused with its position.
     with np.errstate(over="ignore"):
         inputs = {name: given[name].astype(np.float32) for name in given if name != TARGETS}
@@ -206,13 +214,22 @@ def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
     return Row(datum.tokens.astype(np.int64), targets, inputs)
 
 
+def _targets(datum: Datum, loss: Loss) -> np.ndarray:
+    """Of values, of which there is one for each token: the first."""
+    return datum.loss_fn_inputs[TARGETS] if loss.scores == "logprobs" else np.zeros(len(datum.tokens), np.int64)
+
+
+def _required(loss: Loss) -> tuple[str, ...]:
+    return (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
+
+
 def _num_counted(counts: np.ndarray) -> int:
     return int(np.count_nonzero(counts if counts.ndim == 1 else (counts != 0).any(axis=1)))
 
 
 def _inputs(loss: Loss) -> str:
     optional = f" and optionally {_listed(loss.optional)}" if loss.optional else ""
-    return _listed((TARGETS, *loss.required)) + optional
+    return _listed(_required(loss)) + optional
 
 
 def _allowed(config: Mapping[str, float]) -> str:

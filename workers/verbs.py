@@ -28,10 +28,11 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run to create: its adapter's shape, with the seed already drawn."""
+    """A run to create: its adapter's shape, with the seed already drawn. role: which of the programs it is."""
 
     run_id: str
     lora: LoraConfig
+    role: str = "policy"
 
 
 @dataclass(frozen=True)

@@ -26,9 +26,9 @@ from .model_cache import with_model_here
 from .operation import ModelLimits
 from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
+from .passes import Answer, PassRunner
 from .peft_import import import_adapter
 from .programs import PROGRAMS
-from .programs.progress import Answer
 from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
@@ -86,7 +86,7 @@ class Worker:
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
         self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
-        self._program = PROGRAMS["policy"](self._base, self._adapters, self._limits, config, mesh)
+        self._passes = PassRunner(self._base, self._adapters, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config, mesh)
 
@@ -106,26 +106,26 @@ class Worker:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
         if spec.run_id in self._adapters:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.lora))
+        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.lora, PROGRAMS[spec.role]))
         return RunInfo(adapter.num_parameters, tuple(target.name for target in adapter.targets))
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
-        self._program.forget(run_id)
+        self._passes.forget(run_id)
         self._adapters.drop(run_id)
 
     def run_pass(self, work: Pass) -> tuple[Answer, ...]:
-        return self._program.run_pass(work.parts)
+        return self._passes.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
         """In calls of as many runs as there are adapter slots."""
         for step in steps:
             if step.refused is not None:
-                self._program.forget(step.run_id)
+                self._passes.forget(step.run_id)
         return tuple(answer for chunk in _chunks(steps, self._adapter_slots) for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:
-        self._program.forget(run_id)
+        self._passes.forget(run_id)
         with self._resident(run_id) as adapter:
             adapter.clear_window()
 
@@ -148,12 +148,16 @@ class Worker:
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
-        checkpoint does not fit."""
+        checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
+        self._check_run(run_id)
+        if not (program := self._adapters.get(run_id).program).trains:
+            self._put(run_id, partial(read_new_adapter, self._adapters, Path(directory), program))
+            return
         with self._resident(run_id) as adapter:
             saved = self._on_all(partial(read_saved, adapter, Path(directory), optimizer=optimizer))
             saved.put_into(adapter)
             leave_to_first(adapter, self._mesh)
-            self._program.forget(run_id)
+            self._passes.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""

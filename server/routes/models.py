@@ -74,6 +74,7 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
         lora_alpha=run.record.lora.alpha,
         target_modules=list(info.target_modules),
         max_context_length=base.max_context_length,
+        model_role=run.record.role,
     )
 
 

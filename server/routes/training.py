@@ -90,7 +90,10 @@ _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
     ),
 )
 async def create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """A new LoRA adapter on a base model. Its id is `SESSION_ID:train:MODEL_SEQ_ID`."""
+    """A new LoRA adapter on a base model. Its id is `SESSION_ID:train:MODEL_SEQ_ID`.
+
+    `model_role`: `policy`; `critic`, whose head gives a value for each token; or `reference`, which stays as it is.
+    """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, services, admission, json_decoder(CreateModelRequest))
         submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
@@ -108,7 +111,7 @@ async def forward_backward(request: Request, services: ServicesDependency, tenan
 
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The same as forward_backward with `forward_only`: losses and log-probabilities, no gradients."""
+    """The same as forward_backward with `forward_only`: losses, and log-probabilities or values, but no gradients."""
     decode = _decoder(request)
     return await run_operation(
         request, services, tenant, "forward", lambda body: replace(decode(body), forward_only=True)

@@ -32,10 +32,14 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
     # From here on nothing makes samplers.directory, which nothing ever used. Where it is it stays, always NULL: SQLite
     # drops columns only from 3.35 on, and Python may come with an older one.
     3: (),
+    4: (
+        "ALTER TABLE runs ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
+        "ALTER TABLE checkpoints ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
+    ),
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 
-No PostgreSQL is older than 2. There, text that a later version adds needs the collation of tables.Text, too.
+No PostgreSQL is older than 2. VARCHAR_C is there text with the collation of tables.Text, and for SQLite any text.
 """
 
 FORMAT_VERSION = max(MIGRATIONS)
@@ -59,8 +63,12 @@ def open_format(connection: Connection, place: str, flag: str) -> None:
         )
     for newer in range(version + 1, FORMAT_VERSION + 1):
         for statement in MIGRATIONS[newer]:
-            connection.execute(text(statement))
+            connection.execute(text(_for_dialect(statement, connection.dialect.name)))
     connection.execute(update(format_table).values(version=FORMAT_VERSION))
+
+
+def _for_dialect(statement: str, name: str) -> str:
+    return statement.replace("VARCHAR_C", 'VARCHAR COLLATE "C"' if name == "postgresql" else "VARCHAR")
 
 
 def _version(connection: Connection) -> int | None:

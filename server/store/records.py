@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from ...schemas.models import LoraConfig
+from ...schemas.models import LoraConfig, Role
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CopyState = Literal["waiting", "copied", "failed"]
@@ -82,6 +82,7 @@ class RunRecord:
     created_at: float
     last_request_at: float
     user_metadata: dict[str, str] | None = None
+    role: Role = "policy"
 
     def request_id(self, seq_id: int) -> str:
         """Of one of its operations."""
@@ -105,6 +106,7 @@ class CheckpointRecord:
     base_model: str
     lora: LoraConfig
     has_optimizer: bool
+    role: Role = "policy"
 
     @property
     def checkpoint_id(self) -> str:

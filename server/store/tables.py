@@ -97,6 +97,7 @@ runs = Table(
     Column("created_at", Float, nullable=False),
     Column("last_request_at", Float, nullable=False),
     Column("user_metadata", JSON(none_as_null=True)),
+    Column("role", Text, nullable=False),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
 )
 
@@ -116,6 +117,7 @@ checkpoints = Table(
     Column("base_model", Text, nullable=False),
     Column("lora", JSON, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
+    Column("role", Text, nullable=False),
     Index("checkpoints_by_tenant", "tenant_id", "created_at"),
 )
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from trainhouse.workers.model import resolve_device
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.programs.progress import Answer
+from trainhouse.workers.passes.progress import Answer
 from trainhouse.workers.verbs import Pass
 from trainhouse.workers.worker import Worker
 

@@ -58,6 +58,22 @@ def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -
     assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.15
 
 
+@pytest.mark.full
+def test_the_reward_of_ppo_rises_and_its_steps_are_counted(shared_server: LiveServer) -> None:
+    command = [sys.executable, "examples/ppo.py", "--base-url", shared_server.url, "--model", MODEL]
+    # 48 episodes, 20 at a time: 3 mini-batches, the last one of 8.
+    options = ["--iterations", 10, "--samples", 12, "--tokens", 6, "--mini-batch", 20, "--learning-rate", 1e-2]
+    output = run(*command, *options)
+    rewards, divergences = values(r"reward ([\d.]+)", output), values(r"kl +(-?[\d.]+)", output)
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.1
+    assert values(r"optimizer steps (\d+)", output) == [6.0 * (number + 1) for number in range(10)]
+    # Before the first step policy and reference are the same; then they part, until the reference is moved.
+    assert divergences[0] == 0 and divergences[-1] > 0.01
+    moved = values(r"kl +(-?[\d.]+)", run(*command, *options, "--move-reference-every", 4))
+    assert moved[:4] == pytest.approx(divergences[:4], abs=1e-4)
+    assert moved[4] == pytest.approx(0, abs=1e-4) and abs(divergences[4]) > 1e-3
+
+
 def test_curl_trains_saves_and_samples(shared_server: LiveServer) -> None:
     output = run("env", "KEY=tml-curl", "bash", "examples/curl.sh", shared_server.url, MODEL)
     assert num_runs(shared_server, "tml-curl") == 1

@@ -7,7 +7,7 @@ import pytest
 import torch
 from trainhouse.workers.batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
 from trainhouse.workers.operation import ModelLimits, Operation
-from trainhouse.workers.programs.trouble import out_of_memory_message
+from trainhouse.workers.passes.trouble import out_of_memory_message
 
 from .requests import read, sampled, supervised
 

@@ -10,11 +10,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.head import Head, HeadOutput
+from trainhouse.workers.heads import LogprobHead
 from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.objective import Objective
+from trainhouse.workers.scoring import Scored, scored, scored_with_gradient
 
 LENGTHS = (7, 4, 12, 1)
 NUM_ROWS = sum(LENGTHS)
@@ -84,14 +85,16 @@ def ours(
     pair = adapter.unembed if adapter is not None else None
     if adapter is not None:
         adapter.begin_operation()
-    output = trained(Head(base, chunk_rows), hidden, adapter, objective, gradient)
+    output = trained(LogprobHead(base, chunk_rows), hidden, adapter, objective, gradient)
     pair_gradients = (pair.a_grad.clone(), pair.b_grad.clone()) if pair is not None else ()
-    return output.logprobs, output.scored.losses.sum(), gradient, *pair_gradients
+    return output.scores, output.loss.losses.sum(), gradient, *pair_gradients
 
 
-def trained(head: Head, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor) -> HeadOutput:
+def trained(
+    head: LogprobHead, hidden: Tensor, adapter: Adapter | None, objective: Objective, gradient: Tensor
+) -> Scored:
     """One objective, one adapter."""
-    (output,) = head.losses_and_gradient(hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
+    (output,) = scored_with_gradient({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [objective], gradient)
     return output
 
 
@@ -151,13 +154,13 @@ def test_loss_weight_multiplies_loss_and_gradient(base: BaseModel, adapter: Adap
 @pytest.mark.parametrize("name", ["ppo", "gspo"])
 def test_forward_alone_gives_the_same_and_touches_no_gradient(name: str, base: BaseModel, adapter: Adapter) -> None:
     hidden, wanted = some_hidden(base), objective(name)
-    head, before = Head(base, 5), adapter.scratch.clone()
-    (output,) = head.losses(hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
+    head, before = LogprobHead(base, 5), adapter.scratch.clone()
+    (output,) = scored({"logprobs": head}, hidden, [Segment(0, NUM_ROWS, adapter)], [wanted])
     assert torch.equal(adapter.scratch, before)
     with_gradient = trained(head, hidden, adapter, wanted, torch.empty_like(hidden))
-    assert torch.equal(output.logprobs, with_gradient.logprobs)
-    torch.testing.assert_close(output.scored.losses, with_gradient.scored.losses)
-    assert output.scored.metrics.keys() == with_gradient.scored.metrics.keys()
+    assert torch.equal(output.scores, with_gradient.scores)
+    torch.testing.assert_close(output.loss.losses, with_gradient.loss.losses)
+    assert output.loss.metrics.keys() == with_gradient.loss.metrics.keys()
 
 
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
@@ -167,16 +170,16 @@ def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str,
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
-    output = trained(Head(base, 5), hidden, adapter, wanted, gradient)
-    logits = Head(base, 100).logits(hidden, adapter.unembed)
+    output = trained(LogprobHead(base, 5), hidden, adapter, wanted, gradient)
+    logits = LogprobHead(base, 100).logits(hidden, adapter.unembed)
     expected = torch.log_softmax(logits, dim=-1).gather(1, wanted.targets[:, None]).squeeze(1)
-    assert output.logprobs.dtype == torch.float32
-    torch.testing.assert_close(output.logprobs, expected, rtol=1e-6, atol=1e-6)
+    assert output.scores.dtype == torch.float32
+    torch.testing.assert_close(output.scores, expected, rtol=1e-6, atol=1e-6)
     assert gradient.dtype == torch.bfloat16
 
 
 def test_rows_of_several_adapters_each_get_their_own(base: BaseModel, adapter: Adapter) -> None:
-    hidden, head = some_hidden(base), Head(base, 100)
+    hidden, head = some_hidden(base), LogprobHead(base, 100)
     segments = [Segment(0, 7, adapter), Segment(7, NUM_ROWS, None)]
     logits = head.logits_of_segments(hidden, segments)
     torch.testing.assert_close(logits[:7], head.logits(hidden[:7], adapter.unembed))
@@ -216,24 +219,27 @@ def test_rows_of_several_losses_and_adapters_are_as_each_alone(
     segments = [Segment(each.start, each.stop, owner) for each, owner in zip(mixed_objectives(), owners, strict=True)]
     for each in (adapter, other):
         each.begin_operation()
-    found = Head(base, chunk_rows).losses_and_gradient(hidden, segments, mixed_objectives(), gradient)
+    heads = {"logprobs": LogprobHead(base, chunk_rows)}
+    found = scored_with_gradient(heads, hidden, segments, mixed_objectives(), gradient)
     pairs = [pair for each in (adapter, other) if (pair := each.unembed)]
     pair_gradients = [(pair.a_grad.clone(), pair.b_grad.clone()) for pair in pairs]
-    only_forward = Head(base, chunk_rows).losses(hidden, segments, mixed_objectives())
+    only_forward = scored(heads, hidden, segments, mixed_objectives())
     for each in (adapter, other):
         each.begin_operation()
     for each, output, forward, owner in zip(mixed_objectives(), found, only_forward, owners, strict=True):
         rows = slice(each.start, each.stop)
         own = torch.empty_like(gradient[rows])
         alone = replace(each, start=0, stop=rows.stop - rows.start)
-        (expected,) = Head(base, 100).losses_and_gradient(hidden[rows], [Segment(0, alone.stop, owner)], [alone], own)
-        torch.testing.assert_close(output.logprobs, expected.logprobs)
-        torch.testing.assert_close(forward.logprobs, expected.logprobs)
-        torch.testing.assert_close(output.scored.losses, expected.scored.losses)
+        (expected,) = scored_with_gradient(
+            {"logprobs": LogprobHead(base, 100)}, hidden[rows], [Segment(0, alone.stop, owner)], [alone], own
+        )
+        torch.testing.assert_close(output.scores, expected.scores)
+        torch.testing.assert_close(forward.scores, expected.scores)
+        torch.testing.assert_close(output.loss.losses, expected.loss.losses)
         torch.testing.assert_close(gradient[rows], own)
-        for name, values in expected.scored.metrics.items():
-            torch.testing.assert_close(output.scored.metrics[name], values)
-            torch.testing.assert_close(forward.scored.metrics[name], values)
+        for name, values in expected.loss.metrics.items():
+            torch.testing.assert_close(output.loss.metrics[name], values)
+            torch.testing.assert_close(forward.loss.metrics[name], values)
     for pair, (a_grad, b_grad) in zip(pairs, pair_gradients, strict=True):
         torch.testing.assert_close(a_grad, pair.a_grad)
         torch.testing.assert_close(b_grad, pair.b_grad)

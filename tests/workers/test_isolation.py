@@ -18,7 +18,7 @@ from trainhouse.workers import footprint
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.programs import policy
+from trainhouse.workers.passes import runner
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
 from trainhouse.workers.worker import Worker
 
@@ -182,24 +182,24 @@ def relative_error(found: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("knobs", [{}, {"micro_batch_tokens": 64, "head_chunk_tokens": 16}, {"adapter_slots": 3}])
 def test_each_operation_of_a_mixed_pass_is_as_it_is_alone(knobs: dict[str, int], house: House, alone: Results) -> None:
     """Outputs, metrics, and gradients, for which 1e-5 is asked."""
-    program = house.worker._program
+    program = house.worker._passes
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(program, "_token_budget", knobs.get("micro_batch_tokens", 4096))
-        patch.setattr(program._head, "_chunk_rows", knobs.get("head_chunk_tokens", 512))
+        patch.setattr(program._heads["logprobs"], "chunk_rows", knobs.get("head_chunk_tokens", 512))
         patch.setattr(program, "_most_runs", knobs.get("adapter_slots", 64))
         assert_same(house.run(*requests().values()), alone)
 
 
 def test_a_segment_one_token_off_is_told(house: House, alone: Results) -> None:
     """The negative control of the comparison: the last token of one run gets its neighbour's adapter."""
-    segments_of = policy._segments
+    segments_of = runner._segments
 
     def shifted(*arguments: Any) -> list[Segment]:
         first, second, *others = segments_of(*arguments)
         return [replace(first, stop=first.stop - 1), replace(second, start=second.start - 1), *others]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(policy, "_segments", shifted)
+        patch.setattr(runner, "_segments", shifted)
         mixed = house.run(*(request for request in requests().values() if not request.forward_only))
     errors = {run_id: relative_error(gradient_of(mixed[run_id]), gradient_of(alone[run_id])) for run_id in mixed}
     assert sorted(errors.values())[-2] > 1e-3
@@ -330,7 +330,7 @@ def test_no_kernel_carries_anything_from_run_to_run(
 
     repeated: so many times the data, for products are made in other ways for other numbers of rows.
     """
-    monkeypatch.setattr(house.worker._program, "_is_finite", lambda adapter: True)
+    monkeypatch.setattr(house.worker._passes, "_is_finite", lambda adapter: True)
     *good, bad = (replace(each, data=each.data * repeated) for each in [*requests().values(), bad_request()])
     beside_healthy = house.run(*good[:4], bad, *good[4:])
     assert isinstance(beside_healthy["bad"], Result)

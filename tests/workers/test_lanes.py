@@ -120,7 +120,7 @@ RUNS = {"a": 4, "b": 8, "c": 4}
 
 def passes_of(worker: Worker, spoil: str | None = None) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
     """What a pass of three runs answers, and their gradients. spoil: the run whose losses overflow."""
-    torch.set_num_threads(1 if worker._program._most_lanes == 1 else 2)
+    torch.set_num_threads(1 if worker._passes._most_lanes == 1 else 2)
     parts = []
     for i, (run_id, rank) in enumerate(RUNS.items()):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=rank, seed=i)))

@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.losses import LOSSES, Loss
+from trainhouse.workers.losses import LOSSES, VALUE_LOSSES, Loss
+
+EVERY = LOSSES | VALUE_LOSSES
 
 Inputs = Mapping[str, Tensor]
 Config = Mapping[str, float]
@@ -53,6 +55,12 @@ def stable_reinforce(ell: Tensor, i: Inputs, c: Config) -> Tensor:
     return -(torch.minimum(r, torch.tensor(2.0)) * ell * a).sum() + c["kl_coeff"] * 0.5 * (drift**2).sum()
 
 
+def value_mse(v: Tensor, i: Inputs, c: Config) -> Tensor:
+    near = i["old_values"] + (v - i["old_values"]).clamp(-c["clip"], c["clip"])
+    worse = torch.stack([(v - i["returns"]) ** 2, (near - i["returns"]) ** 2]).amax(0)
+    return (i["weights"] * worse / 2).sum()
+
+
 FORMULAS: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
     "cross_entropy": cross_entropy,
     "importance_sampling": importance_sampling,
@@ -61,9 +69,10 @@ FORMULAS: dict[str, Callable[[Tensor, Inputs, Config], Tensor]] = {
     "dro": dro,
     "gspo": gspo,
     "stable_reinforce": stable_reinforce,
+    "value_mse": value_mse,
 }
 LENGTH = 24
-every_loss = pytest.mark.parametrize("name", LOSSES)
+every_loss = pytest.mark.parametrize("name", EVERY)
 
 
 def some_inputs(loss: Loss) -> dict[str, Tensor]:
@@ -77,6 +86,8 @@ def some_inputs(loss: Loss) -> dict[str, Tensor]:
         "clip_low_threshold": torch.full((LENGTH,), loss.config.get("clip_low_threshold", 0.5)),
         "clip_high_threshold": torch.full((LENGTH,), loss.config.get("clip_high_threshold", 1.5)),
         "sequence_ratio_mask": (torch.arange(LENGTH) % 5 != 0) * is_response.float(),
+        "returns": some_logprobs() + torch.randn(LENGTH, generator=generator),
+        "old_values": some_logprobs() + 0.4 * torch.randn(LENGTH, generator=generator),
         "sampled_mask": (torch.arange(LENGTH) >= LENGTH // 3).float(),
     }
     return {name: inputs[name] for name in (*loss.required, *loss.optional)}
@@ -98,12 +109,12 @@ def ours(loss: Loss, inputs: Inputs, config: Config, logprobs: Tensor) -> tuple[
 
 
 def test_every_loss_has_a_formula_here() -> None:
-    assert FORMULAS.keys() == LOSSES.keys()
+    assert FORMULAS.keys() == EVERY.keys()
 
 
 @every_loss
 def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
-    loss, logprobs = LOSSES[name], some_logprobs()
+    loss, logprobs = EVERY[name], some_logprobs()
     inputs = some_inputs(loss)
     value, gradient = ours(loss, inputs, loss.config, logprobs)
     expected_value, expected = value_and_gradient(lambda ell: FORMULAS[name](ell, inputs, loss.config), logprobs)
@@ -114,10 +125,10 @@ def test_value_and_gradient_are_those_of_the_formula(name: str) -> None:
         torch.testing.assert_close(value / LENGTH, expected_value, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("name", [name for name, loss in LOSSES.items() if loss.config])
+@pytest.mark.parametrize("name", [name for name, loss in EVERY.items() if loss.config])
 def test_config_changes_the_loss_as_the_formula_says(name: str) -> None:
-    loss, logprobs = LOSSES[name], some_logprobs()
-    changed = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0, "beta": 0.7, "kl_coeff": 0.5}
+    loss, logprobs = EVERY[name], some_logprobs()
+    changed = {"clip_low_threshold": 0.3, "clip_high_threshold": 3.0, "beta": 0.7, "kl_coeff": 0.5, "clip": 0.05}
     config = {key: changed[key] for key in loss.config}
     inputs = some_inputs(loss) | {
         key: torch.full((LENGTH,), value) for key, value in config.items() if key in loss.optional
@@ -134,7 +145,7 @@ def test_config_changes_the_loss_as_the_formula_says(name: str) -> None:
 @every_loss
 @pytest.mark.parametrize("garbage", [float("-inf"), float("inf"), float("nan"), -1e30])
 def test_positions_that_do_not_count_contribute_exactly_nothing(name: str, garbage: float) -> None:
-    loss, logprobs = LOSSES[name], some_logprobs()
+    loss, logprobs = EVERY[name], some_logprobs()
     inputs = some_inputs(loss)
     uncounted = inputs[loss.counted_by] == 0
     broken = torch.where(uncounted, garbage, logprobs)

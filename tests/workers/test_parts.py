@@ -13,8 +13,8 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.programs.progress import Answer
-from trainhouse.workers.programs.rounds import rounds
+from trainhouse.workers.passes.progress import Answer
+from trainhouse.workers.passes.rounds import rounds
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
 from trainhouse.workers.worker import Worker
 
@@ -38,7 +38,7 @@ def worker(module_worker: Worker) -> Iterator[Worker]:
     yield module_worker
     for run_id in ("run", "other"):
         module_worker.drop_run(run_id)
-    assert not module_worker._program._open
+    assert not module_worker._passes._open
 
 
 def adapter_of(worker: Worker, run_id: str = "run") -> Adapter:
@@ -142,7 +142,7 @@ def test_a_part_that_runs_again_starts_from_nothing(worker: Worker, monkeypatch:
     expected = succeeded(run(worker, Part(0, request)))
     gradient = adapter.accumulator.clone()
     worker.clear_gradients("run")
-    monkeypatch.setattr(worker._program, "_token_budget", 1)  # its own sequences, being longer, come first
+    monkeypatch.setattr(worker._passes, "_token_budget", 1)  # its own sequences, being longer, come first
     inputs = {"target_tokens": np.zeros(1, np.int64), "logprobs": np.zeros(1), "advantages": np.ones(1)}
     broken = some_request("other", loss_fn="broken", data=(Datum(np.zeros(1, np.int32), inputs),))
     first, second, last = parts_of(request)
@@ -170,7 +170,7 @@ def test_a_run_that_is_dropped_cleared_or_loaded_forgets_its_unfinished_operatio
     others = parts_of(some_request("other"), operation_id=8)
     assert worker.run_pass(Pass((first, others[0]))) == (None, None)
     FORGETTING[how](worker, tmp_path)
-    assert list(worker._program._open) == [8]
+    assert list(worker._passes._open) == [8]
     failure = failed(run(worker, second))
     assert "the 2 data before these are not here" in failure.message
     assert failure.category == "server"

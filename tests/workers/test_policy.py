@@ -17,9 +17,8 @@ from trainhouse.workers.lora import Adapter, Adapters
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.programs import PROGRAMS
-from trainhouse.workers.programs.policy import PolicyProgram
-from trainhouse.workers.programs.progress import Answer
+from trainhouse.workers.passes import PassRunner
+from trainhouse.workers.passes.progress import Answer
 from trainhouse.workers.verbs import Failure, Part
 from transformers import AutoModelForCausalLM
 
@@ -42,8 +41,8 @@ class Bench:
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
-    def program(self, **knobs: int) -> PolicyProgram:
-        return PROGRAMS["policy"](self.base, self.adapters, ModelLimits(512, 1024), replace(self.config, **knobs))
+    def program(self, **knobs: int) -> PassRunner:
+        return PassRunner(self.base, self.adapters, ModelLimits(512, 1024), replace(self.config, **knobs))
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
         """What the requests accumulate."""
@@ -64,7 +63,7 @@ def bench(module_bench: Bench) -> Iterator[Bench]:
     module_bench.adapter.clear_window()
 
 
-def run(program: PolicyProgram, request: ForwardBackwardRequest) -> Answer:
+def run(program: PassRunner, request: ForwardBackwardRequest) -> Answer:
     """In a pass of its own."""
     (answer,) = program.run_pass((Part(0, request),))
     return answer

@@ -16,7 +16,7 @@ from trainhouse.schemas.sampling import SampledSequence, SampleResponse, Samplin
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.programs import PROGRAMS
+from trainhouse.workers.passes import PassRunner
 from trainhouse.workers.sampler import SAMPLERS
 from trainhouse.workers.sampler.choice import Choice, Settings, choose
 from trainhouse.workers.sampler.native import NativeSampler
@@ -169,7 +169,7 @@ def test_logprobs_equal_those_of_the_trainers_forward(
 def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Of the sampled tokens, by a forward of the run."""
     config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu")
-    program = PROGRAMS["policy"](adapted.base, adapted.adapters, ModelLimits(VOCAB, CONTEXT), config)
+    program = PassRunner(adapted.base, adapted.adapters, ModelLimits(VOCAB, CONTEXT), config)
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}
     forward = ForwardBackwardRequest("one", 1, (Datum(whole[:-1], targets),), "cross_entropy", forward_only=True)

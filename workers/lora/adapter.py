@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
-from ..layout import Layout
+from ..layout import Layout, Matrix
 from ..learner import Learner, Place, Vector
 from ..model import BaseModel
+from ..programs import Program
+from ..programs.policy import POLICY
 from .pair import LoraPair
 from .target import Target
 
@@ -19,12 +21,14 @@ _SEED_MASK = (1 << 64) - 1
 
 
 class Adapter(Learner):
-    """pairs: by target name."""
+    """pairs: by target name. program: which says what is learned beside them."""
 
-    def __init__(self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str) -> None:
-        self.lora = lora
+    def __init__(
+        self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str, program: Program = POLICY
+    ) -> None:
+        self.lora, self.program = lora, program
         self.targets = tuple(targets)
-        layout = layout_of(self.targets, lora.rank)
+        layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, partial(_pairs_of, layout, self.targets))
         self._dtype = base.dtype
         self._cast: _Cast | None = None
@@ -46,6 +50,14 @@ class Adapter(Learner):
     @property
     def num_bytes(self) -> int:
         return super().num_bytes + (self._cast.num_bytes if self._cast else 0)
+
+    def tensor(self, key: str) -> Tensor:
+        """Of what is learned beside pairs: a float32 view of the weights."""
+        return self.layout.view(self.weights, key)
+
+    def gradient(self, key: str) -> Tensor:
+        """The view that takes that of `tensor` in this thread's lane."""
+        return self.layout.view(self._gradients().tensor, key)
 
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B^T of the target `name`: float32 views of the weights."""
@@ -76,6 +88,7 @@ class Adapter(Learner):
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             a, _ = self.matrices(target.name)
             a.copy_(target.sides(self.lora.rank)[0].part(drawn))
+        self.program.initialize(self, generator)
 
     def move(self, vectors: Mapping[str, Tensor], place: Place) -> None:
         super().move(vectors, place)
@@ -102,9 +115,9 @@ class _Cast:
         return self._copy.views
 
 
-def layout_of(targets: Sequence[Target], rank: int) -> Layout:
-    """Of an adapter of these targets."""
-    return Layout([side for target in targets for side in target.sides(rank)])
+def layout_of(targets: Sequence[Target], rank: int, beside: Sequence[Matrix] = ()) -> Layout:
+    """Of an adapter of these targets, and what is learned beside them."""
+    return Layout([*(side for target in targets for side in target.sides(rank)), *beside])
 
 
 def pair_of(layout: Layout, vector: Tensor, target: Target) -> tuple[Tensor, Tensor]:

@@ -12,6 +12,8 @@ from ...schemas.models import LoraConfig
 from ..experts import RoutedExperts
 from ..model import BaseModel
 from ..parallel.split import Split
+from ..programs import Program
+from ..programs.policy import POLICY
 from ..residency import Residency
 from .adapter import Adapter
 from .experts import DOWN, GATE_UP
@@ -107,16 +109,18 @@ class Adapters:
         """Bytes in memory and on disk, and how many there are, by place."""
         return self._residency.memory()
 
-    def initialized(self, lora: LoraConfig) -> Adapter:
+    def initialized(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
         """A fresh one without an id yet. Raises as `build`."""
-        adapter = self.build(lora)
+        adapter = self.build(lora, program)
         adapter.initialize()
         return adapter
 
-    def build(self, lora: LoraConfig) -> Adapter:
+    def build(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
         """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
         self.check_rank(lora)
-        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name)
+        if program.scores != "logprobs":  # nothing runs through the output head
+            lora = lora.model_copy(update={"train_unembed": False})
+        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name, program)
 
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError on a rank too high."""

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ..parallel.rows import overlap
 from .adapter import Adapter
 
 # A group's ranks are padded to its highest, which may be this many times their mean.
@@ -93,3 +94,9 @@ def _padding(adapters: Sequence[Adapter]) -> float:
     """The highest rank by the mean one."""
     ranks = [adapter.lora.rank for adapter in adapters]
     return max(ranks) * len(ranks) / sum(ranks)
+
+
+def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
+    """The segments of `rows`, counted from their first."""
+    parts = [(overlap(rows, segment.start, segment.stop), segment.adapter) for segment in segments]
+    return [Segment(part.start, part.stop, adapter) for part, adapter in parts if part.start < part.stop]

@@ -1,4 +1,7 @@
-"""The losses, one a file. To add one: write the file and its line here; the parametrized tests pick it up."""
+"""The losses, one a file, by what they are of: log-probabilities, or a critic's values.
+
+To add one: write the file and its line here; the parametrized tests pick it up.
+"""
 
 from .cispo import CISPO
 from .cross_entropy import CROSS_ENTROPY
@@ -8,6 +11,7 @@ from .importance_sampling import IMPORTANCE_SAMPLING
 from .loss import Loss, LossOutput
 from .ppo import PPO
 from .stable_reinforce import STABLE_REINFORCE
+from .value_mse import VALUE_MSE
 
 LOSSES: dict[str, Loss] = {
     "cross_entropy": CROSS_ENTROPY,
@@ -19,4 +23,6 @@ LOSSES: dict[str, Loss] = {
     "stable_reinforce": STABLE_REINFORCE,
 }
 
-__all__ = ["LOSSES", "Loss", "LossOutput"]
+VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
+
+__all__ = ["LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

@@ -1,6 +1,6 @@
-"""What a loss is: a pure function of float32 log-probabilities, and a declaration of what it reads.
+"""What a loss is: a pure function of float32 scores, and a declaration of what it reads.
 
-A position whose weight or advantage is 0 contributes exactly 0 and no gradient, whatever its log-probabilities are.
+A position whose weight or advantage is 0 contributes exactly 0 and no gradient, whatever its scores are.
 """
 
 from collections.abc import Callable, Mapping
@@ -17,7 +17,7 @@ Fill = Callable[[Arrays, Config], "np.ndarray | float"]
 
 @dataclass(frozen=True, eq=False)
 class LossOutput:
-    """losses: float32 of the shape of the log-probabilities; their sum is the loss.
+    """losses: float32 of the shape of the scores; their sum is the loss.
 
     metrics: name -> a number per position, of the same shape and without a gradient; `name:mean` is their sum divided
     by the number of counted positions of the operation.
@@ -29,8 +29,9 @@ class LossOutput:
 
 @dataclass(frozen=True)
 class Loss:
-    """function(log-probabilities [n] or [n, K], inputs of the same shape, config) -> LossOutput.
+    """function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
 
+    scores: of which head: log-probabilities of target_tokens, or values, which have no targets.
     required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
     config: keys and their defaults. counted_by: the input whose zeros do not count.
     sequence_wise: the function must see one whole sequence and nothing else at a time. Other functions see positions
@@ -45,6 +46,7 @@ class Loss:
     counted_by: Literal["weights", "advantages"] = "advantages"
     sequence_wise: bool = False
     many_targets: bool = False
+    scores: Literal["logprobs", "values"] = "logprobs"
 
     def denominator(self, counts: np.ndarray) -> float:
         """What "mean" divides gradients by: the summed weights, or the number of positions with an advantage."""

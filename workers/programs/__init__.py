@@ -1,5 +1,10 @@
-"""The kinds of model, one a file: their modules, required inputs and loss terms."""
+"""The kinds of model, one a file: what each scores, learns beside LoRA and is trained by."""
 
-from .policy import PolicyProgram
+from .critic import CRITIC
+from .policy import POLICY
+from .program import Program
+from .reference import REFERENCE
 
-PROGRAMS = {"policy": PolicyProgram}
+PROGRAMS = {program.role: program for program in (POLICY, CRITIC, REFERENCE)}
+
+__all__ = ["PROGRAMS", "Program"]

@@ -20,7 +20,7 @@ from torch import Tensor
 from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..config import WorkerConfig
-from ..head import Head
+from ..heads import LogprobHead
 from ..lora import Adapters, Plan, Segment
 from ..model import BaseModel
 from ..operation import ModelLimits
@@ -65,7 +65,7 @@ class NativeSampler:
         self._base = base
         self._together = Together(mesh or Mesh())
         self._adapters = adapters
-        self._head = Head(base, config.head_chunk_tokens)
+        self._head = LogprobHead(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
         cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))

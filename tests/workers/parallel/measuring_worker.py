@@ -1,7 +1,7 @@
 """A worker that tells what it holds, and counts what is alive during a pass."""
 
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.programs.progress import Answer
+from trainhouse.workers.passes.progress import Answer
 from trainhouse.workers.verbs import Pass
 from trainhouse.workers.worker import Worker
 

@@ -114,7 +114,7 @@ class WatchedWorker(Worker):
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """From now on none has more tokens, unless a single sequence has."""
-        self._program._token_budget = most_tokens
+        self._passes._token_budget = most_tokens
 
     def num_micro_batches(self) -> int:
         """That were run since the last time it was asked."""

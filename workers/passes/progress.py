@@ -8,9 +8,9 @@ from torch import Tensor
 
 from ...schemas.training import ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
-from ..head import HeadOutput
 from ..lora import Adapter
 from ..operation import Operation
+from ..scoring import Scored
 from ..verbs import Failure, Part, SharedOutput
 
 Answer = ForwardBackwardOutput | SharedOutput | Failure | None
@@ -37,14 +37,15 @@ class Totals:
 class Progress:
     """The finished parts of an operation.
 
-    num_data: theirs, on all ranks. logprobs: of this rank's, by number of the datum. totals: of all ranks. gradient:
-    the sum of theirs on this rank, float32 [P], in host memory because adapters leave the device between passes; None
-    where there is none.
+    scored: what its scores are called. num_data: theirs, on all ranks. scores: of this rank's, by number of the datum.
+    totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory because adapters leave
+    the device between passes; None where there is none.
     """
 
     run_id: str
+    scored: str = "logprobs"
     num_data: int = 0
-    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+    scores: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     gradient: Tensor | None = None
 
@@ -53,7 +54,7 @@ class Progress:
         return ForwardBackwardOutput(tuple(outputs.values()), self._metrics())
 
     def shared_output(self) -> SharedOutput:
-        return SharedOutput({number: {"logprobs": each} for number, each in self.logprobs.items()}, self._metrics())
+        return SharedOutput({number: {self.scored: each} for number, each in self.scores.items()}, self._metrics())
 
     def _metrics(self) -> dict[str, float]:
         totals = self.totals
@@ -80,19 +81,19 @@ def agreed(verdicts: Sequence[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A HeadOutput in host memory: each float32 [n] or [n, K]."""
+    """A Scored in host memory: each float32 [n] or [n, K]."""
 
-    logprobs: np.ndarray
+    scores: np.ndarray
     losses: np.ndarray
     metrics: dict[str, np.ndarray]
 
     @staticmethod
-    def of(output: HeadOutput) -> "Scores":
-        metrics = {name: _numpy(values) for name, values in output.scored.metrics.items()}
-        return Scores(_numpy(output.logprobs), _numpy(output.scored.losses), metrics)
+    def of(scored: Scored) -> "Scores":
+        metrics = {name: _numpy(values) for name, values in scored.loss.metrics.items()}
+        return Scores(_numpy(scored.scores), _numpy(scored.loss.losses), metrics)
 
     def of_rows(self, rows: slice) -> "Scores":
-        return Scores(self.logprobs[rows], self.losses[rows], {name: each[rows] for name, each in self.metrics.items()})
+        return Scores(self.scores[rows], self.losses[rows], {name: each[rows] for name, each in self.metrics.items()})
 
 
 class Task:
@@ -121,7 +122,7 @@ class Task:
         self.failure: Failure | None = None
         # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
         self._totals: dict[int, Totals] = {}
-        self._logprobs: list[np.ndarray | None] = [None] * len(self.operation.rows)
+        self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
         """Refuses the operation where its loss is not finite."""
@@ -130,8 +131,8 @@ class Task:
             return
         metrics = {name: _sum(values) for name, values in scores.metrics.items()}
         self._totals[segment.datums[0]] = Totals(_sum(scores.losses), metrics)
-        for datum, logprobs in cut(segment, scores.logprobs, self.operation):
-            self._logprobs[datum] = logprobs
+        for datum, of_datum in cut(segment, scores.scores, self.operation):
+            self._scores[datum] = of_datum
 
     def refuse(self, reason: str) -> None:
         self.failure = self.failure or Failure(f"{reason}; the operation contributes nothing", "user")
@@ -171,9 +172,9 @@ class Task:
     def _advance(self, totals: Totals) -> None:
         self.progress.totals.add(totals)
         self.progress.num_data += self.part.share.num_data
-        for number, logprobs in zip(self.operation.numbers, self._logprobs, strict=True):
-            assert logprobs is not None, "a datum was in no micro-batch"
-            self.progress.logprobs[number] = logprobs
+        for number, scores in zip(self.operation.numbers, self._scores, strict=True):
+            assert scores is not None, "a datum was in no micro-batch"
+            self.progress.scores[number] = scores
 
 
 def _numpy(values: Tensor) -> np.ndarray:
@@ -186,18 +187,20 @@ def _sum(values: np.ndarray) -> float:
 
 def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation) -> str | None:
     """Which datum has a loss that is not finite. Log-probabilities may be infinite where nothing counts."""
-    bad = ~np.isfinite(scores.losses) | np.isnan(scores.logprobs)
+    bad = ~np.isfinite(scores.losses) | np.isnan(scores.scores)
     if not bad.any():
         return None
     row = int(bad.nonzero()[0][0])
     sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
     datum, position = operation.numbers[segment.datums[sequence]], row - segment.bounds[sequence]
-    if np.isnan(scores.logprobs[row]).any():
+    what = {"logprobs": "log-probability", "values": "value"}[operation.loss.scores]
+    reads = ", ".join((*operation.loss.required, *operation.loss.optional))
+    if np.isnan(scores.scores[row]).any():
         return (
-            f"datum {datum}: the model's log-probability at position {position} is NaN: its weights have diverged;"
+            f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
             " go on from an earlier checkpoint with a lower learning rate"
         )
     return (
         f"datum {datum}: the {operation.loss_name} loss at position {position} is not finite, the model's"
-        f" log-probability is {scores.logprobs[row].tolist()}: check its advantages, weights and logprobs"
+        f" {what} is {scores.scores[row].tolist()}: check its {reads}"
     )

@@ -1,0 +1,77 @@
+"""A critic beside a policy, under layouts as on one rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.verbs import RunSpec, Step
+
+from .case import Case
+from .training import ADAM, Layout, close, distance, largest_error, layout, supervised
+
+CASES = [
+    Case("tp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            Case("tp=2", tp_activations="whole"),
+            *(Case(spec) for spec in ("replicas=2", "fsdp=2", "sp=2", "sp=2,tp=2", "fsdp=2,sp=2")),
+            *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,tp=2")),
+        )
+    ),
+]
+
+
+def valued(seed: int, *lengths: int) -> ForwardBackwardRequest:
+    random = np.random.default_rng(seed)
+    data = [
+        Datum(
+            random.integers(3, 512, length).astype(np.int32),
+            {name: random.normal(size=length).astype(np.float32) for name in ("returns", "old_values")},
+        )
+        for length in lengths
+    ]
+    return ForwardBackwardRequest("critic", 1, tuple(data), "value_mse")
+
+
+class Trained:
+    """Two steps of both, two accumulations each; what they told, and the critic as it was saved."""
+
+    def __init__(self, where: Layout) -> None:
+        where.call("create_run", RunSpec("critic", LoraConfig(rank=4, seed=1), "critic"))
+        where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=2)))
+        self.losses: list[float] = []
+        self.values: list[np.ndarray] = []
+        for step in range(2):
+            for seed, lengths in ((step, (9, 30, 4)), (step + 7, (11,))):
+                outputs = where.run_pass(valued(seed, *lengths), supervised("a", seed, 12, 5))
+                for output in outputs:
+                    assert isinstance(output, ForwardBackwardOutput), output
+                    self.losses.append(output.metrics["loss:sum"])
+                self.values += [each["values"] for each in outputs[0].loss_fn_outputs]  # pyright: ignore
+            for metrics in where.call("apply_steps", (Step("critic", ADAM), Step("a", ADAM))):
+                assert isinstance(metrics, dict), metrics
+                self.losses.append(metrics["grad_norm"])
+        self.directory = where.saved("critic")
+        self.weights = load_file(self.directory / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    model = case.model(tiny_models, tmp_path)
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+        theirs, ours = Trained(alone), Trained(many)
+        assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
+        assert distance(ours.values, theirs.values) <= 1e-4
+        assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= ours.weights.keys()
+        assert largest_error([ours.weights], [theirs.weights]) <= 1e-4
+        # What was saved under one goes on under the other.
+        for where, directory in ((alone, ours.directory), (many, theirs.directory)):
+            where.call("load_run", "critic", str(directory), True)
+        (one,), (other,) = (where.run_pass(valued(3, 21, 6)) for where in (alone, many))
+        assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
+        assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])

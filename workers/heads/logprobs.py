@@ -1,0 +1,156 @@
+"""The unembedding: log-probabilities a chunk of rows at a time, and the gradient of what is made of them.
+
+A chunk's rows may be of any adapters. No [tokens, vocabulary] tensor exists beyond one chunk. Log-probabilities are
+float32 for a bf16 base too.
+"""
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+
+import torch
+from torch import Tensor
+
+from ..lora import LoraPair, Segment
+from ..lora.segment import within
+from ..model import BaseModel
+
+
+class LogprobHead:
+    """Stateless but for the frozen weights. Segments say whose part of the output head each row gets."""
+
+    def __init__(self, base: BaseModel, chunk_rows: int) -> None:
+        self.unembedding, self.product = base.unembedding, base.product
+        self.chunk_rows = chunk_rows
+
+    def one_of(self, number: int) -> "LogprobHead":
+        """As Head; of so many, all have together as many logits as one alone."""
+        part = copy(self)
+        part.chunk_rows = max(1, self.chunk_rows // number)
+        return part
+
+    def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
+        """As Head. Scores are the log-probabilities of the targets."""
+        return _LogprobPass(self, hidden, segments, targets)
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, pair: LoraPair | None) -> Tensor:
+        """hidden [n, hidden] -> float32 [n, vocab]; the caller bounds n."""
+        logits = self.product(hidden, self.unembedding)
+        if pair is not None:
+            pair.add_up(logits, pair.down(hidden))
+        return logits.float()
+
+    @torch.no_grad()
+    def logits_of_segments(self, hidden: Tensor, segments: Sequence[Segment]) -> Tensor:
+        """As `logits`, for rows of several adapters: hidden [n, hidden] -> float32 [n, vocab]."""
+        logits = self.product(hidden, self.unembedding)
+        _add_pairs(logits, hidden, segments)
+        return logits.float()
+
+
+class _LogprobPass:
+    """See HeadPass. Logits of one chunk after the other lie in the same memory.
+
+    Had each chunk a tensor of its own, glibc before 2.38 would seldom find the room of the last one again: torch wants
+    it aligned. Memory would then grow as if all logits were kept.
+    """
+
+    def __init__(self, head: LogprobHead, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
+        self._head, self._hidden, self._segments, self._targets = head, hidden, segments, targets
+        num_rows = min(head.chunk_rows, len(hidden))
+        self._room = torch.empty(num_rows, len(head.unembedding), device=hidden.device)
+        self._some_rows: Tensor | None = None
+        self._rows = slice(0, 0)
+
+    @property
+    def chunk_rows(self) -> int:
+        return self._head.chunk_rows
+
+    def scores(self, rows: slice) -> Tensor:
+        self._rows = rows
+        return _gather(self._log_softmax(), self._targets[rows])
+
+    def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
+        """Of the last chunk, whose logits' memory it takes.
+
+        Rows without a gradient are left out: it is exactly 0 there, whatever the logits are, and costs nothing.
+        """
+        log_softmax, hidden, targets = self._logits, self._hidden[self._rows], self._targets[self._rows]
+        segments = within(self._segments, self._rows)
+        has_gradient = gradient != 0 if gradient.ndim == 1 else (gradient != 0).any(dim=1)
+        if bool(has_gradient.all()):
+            hidden_gradient.copy_(self._gradient_of(log_softmax, targets, gradient, hidden, segments))
+            return
+        hidden_gradient.zero_()
+        rows = has_gradient.nonzero().squeeze(1)
+        if len(rows):
+            hidden_gradient[rows] = self._gradient_of(
+                self._some_of(log_softmax, rows), targets[rows], gradient[rows], hidden[rows], _among(segments, rows)
+            )
+
+    @property
+    def _logits(self) -> Tensor:
+        """Where those of the last chunk lie."""
+        return self._room[: self._rows.stop - self._rows.start]
+
+    def _log_softmax(self) -> Tensor:
+        head, hidden, logits = self._head, self._hidden[self._rows], self._logits
+        segments = within(self._segments, self._rows)
+        if head.product.is_torch and hidden.dtype == logits.dtype:
+            torch.mm(hidden, head.unembedding.t(), out=logits)
+            _add_pairs(logits, hidden, segments)
+        else:
+            logits.copy_(head.logits_of_segments(hidden, segments))
+        return torch.log_softmax(logits, dim=-1, out=logits)
+
+    def _gradient_of(
+        self, log_softmax: Tensor, targets: Tensor, d_logprobs: Tensor, hidden: Tensor, segments: Sequence[Segment]
+    ) -> Tensor:
+        """d l_y / d logits = onehot(y) - softmax."""
+        d_targets = d_logprobs if d_logprobs.ndim == 2 else d_logprobs[:, None]
+        d_logits = log_softmax.exp_().mul_(-d_targets.sum(dim=1, keepdim=True))
+        d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
+        d_logits = d_logits.to(hidden.dtype)
+        d_hidden = self._head.product(d_logits, self._head.unembedding.t())
+        for segment, pair in _with_pair(segments):
+            rows = slice(segment.start, segment.stop)
+            pair.backward(d_logits[rows], hidden[rows], pair.down(hidden[rows]), d_hidden[rows])
+        return d_hidden
+
+    def _some_of(self, log_softmax: Tensor, rows: Tensor) -> Tensor:
+        """A copy of these rows; valid until the next call."""
+        if self._some_rows is None:
+            self._some_rows = torch.empty_like(self._room)
+        return torch.index_select(log_softmax, 0, rows, out=self._some_rows[: len(rows)])
+
+
+def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
+    """The segments of a selection of rows, int64 in ascending order, counted from its first."""
+    if not any(True for _ in _with_pair(segments)):
+        return []
+    borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=rows.device)
+    return [
+        Segment(start, stop, segment.adapter)
+        for segment, (start, stop) in zip(segments, torch.searchsorted(rows, borders).tolist(), strict=True)
+        if start < stop
+    ]
+
+
+def _add_pairs(logits: Tensor, hidden: Tensor, segments: Sequence[Segment]) -> None:
+    for segment, pair in _with_pair(segments):
+        rows = slice(segment.start, segment.stop)
+        pair.add_up(logits[rows], pair.down(hidden[rows]))
+
+
+def _with_pair(segments: Sequence[Segment]) -> Iterator[tuple[Segment, LoraPair]]:
+    """Those whose adapter has a part of the output head."""
+    for segment in segments:
+        pair = segment.adapter.unembed if segment.adapter is not None else None
+        if pair is not None:
+            yield segment, pair
+
+
+def _gather(log_softmax: Tensor, targets: Tensor) -> Tensor:
+    if targets.ndim == 2:
+        return log_softmax.gather(1, targets)
+    return log_softmax.gather(1, targets[:, None]).squeeze(1)

@@ -1,0 +1,61 @@
+"""The value head: a number for each last hidden state, by weights that the run learns."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from ..lora import Adapter, Segment
+from ..model import BaseModel
+from ..programs.critic import BIAS, WEIGHT
+
+
+class ValueHead:
+    """Values are float32 whatever the base is. What each run learns is with its adapter."""
+
+    def __init__(self, base: BaseModel, chunk_rows: int) -> None:
+        """chunk_rows: of heads that need as much memory as logits do."""
+
+    def one_of(self, number: int) -> "ValueHead":
+        return self
+
+    def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
+        """As Head. Each row has one score, whatever its target is; of a second column they are 0."""
+        return _ValuePass(hidden, segments, targets)
+
+
+class _ValuePass:
+    """See HeadPass: all rows at once."""
+
+    def __init__(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> None:
+        self._hidden, self._segments, self._targets = hidden, segments, targets
+
+    @property
+    def chunk_rows(self) -> int:
+        return max(1, len(self._hidden))
+
+    def scores(self, rows: slice) -> Tensor:
+        scores = torch.zeros(self._targets.shape, device=self._hidden.device)
+        values = _first_column(scores)
+        for of_segment, adapter in self._parts():
+            weight, bias = adapter.tensor(WEIGHT), adapter.tensor(BIAS)
+            values[of_segment] = torch.addmv(bias, self._hidden[of_segment].float(), weight[0])
+        return scores
+
+    def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
+        by_value = _first_column(gradient)
+        hidden_gradient.zero_()
+        for rows, adapter in self._parts():
+            own = by_value[rows]
+            adapter.gradient(WEIGHT)[0].addmv_(self._hidden[rows].float().t(), own)
+            adapter.gradient(BIAS).add_(own.sum())
+            hidden_gradient[rows] = torch.outer(own, adapter.tensor(WEIGHT)[0]).to(hidden_gradient.dtype)
+
+    def _parts(self) -> Iterator[tuple[slice, Adapter]]:
+        for segment in self._segments:
+            if segment.adapter is not None:
+                yield slice(segment.start, segment.stop), segment.adapter
+
+
+def _first_column(scores: Tensor) -> Tensor:
+    return scores if scores.ndim == 1 else scores[:, 0]

@@ -1,0 +1,38 @@
+"""Squared error of a critic's values: sum w (v - R)^2 / 2, clipped as PPO's critics are where `old_values` are given.
+
+Clipped: the larger of the errors of v and of old + clamp(v - old, -clip, clip) (Schulman et al., PPO (2017), as in
+OpenAI's baselines and TRL).
+"""
+
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .loss import Arrays, Config, Loss, LossOutput
+
+
+def value_mse(values: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    weights, returns, old = inputs["weights"], inputs["returns"], inputs["old_values"]
+    values = torch.where(weights != 0, values, 0.0)
+    error = (values - returns).square()
+    # Without old values there is nothing to stay near to.
+    near = torch.where(torch.isnan(old), values, old + torch.clamp(values - old, -config["clip"], config["clip"]))
+    clipped_error = (near - returns).square()
+    is_clipped = (clipped_error > error) & (weights != 0)
+    return LossOutput(0.5 * weights * torch.maximum(error, clipped_error), {"clip_fraction": is_clipped.float()})
+
+
+def _none(inputs: Arrays, config: Config) -> float:
+    return np.nan
+
+
+VALUE_MSE = Loss(
+    value_mse,
+    required=("returns",),
+    optional={"weights": lambda inputs, config: 1.0, "old_values": _none},
+    config={"clip": 0.2},
+    counted_by="weights",
+    scores="values",
+)

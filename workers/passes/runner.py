@@ -1,0 +1,353 @@
+"""PassRunner: forward and backward over the operations of many runs at once, whatever kinds of model these are."""
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
+from ..config import WorkerConfig
+from ..heads import HEADS
+from ..lanes import Lanes
+from ..lora import Adapter, Adapters, Segment
+from ..lora.segment import within
+from ..memory import bounded_memory
+from ..model import BaseModel
+from ..operation import ModelLimits, Operation, read_operation
+from ..parallel.mesh import Mesh
+from ..parallel.rows import TokenShare, overlap
+from ..scoring import Heads, Scored, scored, scored_with_gradient
+from ..verbs import Failure, Part
+from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
+from .rounds import rounds
+from .trouble import Trouble, out_of_memory_message, trouble_of
+
+logger = logging.getLogger(__name__)
+
+RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
+
+
+class PassRunner:
+    """Between passes, the operations that have more parts to come wait here."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        adapters: Adapters,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """mesh: None = there is one rank."""
+        self._base = base
+        self._mesh = mesh or Mesh()
+        self._shards_activations = config.tp_activations == "sharded" and base.is_fused
+        self._adapters = adapters
+        self._limits = limits
+        self._lanes = Lanes(base.device)
+        self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
+        self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
+        self._token_budget = config.micro_batch_tokens
+        self._most_runs = config.adapter_slots
+        self._open: dict[int, Progress] = {}
+        self._changes_when_finite: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+
+    def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
+        """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
+        answers: dict[int, Answer] = {}
+        for members in rounds(parts, self._most_runs):
+            answers |= zip(members, self._run_round([parts[i] for i in members]), strict=True)
+        return tuple(answers[i] for i in range(len(parts)))
+
+    def forget(self, run_id: str) -> None:
+        """The run's operations that have more parts to come: those parts will fail."""
+        self._open = {key: progress for key, progress in self._open.items() if progress.run_id != run_id}
+
+    def _run_round(self, parts: list[Part]) -> list[Answer]:
+        begun = [self._begin(part) for part in parts]
+        tasks = [each for each in begun if isinstance(each, Task)]
+        if self._mesh.is_coupled:
+            self._run_together(begun)
+        elif tasks:
+            self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
+        told = self._mesh.exchange([_verdict(each, self._mesh.speaks) for each in begun])
+        verdicts = [agreed(of_part) for of_part in zip(*told, strict=True)]
+        return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
+
+    def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
+        """Neighbours in a micro-batch share products where they adapt the same layers, and losses where these agree."""
+        lora, operation = self._adapters.get(task.run_id).lora, task.operation
+        layers = operation.loss.scores, lora.train_attn, lora.train_mlp
+        return (*layers, operation.loss_key, lora.rank, task.run_id)
+
+    def _begin(self, part: Part) -> Task | Failure:
+        if part.request.model_id not in self._adapters:
+            return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
+        try:
+            program = self._adapters.get(part.request.model_id).program
+            if not (program.trains or part.request.forward_only):
+                raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
+            operation = read_operation(part.request, self._limits, part.share, program.losses)
+            return Task(part, operation, self._progress(part, operation))
+        except Exception as error:
+            trouble = trouble_of(error)
+            self._log(part.request.model_id, trouble)
+            return Failure(trouble.message, trouble.category)
+
+    def _progress(self, part: Part, operation: Operation) -> Progress:
+        """Raises OperationError when earlier parts of the operation are not here."""
+        if not part.first_datum:
+            progress = Progress(part.request.model_id, operation.loss.scores)
+            if not part.last:
+                self._open[part.operation_id] = progress
+            return progress
+        progress = self._open.get(part.operation_id)
+        if progress is None or progress.num_data != part.first_datum:
+            raise OperationError(
+                f"the {part.first_datum} data before these are not here: since they were computed, the run's gradients"
+                " were cleared or its weights loaded; send the whole operation again",
+                "server",
+            )
+        return progress
+
+    def _run_together(self, begun: list[Task | Failure]) -> None:
+        """On ranks that cannot go on alone: what goes wrong in between, nobody survives. All of them run as many
+        micro-batches, those of failed tasks left out."""
+        tasks = sorted((each for each in begun if isinstance(each, Task)), key=self._neighbourhood)
+        with ExitStack() as held:
+            by_run = self._bring(tasks, held)
+            self._refuse_diverged([task for task in tasks if not task.computed], by_run)
+            usable = [task for task in tasks if not task.computed]
+            told = self._mesh.exchange(([_failure_of(each) for each in begun], self._num_micro_batches(usable)))
+            _take_failures([failures for failures, _ in told], begun)
+            usable = [task for task in usable if not task.computed]
+            if usable:
+                most = max(number for _, number in told)
+                self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most)
+            self._end_computed(usable, by_run)
+
+    def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Adapter]:
+        """Their adapters to the device, by run; tasks whose adapter does not come are given up."""
+        by_run: dict[str, Adapter] = {}
+        for task in tasks:
+            try:
+                (by_run[task.run_id],) = held.enter_context(self._adapters.resident([task.run_id]))
+            except OperationError as error:
+                task.give_up(Failure(error.message, error.category))
+        return by_run
+
+    def _num_micro_batches(self, tasks: list[Task]) -> int:
+        lanes = pack([task.operation for task in tasks], self._token_budget, self._base.device)
+        return sum(lane.num_micro_batches for lane in lanes)
+
+    def _run_or_split(self, tasks: list[Task], token_budget: int) -> None:
+        """After trouble that may be any task's each runs alone, and for want of memory in smaller micro-batches."""
+        trouble = self._attempt(tasks, token_budget)
+        if trouble is None:
+            return
+        for task in [task for task in tasks if not task.computed]:
+            if len(tasks) > 1:
+                self._run_or_split([task], token_budget)
+            elif trouble.out_of_memory and (smaller := smaller_budget(task.operation, token_budget)):
+                self._run_or_split([task], smaller)
+            else:
+                self._give_up(task, trouble, token_budget)
+
+    def _attempt(self, tasks: list[Task], token_budget: int) -> Trouble | None:
+        """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
+        run_ids = list(dict.fromkeys(task.run_id for task in tasks))
+        try:
+            with bounded_memory(self._base.device), self._adapters.resident(run_ids) as adapters:
+                by_run = dict(zip(run_ids, adapters, strict=True))
+                self._refuse_diverged(tasks, by_run)
+                usable = [task for task in tasks if not task.computed]
+                self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
+                self._end_computed(usable, by_run)
+        except Exception as error:
+            return trouble_of(error)
+        return None
+
+    def _end_computed(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+        for task in tasks:
+            if not (task.failure or task.forward_only):
+                task.add_earlier_gradient(adapters[task.run_id])
+            task.computed = True
+
+    def _refuse_diverged(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+        """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
+        for task in tasks:
+            if not self._is_finite(adapters[task.run_id]):
+                message = (
+                    f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
+                    " checkpoint with a lower learning rate"
+                )
+                task.give_up(Failure(message, "user"))
+
+    def _is_finite(self, adapter: Adapter) -> bool:
+        """Whether its weights are; looks again only after a change."""
+        if self._changes_when_finite.get(adapter) != adapter.num_changes:
+            low, high = torch.aminmax(adapter.weights)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                return False
+            self._changes_when_finite[adapter] = adapter.num_changes
+        return True
+
+    def _give_up(self, task: Task, trouble: Trouble, token_budget: int) -> None:
+        if trouble.out_of_memory:
+            message = out_of_memory_message(task.operation, self._token_budget, token_budget, self._base.device)
+        else:
+            message = trouble.message
+        self._log(task.run_id, trouble)
+        task.give_up(Failure(message, trouble.category))
+
+    def _log(self, run_id: str, trouble: Trouble) -> None:
+        if trouble.account:
+            logger.error("an operation of run %s failed\n%s", run_id, trouble.account)
+
+    def _finish(self, part: Part, begun: Task | Failure, verdict: Verdict) -> Answer:
+        """On all ranks alike: the gradients of a last part go to the accumulator, others wait for that."""
+        if verdict.failure is not None or not isinstance(begun, Task):
+            assert verdict.failure is not None
+            return self._failed(part, verdict.failure)
+        with self._adapters.resident([begun.run_id]) as (adapter,):
+            if part.last:
+                self._open.pop(part.operation_id, None)
+                return begun.complete(adapter, verdict.totals)
+            begun.suspend(adapter, verdict.totals)
+            return None
+
+    def _failed(self, part: Part, failure: Failure) -> Failure:
+        """Ends the operation. The window has lost a part of its batch, so its step is refused."""
+        self._open.pop(part.operation_id, None)
+        run_id = part.request.model_id
+        if run_id in self._adapters and not part.request.forward_only:
+            adapter = self._adapters.get(run_id)
+            adapter.abandon_operation()
+            adapter.window.refused = adapter.window.refused or failure.message
+        return failure
+
+    def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int, num_runs: int = 0) -> None:
+        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least."""
+        gradients = any(not task.forward_only for task in tasks)
+        lanes = pack([task.operation for task in tasks], token_budget, self._base.device, self._most_lanes)
+        for i, (task, adapter) in enumerate(zip(tasks, adapters, strict=True)):
+            task.begin()
+            adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
+            if gradients:
+                adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
+        run = partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, adapters))
+        heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
+        is_alone = not self._mesh.is_coupled
+        try:
+            run_here = partial(run, heads)
+            self._lanes.run([partial(_run_lane, lane, tasks, adapters, run_here, is_alone) for lane in lanes])
+            for _ in range(num_runs - sum(lane.num_micro_batches for lane in lanes)):
+                run(heads, empty_micro_batch(self._base.device), tasks, [])
+        finally:
+            for adapter in adapters:
+                adapter.join_lanes()
+
+    def _company(self, tasks: list[Task], adapters: list[Adapter]) -> list[Adapter]:
+        """Whose tokens may come from another rank, on all ranks in the same order."""
+        if self._mesh.along("ep").size == 1:
+            return []
+        by_run = {task.run_id: adapter for task, adapter in zip(tasks, adapters, strict=True)}
+        return [by_run[run_id] for run_id in sorted(by_run)]
+
+    def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
+        ring = self._base.sequence_split.ring
+        return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations, ring)
+
+    @torch.no_grad()
+    def _run_forward(
+        self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        with self._adapters.applied(within(segments, share.tokens), company):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+        if not micro_batch.objectives:
+            return
+        of_rows = within(segments, share.rows)
+        _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
+
+    def _run_forward_backward(
+        self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        with self._adapters.applied(within(segments, share.tokens), company):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+            own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
+            of_own = torch.empty_like(own)
+            if micro_batch.objectives:
+                found = scored_with_gradient(heads, own, of_rows, micro_batch.objectives, of_own, share)
+                _take(micro_batch, found, tasks)
+            else:
+                of_own.zero_()
+            gradient = share.joined_to_hidden(of_own)
+            _zero_failed(micro_batch, tasks, gradient, share)
+            if hidden.requires_grad:
+                hidden.backward(gradient)
+
+
+def _failure_of(begun: Task | Failure) -> Failure | None:
+    return begun.failure if isinstance(begun, Task) else begun
+
+
+def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Failure]) -> None:
+    """What another rank cannot compute, this one does not."""
+    for each, failures in zip(begun, zip(*of_ranks, strict=True), strict=True):
+        failure = next((one for one in failures if one is not None), None)
+        if failure is not None and isinstance(each, Task):
+            each.give_up(failure)
+
+
+def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
+    """counts: whether its totals are not those of another rank, too."""
+    verdict = begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
+    return verdict if counts else Verdict(verdict.failure, Totals())
+
+
+def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch, is_alone: bool) -> None:
+    """is_alone: whether no other rank waits for this one in each micro-batch."""
+    for micro_batch in lane.micro_batches:
+        if is_alone and all(task.failure for task in tasks):
+            return
+        run(micro_batch, tasks, _segments(micro_batch, adapters))
+
+
+def _segments(micro_batch: MicroBatch, adapters: list[Adapter]) -> list[Segment]:
+    """Neighbours with the same adapter as one."""
+    segments: list[Segment] = []
+    for part in micro_batch.segments:
+        adapter = adapters[part.operation]
+        start = segments.pop().start if segments and segments[-1].adapter is adapter else part.start
+        segments.append(Segment(start, part.stop, adapter))
+    return segments
+
+
+def _take(micro_batch: MicroBatch, found: list[Scored], tasks: list[Task]) -> None:
+    for objective, of_objective in zip(micro_batch.objectives, found, strict=True):
+        scores = Scores.of(of_objective)
+        for segment in micro_batch.segments_of(objective):
+            rows = slice(segment.start - objective.start, segment.stop - objective.start)
+            tasks[segment.operation].take(segment, scores.of_rows(rows))
+
+
+def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor, share: TokenShare) -> None:
+    """Others share the micro-batch: what failed must not reach the backward pass. gradient: of share.hidden."""
+    for segment in micro_batch.segments:
+        if tasks[segment.operation].failure:
+            gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
+
+
+def _filled(segments: list[Segment], share: TokenShare) -> list[Segment]:
+    """With what fills the micro-batch up, which no adapter adapts."""
+    return [*segments, Segment(share.num_tokens, share.num_filled, None)] if share.num_missing else segments

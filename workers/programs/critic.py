@@ -1,0 +1,41 @@
+"""Critics: a value for each token, by a linear head over the trunk that the run learns beside its LoRA."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..layout import WholeMatrix
+from ..losses import VALUE_LOSSES
+from .program import Program
+
+if TYPE_CHECKING:
+    from ..lora import Adapter
+    from ..model import BaseModel
+
+# As transformers' models for the classification of sequences and tokens name their heads.
+WEIGHT, BIAS = "score.weight", "score.bias"
+
+
+def _value_head(base: "BaseModel") -> Sequence[WholeMatrix]:
+    return WholeMatrix(WEIGHT, (1, base.unembedding.shape[1])), WholeMatrix(BIAS, (1,))
+
+
+def _initialize(adapter: "Adapter", generator: torch.Generator) -> None:
+    """Values of about 1 at most: Huang et al., The N+ Implementation Details of RLHF with PPO (2024), section 5."""
+    weight = adapter.tensor(WEIGHT)
+    drawn = torch.empty(weight.shape).normal_(std=1 / math.sqrt(weight.numel() + 1), generator=generator)
+    weight.copy_(drawn)
+
+
+CRITIC = Program(
+    "critic",
+    "values",
+    VALUE_LOSSES,
+    samples=False,
+    matrices=_value_head,
+    initialize=_initialize,
+    peft_task="TOKEN_CLS",
+    peft_modules=("score",),
+)

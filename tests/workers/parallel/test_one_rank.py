@@ -135,6 +135,7 @@ def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
 def test_ranks_wait_for_one_that_works_for_long(spec: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """Longer than hang_seconds, as a call may that has more time: see Patience."""
     with layout(tiny_models["qwen3"], ParallelSpec.parse(spec), tmp_path, WATCHED, hang_seconds=5.0) as where:
+        where.hang_seconds = 60.0  # of the calls
         where.call("create_run", RunSpec("a", LORA))
         where.call("be_late", 0, 7.0)
         (output,) = where.run_pass(supervised("a", 1, 9, 8))

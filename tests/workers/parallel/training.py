@@ -46,22 +46,22 @@ class Layout:
         self.shards_activations = config.tp_activations == "sharded"
         self._runner = runner
         self._scratch = scratch
-        self._hang_seconds = config.hang_seconds
+        self.hang_seconds = config.hang_seconds
         self._num_operations = 0
 
     def call(self, method: str, *arguments: object) -> Any:
-        return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=self._hang_seconds))
+        return self._runner.run(self.ranks.call(method, *arguments, hang_seconds=self.hang_seconds))
 
     def answers(self, method: str, *arguments: object) -> list[Any]:
         """Of all ranks."""
-        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self._hang_seconds))
+        return self._runner.run(self.ranks._answers(method, *arguments, hang_seconds=self.hang_seconds))
 
     def run_pass(self, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput | Failure | None]:
         parts = [Part(self._new_operation(), request) for request in requests]
         return self.run_parts(*parts)
 
     def run_parts(self, *parts: Part) -> list[ForwardBackwardOutput | Failure | None]:
-        return list(self._runner.run(self.ranks.run_pass(Pass(parts), self._hang_seconds)))
+        return list(self._runner.run(self.ranks.run_pass(Pass(parts), self.hang_seconds)))
 
     def sample(self, *jobs: SampleJob) -> dict[str, SampleResponse | Failure]:
         finished: dict[str, SampleResponse | Failure] = {}
@@ -72,7 +72,7 @@ class Layout:
         return finished
 
     def run_slice(self, joining: tuple[SampleJob, ...] = (), milliseconds: float = 50.0) -> SliceResult:
-        return self._runner.run(self.ranks.run_slice(Slice(joining, (), milliseconds), self._hang_seconds))
+        return self._runner.run(self.ranks.run_slice(Slice(joining, (), milliseconds), self.hang_seconds))
 
     def snapshot(self, run_id: str) -> Path:
         directory = self._new_directory()

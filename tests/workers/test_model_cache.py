@@ -29,6 +29,8 @@ from trainhouse.workers.pools import LocalPool, PoolSpec
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.worker import Worker
 
+from .credentialed_worker import CREDENTIALED, leave_environment
+
 FILES = {
     "config.json": b"{}",
     "tokenizer.json": b"[]",
@@ -262,10 +264,11 @@ def test_a_worker_on_another_machine_brings_the_weights(s3: S3, tmp_path: Path) 
 @pytest.mark.full
 def test_the_ranks_of_a_layout_on_another_machine_download_once(s3: S3, tmp_path: Path) -> None:
     spec, config = ParallelSpec(tp=2), elsewhere(s3, tmp_path)
+    leave_environment(config)
     configs = tuple(replace(config, parallel=spec, rank=rank) for rank in range(2))
 
     async def architecture() -> str:
-        ranks = Ranks(LocalPool(PoolSpec("trainhouse.workers.worker:Worker", configs)), spec)
+        ranks = Ranks(LocalPool(PoolSpec(CREDENTIALED, configs)), spec)
         try:
             await ranks.start()
             return (await ranks.call("info", hang_seconds=60)).architecture

@@ -16,7 +16,7 @@ CLOCKED = f"{__name__}:ClockedWorker"
 
 # None of them calls another one.
 _EXCHANGES = {
-    Team: ("sum", "maximum", "joining", "summed_part", "exchanged", "passed_on", "from_first"),
+    Team: ("sum", "joining", "summed_part", "exchanged", "passed_on", "from_first"),
     Arriving: ("wait",),
     Mesh: ("exchange",),
 }

@@ -113,12 +113,15 @@ class ServiceClient:
 
         Its `load_state` moves it to another checkpoint of a policy.
         """
-        if (base_model is None) == (path is None):
-            raise ValueError(f"give either base_model or path, not {base_model=} and {path=}")
-        if path is not None:
+        if path is not None and base_model is None:
             fields = {"path": path, "optimizer": False, "model_role": "reference"}
             return self._connection.run(self._create("load_weights", LoadWeightsRequest, fields))
-        return self.create_lora_training_client_async(base_model, model_role="reference")  # pyright: ignore
+        if base_model is None or path is not None:
+            raise ValueError(f"give either base_model or path, not {base_model=} and {path=}")
+        # The least that a run can have; what it is moved to brings its own shape.
+        return self.create_lora_training_client_async(
+            base_model, rank=1, train_unembed=False, train_mlp=False, model_role="reference"
+        )
 
     create_reference_client = blocking(create_reference_client_async)
 

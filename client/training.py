@@ -68,6 +68,8 @@ class TrainingClient:
 
         Exact to first order: the backward pass is a cross-entropy whose weights are minus the gradient.
         """
+        if self._info.model_role == "critic":
+            raise ValueError("a critic has no log-probabilities for a loss of yours: it is trained by value_mse")
         forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
         loss, gradients = loss_fn(data, [output["logprobs"] for output in forward.loss_fn_outputs])
         weighted = [with_weights(datum, -np.asarray(slope)) for datum, slope in zip(data, gradients, strict=True)]

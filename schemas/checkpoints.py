@@ -92,6 +92,8 @@ class WeightsInfoRequest(Wire):
 
 
 class WeightsInfoResponse(Wire):
+    """model_role is ours."""
+
     base_model: str
     is_lora: bool
     optimizer_config: OptimizerConfig = OptimizerConfig()
@@ -99,6 +101,7 @@ class WeightsInfoResponse(Wire):
     train_unembed: bool | None = None
     train_mlp: bool | None = None
     train_attn: bool | None = None
+    model_role: Role = "policy"
 
 
 class CopyWeightsRequest(Wire):

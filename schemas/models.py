@@ -175,6 +175,8 @@ class Checkpoint(Wire):
 
 
 class TrainingRun(Wire):
+    """model_role is ours."""
+
     training_run_id: str
     base_model: str
     model_owner: str
@@ -185,6 +187,7 @@ class TrainingRun(Wire):
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
     user_metadata: dict[str, str] | None = None
+    model_role: Role = "policy"
 
 
 class TrainingRunList(Wire):

@@ -63,7 +63,8 @@ class ForwardBackwardRequest:
 
 @dataclass(frozen=True, slots=True)
 class ForwardBackwardOutput:
-    """loss_fn_outputs: per datum name -> array (`logprobs` float32 of the shape of `target_tokens`).
+    """loss_fn_outputs: per datum name -> array (`logprobs` float32 of the shape of `target_tokens`, or of
+    critics `values` float32 [T]).
 
     metrics: every key is `name:reduction`, exactly one colon; `loss:sum` always (protocol rule 5).
     """

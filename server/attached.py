@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.version import VERSION
-from ..workers.config import DispatchConfig, WorkerConfig
+from ..workers.config import DispatchConfig, ServedModel, WorkerConfig
 from ..workers.pools import Claim, KeptAt, NoPlace
 from ..workers.pools.remote import describe
 from ..workers.pools.sealed import read_secret
@@ -22,7 +22,9 @@ _PATIENCE_SECONDS = 30.0
 """Where both are started at a time."""
 _LOOK_SECONDS = 1.0
 
-_OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {"sampler_workers", "sampler_parallel", "sampler_device"}
+_OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {
+    *("shard", "sampler_workers", "sampler_parallel", "sampler_device"),
+}
 _OWN = {"hang_seconds", "model_cache", "shared_directories"}
 
 
@@ -102,7 +104,9 @@ def _check_same(config: ServerConfig, entry: Field[Any], theirs: object, address
 
 def _names(value: object) -> object:
     """Of base models: where their files lie may differ from machine to machine."""
-    return [model.name for model in value] if isinstance(value, tuple) else value
+    if not isinstance(value, tuple):
+        return value
+    return [each.name if isinstance(each, ServedModel) else each for each in value]
 
 
 def _shown(value: object) -> str:

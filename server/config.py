@@ -24,6 +24,7 @@ from .store import StoreConfig
 from .values import (
     AUTO,
     BYTE_UNITS,
+    ENVIRONMENT_PREFIX,
     NO_SHARD_OF_AUTO,
     ConfigError,
     is_url,
@@ -31,8 +32,6 @@ from .values import (
     parse_layout,
     parse_served_model,
 )
-
-ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 
 
 @dataclass(frozen=True)

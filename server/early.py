@@ -5,6 +5,7 @@ Only what flags say is looked at, and models that are on this machine; anything 
 """
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -12,7 +13,7 @@ from ..workers.config import ServedModel, WorkerConfig
 from ..workers.parallel.checks import check_layout
 from ..workers.parallel.shape import model_directory, read_model, refuse_missing_weights
 from ..workers.parallel.spec import SINGLE, ParallelSpec
-from .values import AUTO, ConfigError, parse_layout, parse_served_model
+from .values import AUTO, ENVIRONMENT_PREFIX, ConfigError, parse_layout, parse_served_model
 
 FAILED = 1
 WRONGLY_USED = 2
@@ -23,13 +24,16 @@ def refused(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
     parser.add_argument("--parallel", default=str(SINGLE))
     parser.add_argument("--shard", action="append", default=[])
+    parser.add_argument("--config")
+    parser.add_argument("--workers")
     parser.add_argument("--sampler-parallel", default=str(SINGLE))
     parser.add_argument("--activations", default=WorkerConfig.activations)
     parser.add_argument("--base-model", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(arguments)
         models = [parse_served_model(model) for model in options.base_model]
-        _check_layout(_spec(options.parallel, options.shard), options.activations, models)
+        spec = SINGLE if _may_be_said_elsewhere(options) else _spec(options.parallel, options.shard)
+        _check_layout(spec, options.activations, models)
         _check_samplers(_spec(options.sampler_parallel, (), "--sampler-parallel"), models)
         for model in models:
             refuse_missing_weights(model.source)
@@ -39,6 +43,12 @@ def refused(arguments: Sequence[str]) -> int:
         print(f"trainhouse serve: error: {error}", file=sys.stderr)
         return WRONGLY_USED if isinstance(error, ConfigError) else FAILED
     return 0
+
+
+def _may_be_said_elsewhere(options: argparse.Namespace) -> bool:
+    """Whether half of the layout may be in a file, in the environment or at the workers."""
+    in_environment = any(f"{ENVIRONMENT_PREFIX}{name}" in os.environ for name in ("PARALLEL", "SHARD"))
+    return in_environment or options.config is not None or options.workers is not None
 
 
 def _check_layout(spec: ParallelSpec, activations: str, models: Sequence[ServedModel]) -> None:

@@ -227,9 +227,7 @@ class Operations:
 
     async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
         if run.role != "policy":
-            raise OperationError(
-                f"a {run.role} draws no tokens: sample from a policy, or save_weights to keep this one"
-            )
+            raise OperationError(f"a {run.role} draws no tokens: sample from a policy")
         if operation.path is None:
             sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
             return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
@@ -256,6 +254,8 @@ class Operations:
         overwrite: bool = False,
     ) -> str:
         """Publishes a checkpoint, unless this very request has; returns its path. Only `weights` have the optimizer."""
+        if run.role == "reference":
+            raise OperationError("a reference has nothing of its own to save: it is what it was loaded from")
         if not await self._checkpoints.was_saved(run, kind, name, request_id):
             optimizer = kind == "weights"
             metadata = None if isinstance(operation, SaveWeightsExternalRequest) else operation.user_metadata
@@ -315,6 +315,11 @@ class Operations:
             raise OperationError(
                 f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, run {run.run_id} on "
                 f"{run.base_model}: load it into a run of its own base model"
+            )
+        if (run.role == "critic") != (checkpoint.role == "critic"):
+            raise OperationError(
+                f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, and run {run.run_id} is a {run.role}: "
+                f"load it into a {checkpoint.role}"
             )
         if operation.optimizer and not checkpoint.has_optimizer:
             raise OperationError(

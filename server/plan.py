@@ -152,7 +152,8 @@ def as_json(plan: Plan) -> dict[str, object]:
         "max_positions": shape.max_positions,
         "rope": str(shape.rope),
         "load": asdict(plan.load),
-        "parallel": str(spec),
+        "parallel": spec.axes,
+        "replicated": list(spec.replicated),
         "ranks": spec.num_ranks,
         "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
         "memory": {

@@ -459,6 +459,8 @@ class Run:
 
         Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
         """
+        if self.record.role == "reference":
+            raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
         if window.tainted_by is not None:
             await self._services.operations.clear_gradients(self.record)
             raise _incomplete(window.tainted_by)

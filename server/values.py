@@ -9,6 +9,7 @@ from ..workers.config import ServedModel
 from ..workers.parallel.spec import ParallelSpec
 from ..workers.parallel.styles import replicated_units
 
+ENVIRONMENT_PREFIX = "TRAINHOUSE_"
 # In place of a layout: the smallest that fits.
 AUTO = "auto"
 BYTE_UNITS = {"": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "KB": 10**3, "MB": 10**6, "GB": 10**9}

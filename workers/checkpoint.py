@@ -217,7 +217,10 @@ def _read_description(directory: Path) -> dict[str, Any]:
 
 
 def _refuse_other_shape(adapter: Adapter, description: dict[str, Any], directory: Path) -> None:
-    ours, theirs = adapter.program, PROGRAMS[description.get("role", POLICY.role)]
+    role = description.get("role", POLICY.role)
+    if role not in PROGRAMS:
+        raise OperationError(f"{directory} was saved by a {role}, of which this trainhouse knows nothing: upgrade it")
+    ours, theirs = adapter.program, PROGRAMS[role]
     if ours.scores != theirs.scores:
         raise OperationError(
             f"{directory} was saved by a {theirs.role}, and the model is a {ours.role}: load it into a {theirs.role}"

@@ -63,7 +63,7 @@ def check_devices(training: Mapping[str, WorkerConfig], samplers: Mapping[str, W
 
 
 def _taken(model: WorkerConfig) -> range:
-    """None where the ranks compute on the CPU."""
+    """Empty where the ranks compute on the CPU."""
     first = first_device(model.device)
     return range(first, first + (0 if runs_on_cpu(model) else model.parallel.num_ranks))
 

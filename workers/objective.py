@@ -1,4 +1,4 @@
-"""Objective: the loss of neighbouring rows of a micro-batch, evaluated on their log-probabilities."""
+"""Objective: the loss of neighbouring rows of a micro-batch, evaluated on their scores."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,26 +26,26 @@ class Objective:
     inputs: Mapping[str, Tensor]
     bounds: tuple[int, ...]
 
-    def evaluate(self, logprobs: Tensor, rows: slice) -> LossOutput:
-        """logprobs: those of `rows`, counted from start. Sequence-wise losses need all n."""
+    def evaluate(self, scores: Tensor, rows: slice) -> LossOutput:
+        """scores: those of `rows`, counted from start. Sequence-wise losses need all n."""
         if self.loss.sequence_wise:
-            return self._weighted(self._by_sequence(logprobs))
-        return self._weighted(self._of(logprobs, rows))
+            return self._weighted(self._by_sequence(scores))
+        return self._weighted(self._of(scores, rows))
 
-    def gradient(self, logprobs: Tensor, rows: slice) -> tuple[LossOutput, Tensor]:
-        """The detached loss, and its gradient by the log-probabilities."""
+    def gradient(self, scores: Tensor, rows: slice) -> tuple[LossOutput, Tensor]:
+        """The detached loss, and its gradient by the scores."""
         with torch.enable_grad():
-            leaf = logprobs.detach().requires_grad_()
+            leaf = scores.detach().requires_grad_()
             output = self.evaluate(leaf, rows)
             (gradient,) = torch.autograd.grad(output.losses.sum(), leaf)
         return LossOutput(output.losses.detach(), output.metrics), gradient
 
-    def _of(self, logprobs: Tensor, rows: slice) -> LossOutput:
+    def _of(self, scores: Tensor, rows: slice) -> LossOutput:
         inputs = {name: value[rows] for name, value in self.inputs.items()}
-        return self.loss.function(logprobs, inputs, self.config)
+        return self.loss.function(scores, inputs, self.config)
 
-    def _by_sequence(self, logprobs: Tensor) -> LossOutput:
-        return join_outputs([self._of(logprobs[rows], rows) for rows in map(slice, self.bounds, self.bounds[1:])])
+    def _by_sequence(self, scores: Tensor) -> LossOutput:
+        return join_outputs([self._of(scores[rows], rows) for rows in map(slice, self.bounds, self.bounds[1:])])
 
     def _weighted(self, output: LossOutput) -> LossOutput:
         return output if self.weight == 1.0 else LossOutput(self.weight * output.losses, output.metrics)

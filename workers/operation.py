@@ -65,8 +65,8 @@ def read_operation(
     """
     share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
-        others = "" if request.loss_fn not in LOSSES | VALUE_LOSSES else " (that one is for another kind of model)"
-        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}{others}")
+        known = "is of another kind of model" if request.loss_fn in LOSSES | VALUE_LOSSES else "is unknown"
+        raise OperationError(f"loss_fn {request.loss_fn!r} {known}: one of {_listed(losses)}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
     loss = losses[request.loss_fn]
@@ -100,6 +100,8 @@ def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, float
         if isinstance(value, str) or not np.isfinite(value):
             raise OperationError(f"{request.loss_fn} config {key} is {value!r}: it must be a finite number")
         config[key] = float(value)
+    if (clip := config.get("clip", 0.0)) < 0:
+        raise OperationError(f"{request.loss_fn} config clip is {clip}: it is a distance, such as 0.2")
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
     if low > high:
         raise OperationError(

@@ -152,6 +152,7 @@ class Worker:
         self._check_run(run_id)
         if not (program := self._adapters.get(run_id).program).trains:
             self._put(run_id, partial(read_new_adapter, self._adapters, Path(directory), program))
+            self._passes.forget(run_id)
             return
         with self._resident(run_id) as adapter:
             saved = self._on_all(partial(read_saved, adapter, Path(directory), optimizer=optimizer))
@@ -161,7 +162,7 @@ class Worker:
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""
-        self._check_run(run_id)
+        self._check_samples(run_id)
         self._put(adapter_id, partial(self._adapters.copied, run_id))
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
@@ -174,6 +175,7 @@ class Worker:
 
     def export_adapter(self, run_id: str) -> AdapterWeights:
         """The run's weights of now, for other workers of this base model."""
+        self._check_samples(run_id)
         with self._resident(run_id) as adapter:
             return AdapterWeights(adapter.lora, self._whole_weights(adapter))
 
@@ -295,6 +297,12 @@ class Worker:
         with ExitStack() as held:
             (adapter,) = self._on_all(lambda: held.enter_context(self._adapters.resident([run_id])))
             yield adapter
+
+    def _check_samples(self, run_id: str) -> None:
+        self._check_run(run_id)
+        program = self._adapters.get(run_id).program
+        if not program.samples:
+            raise OperationError(f"a {program.role} draws no tokens: sample from a policy")
 
     def _check_run(self, run_id: str) -> None:
         if run_id not in self._adapters:

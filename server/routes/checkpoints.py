@@ -125,6 +125,7 @@ async def weights_info(
         train_unembed=checkpoint.lora.train_unembed,
         train_mlp=checkpoint.lora.train_mlp,
         train_attn=checkpoint.lora.train_attn,
+        model_role=checkpoint.role,
     )
 
 

@@ -159,6 +159,7 @@ async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunR
             last_checkpoint=last.get((run.run_id, "weights")),
             last_sampler_checkpoint=last.get((run.run_id, "sampler_weights")),
             user_metadata=run.user_metadata,
+            model_role=run.role,
         )
         for run in runs
     ]

@@ -63,11 +63,12 @@ def open_format(connection: Connection, place: str, flag: str) -> None:
         )
     for newer in range(version + 1, FORMAT_VERSION + 1):
         for statement in MIGRATIONS[newer]:
-            connection.execute(text(_for_dialect(statement, connection.dialect.name)))
+            connection.execute(text(for_dialect(statement, connection.dialect.name)))
     connection.execute(update(format_table).values(version=FORMAT_VERSION))
 
 
-def _for_dialect(statement: str, name: str) -> str:
+def for_dialect(statement: str, name: str) -> str:
+    """A migration, in the SQL of the database of this name."""
     return statement.replace("VARCHAR_C", 'VARCHAR COLLATE "C"' if name == "postgresql" else "VARCHAR")
 
 

@@ -87,19 +87,27 @@ def test_what_a_role_cannot_do_is_refused_by_name(service: ServiceClient) -> Non
     reference = service.create_reference_client(base_model=MODEL)
     with pytest.raises(TrainhouseError, match="a reference is not trained: use forward"):
         reference.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="unknown loss_fn 'cross_entropy': one of value_mse"):
+    with pytest.raises(TrainhouseError, match="'cross_entropy' is of another kind of model: one of value_mse"):
         critic.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="that one is for another kind of model"):
+    with pytest.raises(TrainhouseError, match="'value_mse' is of another kind of model: one of cross_entropy"):
         policy.forward_backward([valued(TOKENS[0])], "value_mse").result(60)
     for client in (critic, reference):
         with pytest.raises(TrainhouseError, match="draws no tokens: sample from a policy"):
             client.save_weights_for_sampler("none").result(60)
     saved, of_policy = critic.save_state("critic").result(60).path, policy.save_state("policy").result(60).path
-    with pytest.raises(TrainhouseError, match="was saved by a critic, and the model is a policy"):
+    with pytest.raises(TrainhouseError, match=r"was saved by a critic, and run .* is a policy: load it into a critic"):
         policy.load_state(saved).result(60)
-    with pytest.raises(TrainhouseError, match="was saved by a policy, and the model is a critic"):
+    with pytest.raises(TrainhouseError, match=r"was saved by a policy, and run .* is a critic: load it into a policy"):
         critic.load_state(of_policy).result(60)
     with pytest.raises(TrainhouseError, match="was saved by a critic: no reference can be made of it"):
         service.create_reference_client(path=saved)
+    with pytest.raises(TrainhouseError, match="was saved by a critic, which draws no tokens"):
+        service.create_sampling_client(model_path=saved)
+    with pytest.raises(TrainhouseError, match="a reference is not trained: load_weights moves it"):
+        reference.optim_step(ADAM).result(60)
+    with pytest.raises(TrainhouseError, match="a reference has nothing of its own to save"):
+        reference.save_state("nothing").result(60)
+    with pytest.raises(ValueError, match="a critic has no log-probabilities"):
+        critic.forward_backward_custom([valued(TOKENS[0])], lambda data, logprobs: (0.0, logprobs))
     with pytest.raises(ValueError, match="give either base_model or path"):
         service.create_reference_client()

@@ -53,12 +53,14 @@ async def kept(
 
 async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
-    made = {"parallel": ParallelSpec(fsdp=2), "adapter_slots": 3, "hang_seconds": 7.0} | of_samplers
+    shard = ("layers.*.self_attn.*=replicate",)
+    made = {"parallel": ParallelSpec(tp=2), "shard": shard, "adapter_slots": 3, "hang_seconds": 7.0} | of_samplers
     async with kept(secret_file, **made) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
         config, _ = await with_workers(given)
-        assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(fsdp=2), 3)
+        assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(tp=2), 3)
         assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
+        assert config.worker_config(config.base_models[0]).parallel.replicated == ("self_attn",)
         assert config.hang_seconds == given.hang_seconds, "a server's own patience"
         elsewhere = (ServedModel("tiny/a", "a/on-this-machine"), MODELS[1])
         config, _ = await with_workers(
@@ -75,6 +77,10 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
             {"sampler_workers": 1, "sampler_parallel": ParallelSpec(ep=2)},
             "--sampler-parallel is ep=2 here and tp=2 at the workers",
         ),
+        (
+            {"shard": ("layers.*.mlp.*_proj.*=replicate",)},
+            "--shard is layers.*.mlp.*_proj.*=replicate here and layers.*.self_attn.*=replicate at the workers",
+        ),
         ({"max_lora_rank": 8}, "--max-lora-rank is 8 here and 256 at the workers"),
         ({"base_models": MODELS[:1]}, "--base-model is tiny/a here and tiny/a, tiny/b at the workers"),
     ],
@@ -83,7 +89,8 @@ async def test_what_is_otherwise_at_the_workers_is_refused(
     knobs: dict[str, Any], reason: str, secret_file: Path
 ) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
-    async with kept(secret_file, parallel=ParallelSpec(fsdp=2), **of_samplers) as address:
+    made = {"parallel": ParallelSpec(fsdp=2), "shard": ("layers.*.self_attn.*=replicate",)} | of_samplers
+    async with kept(secret_file, **made) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
             await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
 

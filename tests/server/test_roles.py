@@ -27,6 +27,7 @@ def test_critics_and_references_are_as_they_were_after_kill_9(tiny_models: dict[
         critic, reference, policy = (
             created(number, role) for number, role in enumerate(("critic", "reference", "policy"))
         )
+        at_first = outputs(client.post("forward", {"model_id": critic, "data": VALUES, "loss_fn": "value_mse"}))
         for model_id, data, loss_fn in ((critic, VALUES, "value_mse"), (policy, DATA, "cross_entropy")):
             for _ in range(2):
                 assert client.post("forward_backward", {"model_id": model_id, "data": data, "loss_fn": loss_fn})[
@@ -41,6 +42,7 @@ def test_critics_and_references_are_as_they_were_after_kill_9(tiny_models: dict[
         ]
         before = [outputs(client.post("forward", each)) for each in forwards]
         assert before[0].keys() == {"values"} and before[1] == before[2]
+        assert before[0]["values"] != pytest.approx(at_first["values"], rel=1e-4), "two steps show"
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
     with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:

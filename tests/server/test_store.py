@@ -28,7 +28,7 @@ from trainhouse.server.store import (
 )
 from trainhouse.server.store import open_store as open_configured
 from trainhouse.server.store.engine import Write
-from trainhouse.server.store.format import FORMAT_VERSION, MIGRATIONS
+from trainhouse.server.store.format import FORMAT_VERSION, MIGRATIONS, for_dialect
 from trainhouse.server.store.tables import format_table
 
 from .api import LORA, session_record
@@ -393,13 +393,16 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
             "INSERT INTO sessions VALUES ('s', 't', 1, 1, NULL, NULL, NULL, '[]', NULL, NULL, NULL, NULL, NULL)"
         )
         connection.execute("INSERT INTO samplers VALUES ('s:0', 's', 't', 'tiny', 1.0, 'base', NULL, NULL, NULL)")
+        connection.execute("INSERT INTO runs VALUES ('s:train:0', 's', 't', 'tiny', '{}', 1, 1, NULL)")
         for newer in range(2, version + 1):
-            connection.executescript(";".join(MIGRATIONS[newer]))
+            connection.executescript(for_dialect(";".join(MIGRATIONS[newer]), "sqlite"))
         connection.execute("INSERT INTO format VALUES (?)", [version])
     connection.close()
     store = SqliteStore(path)
     assert await store.list_open_samplers() == (SamplerRecord("s:0", "s", "t", "tiny", 1.0),)
     assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
+    run = await store.get_run("s:train:0")
+    assert run is not None and run.role == "policy"
     assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
     assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
     assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)

@@ -67,13 +67,24 @@ async def test_servers_may_be_started_at_once_on_an_empty_database(postgres_url:
 async def test_format_2_is_migrated(postgres_url: str) -> None:
     """The oldest that there is on PostgreSQL."""
     store = PostgresStore(postgres_url)
-    for back in ("ALTER TABLE samplers ADD COLUMN directory VARCHAR", "UPDATE format SET version = 2"):
+    for back in (
+        "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
+        "ALTER TABLE runs DROP COLUMN role",
+        "ALTER TABLE checkpoints DROP COLUMN role",
+        "INSERT INTO tenants VALUES ('t', 't', 1)",
+        "INSERT INTO sessions (session_id, tenant_id, created_at, last_heartbeat_at, tags) "
+        "VALUES ('s', 't', 1, 1, '[]')",
+        "INSERT INTO runs VALUES ('r', 's', 't', 'tiny', '{}', 1, 1)",
+        "UPDATE format SET version = 2",
+    ):
         await asyncio.wrap_future(store.write(lambda connection, back=back: connection.execute(text(back)) and None))
     store.close()
     store = PostgresStore(postgres_url)
     columns = text("SELECT column_name FROM information_schema.columns WHERE table_name = 'samplers'")
     found = await asyncio.wrap_future(store.read(lambda connection: connection.execute(columns).scalars().all()))
     assert "kind" in found
+    run = await store.get_run("r")
+    assert run is not None and run.role == "policy"
     store.close()
 
 

@@ -1,21 +1,27 @@
 """Critics against transformers' model with a linear head on its last hidden states, by autograd."""
 
+import json
+import time
 import warnings
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
 import torch
 from peft import PeftModel
 from torch import Tensor
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig, Role
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import Learned, save_adapter
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.programs import PROGRAMS
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForTokenClassification
@@ -152,12 +158,71 @@ def test_without_old_values_nothing_is_clipped(worker: Worker) -> None:
     assert clipped.metrics["clip_fraction:mean"] > 0 and clipped.metrics["loss:sum"] > output.metrics["loss:sum"]
 
 
+def test_values_near_the_old_ones_are_not_clipped_by_an_ulp(worker: Worker) -> None:
+    data = some_values(7)
+    (output,) = run(worker, of_values("critic", data, forward_only=True))
+    near = [
+        replace(datum, loss_fn_inputs=datum.loss_fn_inputs | {"old_values": each["values"] + shift})
+        for datum, each in zip(data, output.loss_fn_outputs, strict=True)
+        for shift in np.linspace(-0.15, 0.15, 9, dtype=np.float32)
+    ]
+    (output,) = run(worker, of_values("critic", near, forward_only=True))
+    assert output.metrics["clip_fraction:mean"] == 0
+    (output,) = run(worker, replace(of_values("critic", near, forward_only=True), loss_fn_config={"clip": 0.05}))
+    assert output.metrics["clip_fraction:mean"] > 0
+
+
+def test_a_critic_s_window_outlives_a_snapshot(worker: Worker, tmp_path: Path) -> None:
+    """What waits for a step, its head's gradients among it."""
+    run(worker, of_values("critic", some_values(8)))
+    waiting = worker._adapters.get("critic").accumulator.clone()
+    assert waiting.any()
+    worker.begin_snapshot(1, "critic", str(tmp_path))
+    deadline = time.monotonic() + 30
+    while not (ended := worker.ended_snapshots()):
+        assert time.monotonic() < deadline
+    assert ended == {1: None}
+    run(worker, of_values("critic", some_values(9)))
+    worker.load_run("critic", str(tmp_path), True)
+    assert torch.equal(worker._adapters.get("critic").accumulator, waiting)
+
+
+def test_a_checkpoint_that_names_no_role_is_a_policy_s(worker: Worker, tmp_path: Path) -> None:
+    worker.save_run("policy", str(tmp_path), True)
+    file = tmp_path / "trainhouse.json"
+    described = json.loads(file.read_text())
+    assert described.pop("role") == "policy"
+    file.write_text(json.dumps(described))
+    worker.load_run("policy", str(tmp_path), True)
+    with pytest.raises(OperationError, match="was saved by a policy, and the model is a critic"):
+        worker.load_run("critic", str(tmp_path), True)
+    file.write_text(json.dumps(described | {"role": "judge"}))
+    with pytest.raises(OperationError, match="was saved by a judge, of which this trainhouse knows nothing"):
+        worker.load_run("policy", str(tmp_path), True)
+
+
+def test_critics_and_references_give_samplers_nothing(worker: Worker) -> None:
+    worker.create_run(RunSpec("reference", LoraConfig(rank=4, seed=0), "reference"))
+    for run_id in ("critic", "reference"):
+        for verb in (worker.export_adapter, partial(worker.copy_adapter, adapter_id="s")):
+            with pytest.raises(OperationError, match=f"a {run_id} draws no tokens"):
+                verb(run_id)
+    worker.copy_adapter("policy", "s")
+
+
+def test_the_names_of_roles_are_those_of_programs() -> None:
+    assert set(get_args(Role)) == PROGRAMS.keys()
+    assert all(loss.scores == program.scores for program in PROGRAMS.values() for loss in program.losses.values())
+
+
 def test_what_a_kind_does_not_take_is_refused_by_name(worker: Worker) -> None:
     data, tokens = some_values(6), some_policy_data(6)
     worker.create_run(RunSpec("reference", LoraConfig(rank=4, seed=0), "reference"))
     wrong = {
-        "one of value_mse": replace(of_values("critic", data), loss_fn="cross_entropy"),
-        "another kind of model": of_values("policy", data),
+        "loss_fn 'cross_entropy' is of another kind of model: one of value_mse": replace(
+            of_values("critic", data), loss_fn="cross_entropy"
+        ),
+        "loss_fn 'value_mse' is of another kind of model: one of cross_entropy": of_values("policy", data),
         "it reads returns and optionally weights, old_values": of_values("critic", tokens),
         "a reference is not trained": ForwardBackwardRequest("reference", 1, tokens, "cross_entropy"),
     }
@@ -165,6 +230,9 @@ def test_what_a_kind_does_not_take_is_refused_by_name(worker: Worker) -> None:
     for answer in answers:
         assert isinstance(answer, Failure), answer
     assert all(reason in answer.message for reason, answer in zip(wrong, answers, strict=True)), answers
+    negative = replace(of_values("critic", data), loss_fn_config={"clip": -1.0})
+    (answer,) = worker.run_pass(Pass((Part(8, negative),)))
+    assert isinstance(answer, Failure) and "clip is -1.0: it is a distance" in answer.message
     broken = [replace(data[0], loss_fn_inputs=data[0].loss_fn_inputs | {"old_values": np.full(9, np.nan, np.float32)})]
     (answer,) = worker.run_pass(Pass((Part(9, of_values("critic", broken)),)))
     assert isinstance(answer, Failure) and "old_values is nan at position 0: it must be finite" in answer.message

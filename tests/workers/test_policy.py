@@ -1,4 +1,4 @@
-"""Passes of the policy program: sums whatever the split, all or nothing, and plain transformers as the reference."""
+"""Passes of policies: sums whatever the split, all or nothing, and plain transformers as the reference."""
 
 import weakref
 from collections.abc import Iterator

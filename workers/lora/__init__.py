@@ -1,4 +1,4 @@
-"""Many LoRA adapters on one frozen base. The output head's pair is applied by `head`."""
+"""Many LoRA adapters on one frozen base. The output head's pair is applied by `heads`."""
 
 from .adapter import Adapter
 from .adapters import Adapters

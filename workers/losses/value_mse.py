@@ -16,11 +16,12 @@ from .loss import Arrays, Config, Loss, LossOutput
 def value_mse(values: Tensor, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
     weights, returns, old = inputs["weights"], inputs["returns"], inputs["old_values"]
     values = torch.where(weights != 0, values, 0.0)
-    error = (values - returns).square()
-    # Without old values there is nothing to stay near to.
-    near = torch.where(torch.isnan(old), values, old + torch.clamp(values - old, -config["clip"], config["clip"]))
+    error, clip = (values - returns).square(), config["clip"]
+    # Without old values, which are NaN then, nothing is far from them.
+    is_far = (values - old).abs() > clip
+    near = torch.where(is_far, old + torch.clamp(values - old, -clip, clip), values)
     clipped_error = (near - returns).square()
-    is_clipped = (clipped_error > error) & (weights != 0)
+    is_clipped = is_far & (clipped_error > error) & (weights != 0)
     return LossOutput(0.5 * weights * torch.maximum(error, clipped_error), {"clip_fraction": is_clipped.float()})
 
 

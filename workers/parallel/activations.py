@@ -1,6 +1,6 @@
 """Activations: what a pass over a micro-batch needs on a rank of a layout.
 
-Mirrors what trunk.py, layer_inputs.py, fused.py, attention.py, experts.py, head.py and lora/linear.py keep for the way
+Mirrors what trunk.py, layer_inputs.py, fused.py, attention.py, experts.py, heads/ and lora/linear.py keep for the way
 back; tests compare it with passes. Imports no torch.
 """
 

@@ -117,15 +117,16 @@ def _has_fixed_rotations(model: Model) -> bool:
 
 
 def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
+    """A pattern may be of more than a model has, but not of nothing that it has and the layout splits."""
     units: set[Unit] = {things.unit for things in _shared_by_tp(shape)}
-    for unit in spec.replicated:
-        if unit not in units:
-            there = ", ".join(PATTERNS[each] for each in sorted(units))
-            raise ValueError(f"{PATTERNS[unit]}=replicate: {shape.name} has no such weights, but {there}")
-        if spec.tp == 1 and (unit != "experts" or spec.ep == 1):
-            raise ValueError(
-                f"{PATTERNS[unit]}=replicate: every rank of {spec.axes} has them whole anyway: leave it out"
-            )
+    replicated: list[Unit] = [unit for unit in spec.replicated if unit in units]
+    if spec.replicated and not replicated:
+        there = ", ".join(sorted(PATTERNS[each] for each in units))
+        raise ValueError(f"{PATTERNS[spec.replicated[0]]}=replicate: {shape.name} has no such weights, but {there}")
+    if replicated and spec.tp == 1 and not ("experts" in replicated and spec.ep > 1):
+        raise ValueError(
+            f"{PATTERNS[replicated[0]]}=replicate: neither tp nor ep of {spec.axes} splits them: leave --shard out"
+        )
 
 
 def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:

@@ -3,6 +3,7 @@
 Imports no torch.
 """
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
@@ -80,16 +81,25 @@ def replicated_units(overrides: Iterable[str]) -> tuple[Unit, ...]:
     styles: dict[Unit, Style] = {}
     for override in overrides:
         pattern, _, style = (word.strip() for word in override.rpartition("="))
-        found = [name for name in PLAN if fnmatchcase(name, pattern) or fnmatchcase(f"model.{name}", pattern)]
+        found = [name for name in PLAN if _names(pattern, name)]
         _check_override(override, pattern, style, found)
         for name in found:
             styles[PLAN[name].unit] = "replicate" if style == "replicate" else PLAN[name].style
     return tuple(unit for unit in PATTERNS if styles.get(unit) == "replicate")
 
 
+def _names(pattern: str, name: str) -> bool:
+    """By the weight, or by its layer; below the trunk, or in the whole model."""
+    layer = name.removesuffix(".weight").removesuffix(".bias")
+    return any(fnmatchcase(each, pattern) for each in (name, layer, f"model.{name}", f"model.{layer}"))
+
+
 def _check_override(override: str, pattern: str, style: str, found: Sequence[str]) -> None:
     if not pattern or not style:
         raise ValueError(f"{override!r} is not PATTERN=STYLE, such as {PATTERNS['self_attn']}=replicate")
+    every = re.sub(r"[0-9]+", "*", pattern)
+    if not found and any(_names(every, name) for name in PLAN):
+        raise ValueError(f"{pattern} is of one layer, and a style is of all: give {every}={style}")
     if not found:
         raise ValueError(
             f"{pattern} names no weights that ranks share out; those are {', '.join(PATTERNS.values())} (trainhouse "
@@ -101,9 +111,11 @@ def _check_override(override: str, pattern: str, style: str, found: Sequence[str
     units: set[Unit] = {PLAN[name].unit for name in found}
     for unit in sorted(units):
         whole = [name for name in PLAN if PLAN[name].unit == unit]
-        if missing := sorted(set(whole) - set(found)):
+        if missing := [name for name in whole if name not in found]:
+            # Rowwise ones have every model.
+            known = max(missing, key=lambda name: PLAN[name].dim)
             raise ValueError(
-                f"{pattern} leaves out {missing[0]}, which is shared out together with {found[0]}: give "
+                f"{pattern} leaves out {known}, which is shared out together with {found[0]}: give "
                 f"{PATTERNS[unit]}=replicate"
             )
 

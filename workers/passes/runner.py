@@ -83,8 +83,8 @@ class PassRunner:
     def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
         """Neighbours in a micro-batch share products where they adapt the same layers, and losses where these agree."""
         lora, operation = self._adapters.get(task.run_id).lora, task.operation
-        layers = operation.loss.scores, lora.train_attn, lora.train_mlp
-        return (*layers, operation.loss_key, lora.rank, task.run_id)
+        alike = operation.loss.scores, lora.train_attn, lora.train_mlp
+        return (*alike, operation.loss_key, lora.rank, task.run_id)
 
     def _begin(self, part: Part) -> Task | Failure:
         if part.request.model_id not in self._adapters:
@@ -229,7 +229,8 @@ class PassRunner:
         if run_id in self._adapters and not part.request.forward_only:
             adapter = self._adapters.get(run_id)
             adapter.abandon_operation()
-            adapter.window.refused = adapter.window.refused or failure.message
+            if adapter.program.trains:
+                adapter.window.refused = adapter.window.refused or failure.message
         return failure
 
     def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int, num_runs: int = 0) -> None:

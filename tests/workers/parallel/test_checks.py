@@ -84,6 +84,11 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         LLAMA,
         "lm_head.* names no weights that ranks share out; those are layers.*.self_attn.*, layers.*.mlp.*_proj.*",
     ),
+    "one layer": (
+        "--parallel tp=2 --shard layers.0.self_attn.*=replicate",
+        LLAMA,
+        "layers.0.self_attn.* is of one layer, and a style is of all: give layers.*.self_attn.*=replicate",
+    ),
     "no style": (
         "--parallel tp=2 --shard layers.*.self_attn.*",
         LLAMA,
@@ -92,7 +97,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
     "replicated without tp": (
         "--parallel fsdp=2 --shard layers.*.self_attn.*=replicate",
         LLAMA,
-        "layers.*.self_attn.*=replicate: every rank of fsdp=2 has them whole anyway: leave it out",
+        "layers.*.self_attn.*=replicate: neither tp nor ep of fsdp=2 splits them: leave --shard out",
     ),
     "replicated experts of none": (
         "--parallel tp=2 --shard layers.*.mlp.experts.*=replicate",

@@ -67,6 +67,7 @@ def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path]
         theirs, ours = Trained(alone), Trained(many)
         assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
         assert distance(ours.values, theirs.values) <= 1e-4
+        assert distance(ours.values, [1.001 * values + 0.001 for values in theirs.values]) > 1e-4
         assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= ours.weights.keys()
         assert largest_error([ours.weights], [theirs.weights]) <= 1e-4
         # What was saved under one goes on under the other.
@@ -75,3 +76,4 @@ def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path]
         (one,), (other,) = (where.run_pass(valued(3, 21, 6)) for where in (alone, many))
         assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
         assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])
+        assert not close([one.metrics["loss:sum"]], [ours.losses[0]])

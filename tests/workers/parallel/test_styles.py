@@ -1,6 +1,12 @@
 """What a user puts otherwise than the table of styles."""
 
+from pathlib import Path
+
 import pytest
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.parallel.checks import check_layout
+from trainhouse.workers.parallel.shape import read_model
+from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.parallel.styles import PLAN, Unit, replicated_units
 
 
@@ -16,6 +22,8 @@ from trainhouse.workers.parallel.styles import PLAN, Unit, replicated_units
         (["* = replicate"], ("self_attn", "mlp", "experts")),
         (["*=replicate", "*experts*=grouped"], ("self_attn", "mlp")),
         (["layers.*.mlp.experts.gate_up_proj=grouped"], ()),
+        (["layers.*.self_attn.[qkvo]*=replicate"], ("self_attn",)),
+        (["layers.*.self_attn.*_proj=replicate"], ("self_attn",)),
         (["layers.*.self_attn.q_proj.weight=colwise", "layers.*.self_attn.o_proj.weight=rowwise"], ()),
     ],
     ids=str,
@@ -24,6 +32,13 @@ def test_the_last_pattern_that_covers_a_part_of_a_layer_says_its_style(
     overrides: list[str], units: tuple[Unit, ...]
 ) -> None:
     assert replicated_units(overrides) == units
+
+
+@pytest.mark.parametrize("pattern", ["layers.*.mlp.*=replicate", "*=replicate"])
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "qwen3_moe_mixed"])
+def test_a_pattern_may_be_of_more_than_a_model_has(kind: str, pattern: str, tiny_models: dict[str, Path]) -> None:
+    shape = read_model(ServedModel("M", str(tiny_models[kind])))
+    check_layout(ParallelSpec(tp=2, replicated=replicated_units([pattern])), shape)
 
 
 @pytest.mark.parametrize("name", PLAN)

@@ -65,8 +65,9 @@ def read_operation(
     """
     share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
-        known = "is of another kind of model" if request.loss_fn in LOSSES | VALUE_LOSSES else "is unknown"
-        raise OperationError(f"loss_fn {request.loss_fn!r} {known}: one of {_listed(losses)}")
+        if request.loss_fn in LOSSES | VALUE_LOSSES:
+            raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: one of {_listed(losses)}")
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
     loss = losses[request.loss_fn]

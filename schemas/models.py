@@ -22,13 +22,24 @@ class LoraConfig(Wire):
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
 
 
+class FullConfig(Wire):
+    """Full fine-tuning: all weights are the model's own. seed: of what a critic's head starts from."""
+
+    training: Literal["full"] = "full"
+    seed: int | None = None
+
+
+TrainingConfig = LoraConfig | FullConfig
+"""What of a model is trained."""
+
+
 class OptimizerConfig(Wire):
     type: str = "adamw"
     version: int | None = None
 
 
 class CreateModelRequest(Wire):
-    """model_role is ours."""
+    """model_role and training are ours. training None: "lora" where there is a lora_config, else "full"."""
 
     session_id: str
     model_seq_id: int
@@ -37,6 +48,7 @@ class CreateModelRequest(Wire):
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     model_role: Role = "policy"
+    training: Literal["lora", "full"] | None = None
     type: Literal["create_model"] = "create_model"
 
 

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ..schemas.errors import Category, OperationError
-from ..schemas.models import LoraConfig
+from ..schemas.models import LoraConfig, TrainingConfig
 from ..schemas.sampling import SamplingParams, TopkLogprobs
 from ..schemas.training import AdamParams, ForwardBackwardRequest
 
@@ -28,10 +28,10 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run to create: its adapter's shape, with the seed already drawn. role: which of the programs it is."""
+    """A run to create: what of it is trained, with the seed already drawn. role: which of the programs it is."""
 
     run_id: str
-    lora: LoraConfig
+    training: TrainingConfig
     role: str = "policy"
 
 

@@ -106,7 +106,7 @@ class Worker:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
         if spec.run_id in self._adapters:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.lora, PROGRAMS[spec.role]))
+        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.training, PROGRAMS[spec.role]))
         return RunInfo(adapter.num_parameters, tuple(target.name for target in adapter.targets))
 
     def drop_run(self, run_id: str) -> None:

@@ -4,7 +4,8 @@ Whatever concerns it as a whole (clipping, AdamW, a snapshot, paging) is one ope
 its `scratch` while an operation runs, and from there to its `accumulator`.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -12,11 +13,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from ..schemas.models import TrainingConfig
 from .lanes import current_lane
 from .layout import Layout
+from .programs import Program
 
 # Where a learner's vectors are. On a CPU the device and the host are the same memory.
 Place = Literal["device", "host", "disk"]
+
+# What makes views of a vector [P].
+Arrange = Callable[[Tensor], Any]
+
+SEED_MASK = (1 << 64) - 1
 
 # What has been learned; the other vectors are gradients.
 LEARNED = ("weights", "exp_avg", "exp_avg_sq")
@@ -47,7 +55,7 @@ class Window:
 class Vector:
     """A vector [P] and views of it, made when they are first asked for. arrange: makes them."""
 
-    def __init__(self, tensor: Tensor, arrange: Callable[[Tensor], Any]) -> None:
+    def __init__(self, tensor: Tensor, arrange: Arrange) -> None:
         self.tensor = tensor
         self._arrange = arrange
 
@@ -56,25 +64,34 @@ class Vector:
         return self._arrange(self.tensor)
 
 
-class Learner:
+class Learner(ABC):
     """weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
     They are to be had only while it is on the device (see Residency), and are other tensors when it comes back: hold
-    the learner, not its tensors. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen.
-    place: where it is.
+    the learner, not its tensors. training, program: what of the model is learned, and which kind of model it is.
+    window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen. place: where it is.
     """
 
-    def __init__(self, layout: Layout, device: torch.device, arrange: Callable[[Tensor], Any]) -> None:
-        """arrange: what views of a vector its kind wants."""
-        self.layout = layout
+    training: TrainingConfig
+
+    def __init__(
+        self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
+    ) -> None:
+        """dtype: of what products are made with. arrange: what views of a vector its kind wants."""
+        self.layout, self.program = layout, program
         self.place: Place = "device"
         self.window = Window()
         self.num_steps = 0
-        self._arrange = arrange
+        self._arrange, self._dtype = arrange, dtype
+        self._cast: _Cast | None = None
         self._vectors = {"weights": self._viewed(torch.zeros(layout.size, device=device))}
         self._operation_open = False
         self._lane_scratch: dict[int, Vector] = {}
         self._earlier_changes = 0
+
+    def is_alike(self, other: "Learner") -> bool:
+        """Whether its weights can be copied into this one's."""
+        return self.training == other.training and self.program is other.program
 
     @property
     def num_parameters(self) -> int:
@@ -89,7 +106,8 @@ class Learner:
     @property
     def num_bytes(self) -> int:
         """Bytes of all vectors in memory, the device's or the host's."""
-        return sum(vector.tensor.nbytes for vector in (*self._vectors.values(), *self._lane_scratch.values()))
+        own = sum(vector.tensor.nbytes for vector in (*self._vectors.values(), *self._lane_scratch.values()))
+        return own + (self._cast.num_bytes if self._cast else 0)
 
     @property
     def weights(self) -> Tensor:
@@ -123,6 +141,31 @@ class Learner:
         if vector is None:
             vector = self._vectors[name] = self._viewed(torch.zeros_like(self._vectors["weights"].tensor))
         return vector
+
+    @abstractmethod
+    def initialize(self) -> None:
+        """The weights of a fresh one, from its seed, of which 64 bits count."""
+
+    def tensor(self, key: Hashable) -> Tensor:
+        """Of one matrix: a float32 view of the weights."""
+        return self.layout.view(self.weights, key)
+
+    def gradient(self, key: Hashable) -> Tensor:
+        """The view that takes that of `tensor` in this thread's lane."""
+        return self.layout.view(self._gradients().tensor, key)
+
+    def weight_views(self) -> Any:
+        """As its kind arranges them, in the dtype of products; made, where they are a copy, on the first call."""
+        if self._dtype == torch.float32:
+            return self._vector("weights").views
+        weights = self.weights
+        if self._cast is None or self._cast.source is not weights:
+            self._cast = _Cast(weights, self._dtype, self._arrange)
+        return self._cast.views()
+
+    def gradient_views(self) -> Any:
+        """As its kind arranges them, float32: those that take the gradients in this thread's lane."""
+        return self._gradients().views
 
     def begin_operation(self, lanes: Sequence[int] = ()) -> None:
         """Scratch is zeros, and is kept until the operation is committed or abandoned.
@@ -201,6 +244,8 @@ class Learner:
         self._vectors = {name: kept.get(id(tensor)) or self._viewed(tensor) for name, tensor in vectors.items()}
         self.place = place
         self._earlier_changes = num_changes - self._changes_here()
+        if self._cast is not None and self._cast.source is not vectors.get("weights"):
+            self._cast = None
 
     def _changes_here(self) -> int:
         return sum(self._vectors[name].tensor._version for name in LEARNED if name in self._vectors)
@@ -211,3 +256,22 @@ class Learner:
 
     def _viewed(self, tensor: Tensor) -> Vector:
         return Vector(tensor, self._arrange)
+
+
+class _Cast:
+    """A vector of weights in another dtype than float32: a copy, kept current."""
+
+    def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Arrange) -> None:
+        self.source = weights
+        self._copy = Vector(weights.to(dtype), arrange)
+        self._version = weights._version
+
+    @property
+    def num_bytes(self) -> int:
+        return self._copy.tensor.nbytes
+
+    def views(self) -> Any:
+        if self._version != self.source._version:
+            self._version = self.source._version
+            self._copy.tensor.copy_(self.source)
+        return self._copy.views

@@ -188,7 +188,7 @@ def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str
 
 def test_an_unknown_adapter_is_named(tiny_models: dict[str, Path]) -> None:
     adapters = Adapted(tiny_models["llama"]).adapters
-    with pytest.raises(KeyError, match="no adapter 'nobody'"):
+    with pytest.raises(KeyError, match="no model 'nobody'"):
         adapters.get("nobody")
     adapters.drop("nobody")
 

@@ -237,7 +237,7 @@ def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]
         adapters.resident(["first", "second"]),
     ):
         pass
-    with pytest.raises(KeyError, match="no adapter 'third'"), adapters.resident(["third"]):
+    with pytest.raises(KeyError, match="no model 'third'"), adapters.resident(["third"]):
         pass
 
 

@@ -1,37 +1,32 @@
 """Adapter: one LoRA adapter, with a view of its vectors for each matrix."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property, partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
 from ..layout import Layout, Matrix
-from ..learner import Learner, Place, Vector
+from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..programs import Program
 from ..programs.policy import POLICY
 from .pair import LoraPair
 from .target import Target
 
-_SEED_MASK = (1 << 64) - 1
-
 
 class Adapter(Learner):
-    """pairs: by target name. program: which says what is learned beside them."""
+    """pairs: by target name."""
 
     def __init__(
         self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str, program: Program = POLICY
     ) -> None:
-        self.lora, self.program = lora, program
+        self.lora = self.training = lora
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
-        super().__init__(layout, base.device, partial(_pairs_of, layout, self.targets))
-        self._dtype = base.dtype
-        self._cast: _Cast | None = None
+        super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
         self._unembed_name = unembed_name
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
@@ -47,72 +42,28 @@ class Adapter(Learner):
     def adapts_experts(self) -> bool:
         return any(target.num_experts is not None for target in self.targets)
 
-    @property
-    def num_bytes(self) -> int:
-        return super().num_bytes + (self._cast.num_bytes if self._cast else 0)
-
-    def tensor(self, key: str) -> Tensor:
-        """Of what is learned beside pairs: a float32 view of the weights."""
-        return self.layout.view(self.weights, key)
-
-    def gradient(self, key: str) -> Tensor:
-        """The view that takes that of `tensor` in this thread's lane."""
-        return self.layout.view(self._gradients().tensor, key)
-
     def matrices(self, name: str) -> tuple[Tensor, Tensor]:
         """A and B^T of the target `name`: float32 views of the weights."""
         return self._vector("weights").views[name]
 
     def all_gradients(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By target: the views that take the gradients of A and B^T in this thread's lane."""
-        return self._gradients().views
+        return self.gradient_views()
 
     def all_factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
         """By target: A and B^T in the base's dtype, for products."""
-        if self._dtype == torch.float32:
-            return self._vector("weights").views
-        weights = self.weights
-        if self._cast is None or self._cast.source is not weights:
-            self._cast = _Cast(weights, self._dtype, self._arrange)
-        return self._cast.factors()
+        return self.weight_views()
 
     def initialize(self) -> None:
-        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers.
-
-        Of a seed, 64 bits count.
-        """
+        """A as PEFT draws it, B zero. Drawn on the CPU in the targets' order, so any device gives the same numbers."""
         self.weights.zero_()
-        generator = torch.Generator().manual_seed((self.lora.seed or 0) & _SEED_MASK)
+        generator = torch.Generator().manual_seed((self.lora.seed or 0) & SEED_MASK)
         for target in self.targets:
             drawn = torch.empty((target.num_experts or 1) * self.lora.rank, target.in_features)
             nn.init.kaiming_uniform_(drawn, a=math.sqrt(5), generator=generator)
             a, _ = self.matrices(target.name)
             a.copy_(target.sides(self.lora.rank)[0].part(drawn))
         self.program.initialize(self, generator)
-
-    def move(self, vectors: Mapping[str, Tensor], place: Place) -> None:
-        super().move(vectors, place)
-        if self._cast is not None and self._cast.source is not vectors.get("weights"):
-            self._cast = None
-
-
-class _Cast:
-    """An adapter's matrices in another dtype than float32: a copy, kept current."""
-
-    def __init__(self, weights: Tensor, dtype: torch.dtype, arrange: Callable[[Tensor], Any]) -> None:
-        self.source = weights
-        self._copy = Vector(weights.to(dtype), arrange)
-        self._version = weights._version
-
-    @property
-    def num_bytes(self) -> int:
-        return self._copy.tensor.nbytes
-
-    def factors(self) -> Mapping[str, tuple[Tensor, Tensor]]:
-        if self._version != self.source._version:
-            self._version = self.source._version
-            self._copy.tensor.copy_(self.source)
-        return self._copy.views
 
 
 def layout_of(targets: Sequence[Target], rank: int, beside: Sequence[Matrix] = ()) -> Layout:

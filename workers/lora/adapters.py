@@ -10,6 +10,7 @@ from torch import nn
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..experts import RoutedExperts
+from ..holder import Holder
 from ..model import BaseModel
 from ..parallel.split import Split
 from ..programs import Program
@@ -26,48 +27,24 @@ ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj
 MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 
 
-class Adapters:
-    """All adapters of one base on this rank, by id. Makes every target of the base's trunk a LoraLinear."""
+class Adapters(Holder[Adapter]):
+    """All adapters of one base on this rank. Makes every target of the base's trunk a LoraLinear."""
 
     def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
         """residency: None = all of them stay on the device."""
+        super().__init__(residency or Residency(base.device))
         self._base = base
         self._max_rank = max_rank
-        self._residency = residency or Residency(base.device)
-        self._adapters: dict[str, Adapter] = {}
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
         base.settle_linears(MergedLoraLinear, self._active.again)
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 
-    def __contains__(self, adapter_id: str) -> bool:
-        return adapter_id in self._adapters
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(tuple(self._adapters))
-
     def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
         """A freshly initialized adapter. Raises as `build`."""
-        assert adapter_id not in self._adapters, f"adapter {adapter_id} exists"
+        assert adapter_id not in self, f"adapter {adapter_id} exists"
         return self.put(adapter_id, self.initialized(lora))
-
-    def get(self, adapter_id: str) -> Adapter:
-        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
-        try:
-            return self._adapters[adapter_id]
-        except KeyError:
-            raise KeyError(f"no adapter {adapter_id!r} on this rank") from None
-
-    @contextmanager
-    def resident(self, adapter_ids: Sequence[str]) -> Iterator[list[Adapter]]:
-        """Inside, these adapters are on the device, at most its `adapter_slots` of them.
-
-        Raises KeyError, and OperationError when one cannot be brought there.
-        """
-        adapters = [self.get(adapter_id) for adapter_id in adapter_ids]
-        with self._residency.held(adapters):
-            yield adapters
 
     def copy(self, source_id: str, target_id: str) -> Adapter:
         """See `copied` and `put`."""
@@ -79,35 +56,6 @@ class Adapters:
             adapter = self.build(source.lora)
             adapter.weights.copy_(source.weights)
         return adapter
-
-    def make_room(self, adapter_id: str, adapter: Adapter) -> None:
-        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`."""
-        if self._is_overwritten(adapter_id, adapter):
-            with self.resident([adapter_id]):
-                return
-        self._residency.make_room()
-
-    def put(self, adapter_id: str, adapter: Adapter) -> Adapter:
-        """The weights alone in place of those of the same id and shape, so that who holds that one sees the new ones;
-        else it replaces what has the id. Answers the one that has it now."""
-        if self._is_overwritten(adapter_id, adapter):
-            with self.resident([adapter_id]) as (target,):
-                target.weights.copy_(adapter.weights)
-            return target
-        self.drop(adapter_id)
-        self._adapters[adapter_id] = adapter
-        self._residency.add(adapter)
-        return adapter
-
-    def drop(self, adapter_id: str) -> None:
-        """Unknown ids are ignored."""
-        adapter = self._adapters.pop(adapter_id, None)
-        if adapter is not None:
-            self._residency.remove(adapter)
-
-    def memory(self) -> dict[str, int]:
-        """Bytes in memory and on disk, and how many there are, by place."""
-        return self._residency.memory()
 
     def initialized(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
         """A fresh one without an id yet. Raises as `build`."""
@@ -157,9 +105,6 @@ class Adapters:
         assert plan.is_current, "an adapter's weights have changed since the plan was made"
         with self._active.in_force(plan):
             yield
-
-    def _is_overwritten(self, adapter_id: str, adapter: Adapter) -> bool:
-        return adapter_id in self._adapters and self._adapters[adapter_id].lora == adapter.lora
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
         wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())

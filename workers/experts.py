@@ -174,7 +174,8 @@ class _SentPairs:
 
 
 class _ExpertMlp(torch.autograd.Function):
-    """Frozen experts and adapters' terms; backward adds to the adapters' scratch.
+    """Experts and adapters' terms; backward adds to the adapters' scratch, and to the `grad` of the experts' weights
+    where they have one.
 
     Kept are the tokens, where adapters want them, and gate and up; rows are gathered again, activations made again.
     """
@@ -193,7 +194,7 @@ class _ExpertMlp(torch.autograd.Function):
         if terms is not None:
             terms.add_down(y, hidden)
         ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
-        ctx.save_for_backward(None if terms is None else x, features)
+        ctx.save_for_backward(x if terms is not None or experts.gate_up_proj.requires_grad else None, features)
         return y
 
     @staticmethod
@@ -203,13 +204,18 @@ class _ExpertMlp(torch.autograd.Function):
         pairs, terms, grad = ctx.pairs, ctx.terms, grads[0].contiguous()
         gate, up = features.chunk(2, dim=-1)
         active = silu(gate)
+        of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
         grad_hidden = pairs.groups.times(grad, ctx.experts.down_proj)
+        if of_down is not None:
+            pairs.groups.add_outer([of_down], grad, active * up)
         if terms is not None:
             terms.down_backward(grad, active * up, grad_hidden)
         grad_active = grad_hidden * up
         torch.mul(active, grad_hidden, out=up)
         torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
         del active, grad_active, grad_hidden
+        if of_gate_up is not None:
+            pairs.groups.add_outer([of_gate_up], features, pairs.gathered(x))
         wants_x = ctx.needs_input_grad[0]
         grad_rows = pairs.groups.times(features, ctx.experts.gate_up_proj) if wants_x else None
         if terms is not None:

@@ -1,6 +1,7 @@
 """What lies between the matrix products of a Llama-shaped layer, in few passes over memory: norms, rotation, gates.
 
-Every function treats each token by itself and has a gradient written by hand; the frozen weights of norms get none.
+Every function treats each token by itself and has a gradient written by hand; weights of norms get theirs in their
+`grad`, where they have one.
 Norms and rotation compute in float32 whatever dtype comes in.
 """
 
@@ -16,7 +17,6 @@ from torch.nn.functional import gelu, silu
 from .kernels import kernels_for
 
 
-@dataclass(frozen=True)
 class RmsNorm:
     """A root mean square norm: Zhang and Sennrich, https://arxiv.org/abs/1910.07467.
 
@@ -24,11 +24,30 @@ class RmsNorm:
     """
 
     weight: Tensor
-    eps: Tensor
+
+    def __init__(self, parameter: Tensor, eps: Tensor, adds_one: bool = False, own: slice | None = None) -> None:
+        """adds_one: whether the weight is 1 more than the parameter. own: which features of it; None = all."""
+        self.parameter, self.eps = parameter, eps
+        self._adds_one, self._own = adds_one, own
+        self.refresh()
 
     @cached_property
     def eps_number(self) -> float:
         return self.eps.item()
+
+    def refresh(self) -> None:
+        """After the parameter has become another."""
+        weight = self._own_of(self.parameter.detach())
+        self.weight = weight.float() + 1 if self._adds_one else weight
+
+    def add_gradient(self, grad: Tensor, x: Tensor, inverse: Tensor) -> None:
+        """grad: of the norm's output, both [..., size]. Nothing, where the parameter takes none."""
+        if self.parameter.grad is not None:
+            along = (grad * x).mul_(inverse).flatten(0, -2).sum(0)
+            self._own_of(self.parameter.grad).add_(along)
+
+    def _own_of(self, whole: Tensor) -> Tensor:
+        return whole if self._own is None else whole[self._own]
 
 
 @dataclass(frozen=True)
@@ -126,14 +145,16 @@ class _RmsNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, norm: RmsNorm) -> Tensor:
         inverse = _inverse_rms(x, norm.eps)
-        ctx.save_for_backward(x, inverse, norm.weight)
+        ctx.norm = norm
+        ctx.save_for_backward(x, inverse)
         return _normalized(x, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        x, inverse, weight = ctx.saved_tensors
-        (grad,) = grads
-        return _norm_gradient(grad.float() * weight, x, inverse).to(grad.dtype), None
+        x, inverse = ctx.saved_tensors
+        wide = grads[0].float()
+        ctx.norm.add_gradient(wide, x, inverse)
+        return _norm_gradient(wide * ctx.norm.weight, x, inverse).to(grads[0].dtype), None
 
 
 class _AddRmsNorm(torch.autograd.Function):
@@ -141,15 +162,18 @@ class _AddRmsNorm(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, update: Tensor, norm: RmsNorm) -> tuple[Tensor, Tensor]:
         total = x + update
         inverse = _inverse_rms(total, norm.eps)
-        ctx.save_for_backward(total, inverse, norm.weight)
+        ctx.norm = norm
+        ctx.save_for_backward(total, inverse)
         ctx.set_materialize_grads(False)
         return total, _normalized(total, inverse, norm).to(x.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
-        total, inverse, weight = ctx.saved_tensors
+        total, inverse = ctx.saved_tensors
         grad_total, grad = grads
-        gradient = _norm_gradient(grad.float() * weight, total, inverse)
+        wide = grad.float()
+        ctx.norm.add_gradient(wide, total, inverse)
+        gradient = _norm_gradient(wide * ctx.norm.weight, total, inverse)
         if grad_total is not None:
             gradient.add_(grad_total)
         gradient = gradient.to(grad.dtype)
@@ -170,6 +194,7 @@ class _RotateHeads(torch.autograd.Function):
         (grad,) = grads
         gradient = ctx.rotation.apply(grad.float(), sign=-1.0)
         if ctx.norm is not None:
+            ctx.norm.add_gradient(gradient, x, inverse)
             gradient = _norm_gradient(gradient.mul_(ctx.norm.weight), x, inverse)
         return gradient.to(grad.dtype), None, None
 

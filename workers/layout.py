@@ -88,16 +88,13 @@ class Layout:
         self.matrices = tuple(matrices)
         self.size = 0
         self.regions: dict[tuple[str, ...], slice] = {}
-        self.repeated = slice(0, 0)
+        self.repeated: list[slice] = []
         self._starts: dict[Hashable, int] = {}
         self._shapes = {matrix.key: matrix.shape for matrix in self.matrices}
-        # What is repeated has no axes, and so lies at the beginning.
-        ordered = sorted(self.matrices, key=_is_not_repeated)
-        for axes in sorted({matrix.axes for matrix in ordered}):
+        for axes in sorted({matrix.axes for matrix in self.matrices}):
             first = self.size
-            for matrix in ordered:
-                if matrix.axes == axes:
-                    self._place(matrix)
+            self.repeated.append(self._placed(axes, is_repeated=True))
+            self._placed(axes, is_repeated=False)
             self.regions[axes] = slice(first, self.size)
 
     def view(self, vector: Tensor, key: Hashable, first: int = 0) -> Tensor:
@@ -140,15 +137,23 @@ class Layout:
                     self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
         return result
 
-    def _place(self, matrix: Matrix) -> None:
-        self._starts[matrix.key] = self.size
-        self.size += _aligned(prod(matrix.shape))
-        if matrix.is_repeated:
-            self.repeated = slice(0, self.size)
+    def whole_matrices(self, vector: Tensor, mesh: Mesh) -> Iterator[tuple[Matrix, Tensor]]:
+        """As `whole_vector`, one matrix after the other: each with what `whole` calls it. One that ranks have no parts
+        of is a view of the vector."""
+        for matrix, whole in zip(self.matrices, self.whole.matrices, strict=True):
+            own = self.view(vector, matrix.key)
+            if matrix.axes:
+                own = matrix.joined(mesh.along(*matrix.axes).joined(own[None]).unbind())
+            yield whole, own
 
-
-def _is_not_repeated(matrix: Matrix) -> bool:
-    return not matrix.is_repeated
+    def _placed(self, axes: tuple[str, ...], is_repeated: bool) -> slice:
+        """Where all such lie from now on, behind the others."""
+        first = self.size
+        for matrix in self.matrices:
+            if matrix.axes == axes and matrix.is_repeated == is_repeated:
+                self._starts[matrix.key] = self.size
+                self.size += _aligned(prod(matrix.shape))
+        return slice(first, self.size)
 
 
 def _aligned(size: int) -> int:

@@ -74,6 +74,9 @@ class Learner(ABC):
 
     training: TrainingConfig
 
+    # What neighbours in a micro-batch had better agree in: which layers it adapts, and by which rank.
+    likeness: tuple[tuple[bool, ...], int] = (), 0
+
     def __init__(
         self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
     ) -> None:

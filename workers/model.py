@@ -1,7 +1,7 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from .memory import available_bytes
 from .parallel.checks import keeps_all
 from .parallel.families import LOGIT_SCALES
 from .parallel.fsdp import Buffers, ShardedLayer, ShardedLayers
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, Team
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
 from .parallel.sequence_split import SequenceSplit
@@ -62,14 +62,15 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
-    sequence_split: of the ranks along sp. spec: the ranks that have it together.
-    unembedding: [vocab, hidden], possibly tied to the embedding.
+    source: where it was loaded from. spec: the ranks that have it together. sequence_split: of those along sp.
+    shards_activations: whether those along tp share out what lies between linear layers, in training.
+    unembedding: [vocab, hidden], possibly tied to the embedding. head_name, embedding_name: of these parameters.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
         """mesh: the ranks that have it together, None = one."""
         mesh = self._mesh = mesh or Mesh()
-        self.spec = mesh.spec
+        self.spec, self.source = mesh.spec, config.model.source
         placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
@@ -77,11 +78,12 @@ class BaseModel:
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         self.model = _load(config.model.source, self.dtype, self.device, placed)
         self.splits = placed.splits
-        self._sharded = placed.sharded
+        self._sharded, self._left = placed.sharded, placed.left
         self.config: PreTrainedConfig = self.model.config
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
+        self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
         setting = LOGIT_SCALES.get(self.config.model_type)
         # Hidden states carry it, and so do the logits, those of adapters of the head among them.
         self._logit_scale = 1.0 if setting is None else float(getattr(self.config, setting))
@@ -105,6 +107,9 @@ class BaseModel:
             # The rows of one that is tied are read one by one, too.
             head.weight.data = laid_out(head.weight.data)
         self.unembedding: Tensor = head.weight
+        names = {id(parameter): name for name, parameter in self.model.named_parameters()}
+        self.head_name = names[id(head.weight)]
+        self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
 
     def is_repeated(self, name: str) -> bool:
         """Whether several ranks put the same tokens through the weights of this name, which all of them have whole."""
@@ -148,6 +153,43 @@ class BaseModel:
     def is_sharded(self) -> bool:
         """Whether layers are gathered for use."""
         return bool(self._sharded)
+
+    @property
+    def keeping_team(self) -> Team:
+        """Those that share out what `is_kept_in_parts`."""
+        return self._mesh.keeping_team
+
+    def is_kept_in_parts(self, name: str) -> bool:
+        """Whether of this parameter each rank keeps some rows, and gathers the others for use."""
+        return name in self._sharded
+
+    def own_parameters(self) -> dict[str, Tensor]:
+        """This rank's parts of all parameters, by name and in the order of names, the same on all ranks: biases that
+        another rank adds are among them."""
+        own = {name: parameter.data for name, parameter in self.model.named_parameters()} | self._left
+        return dict(sorted(own.items()))
+
+    @contextmanager
+    def with_weights(
+        self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor] | None = None
+    ) -> Iterator[None]:
+        """Inside, parameters of these names are these tensors, of this rank's parts. gradients: float32, to which those
+        of backward passes are added."""
+        parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
+        before = {name: parameter.data for name, parameter in parameters.items()}
+        embedding: Any = self.model.get_input_embeddings()
+        for name, parameter in parameters.items():
+            parameter.data = weights[name]
+            if gradients is not None:
+                _take_gradient(parameter, None if name in self._sharded else gradients[name])
+        embedding.sparse = gradients is not None  # what autograd makes of it is not of the size of the vocabulary
+        try:
+            with self._fused.with_other_weights() if self._fused is not None else nullcontext():
+                yield
+        finally:
+            embedding.sparse = False
+            for name, parameter in parameters.items():
+                parameter.data, parameter.grad, parameter.requires_grad = before[name], None, False
 
     def settle_linears(self, merge: Merge, again: Callable[[], Again]) -> None:
         """With the layers as they are from now on. merge: a way to run several linear layers of one input as one.
@@ -220,6 +262,13 @@ class BaseModel:
         )
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+
+
+def _take_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:
+    """gradient: None of a parameter that is gathered later, with its gradient."""
+    parameter.requires_grad = True
+    parameter.grad_dtype = torch.float32
+    parameter.grad = gradient
 
 
 def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSplit:

@@ -81,7 +81,8 @@ def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
         return
     if mesh.along("tp").index > 0:
         for adapter in adapters:
-            adapter.accumulator[adapter.layout.repeated].zero_()
+            for repeated in adapter.layout.repeated:
+                adapter.accumulator[repeated].zero_()
     for axes in _axes(adapters):
         regions = [_region(adapter, axes) for adapter in adapters]
         whole = mesh.beside(*axes).sum(torch.cat(regions))

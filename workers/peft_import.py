@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .checkpoint import Learned, save_adapter
+from .checkpoint import Learned, save
+from .checkpoint.learned import Flat
 from .lora import Adapter, Adapters
 from .lora.adapter import layout_of, pair_of
 from .lora.target import Target
@@ -37,8 +38,8 @@ def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: P
     found = _by_expert(_read(source), every, lora.rank)
     wanted = adapters.selecting(lora, _adapted(found, every, lora.rank))
     adapter = adapters.build(wanted)
-    learned = Learned(adapter, {"weights": _filled(adapter, found)}, 0)
-    save_adapter(learned, target, optimizer=False, base_name=base_name)
+    learned = Learned(adapter, {"weights": Flat(adapter.layout.whole, _filled(adapter, found))}, 0)
+    save(learned, target, optimizer=False, base_name=base_name)
     return wanted
 
 

@@ -46,6 +46,16 @@ def laid_out(weight: Tensor) -> Tensor:
     return weight.t().contiguous().t()
 
 
+def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """left^T right, of [rows, p] and [rows, q], to total float32 [p, q]."""
+    if left.dtype == torch.float32:
+        total.addmm_(left.t(), right)
+    elif left.is_cuda:
+        torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)
+    else:
+        total.addmm_(left.t().float(), right.float())
+
+
 def torch_linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, addend: Tensor | None = None) -> Tensor:
     """The product is summed where the addend lies, which costs no pass over the result of its own."""
     if addend is None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..schemas.errors import OperationError
-from .checkpoint import Learned, save_adapter
+from .checkpoint import Learned, save
 from .memory import is_out_of_memory
 from .verbs import Failure
 
@@ -27,7 +27,11 @@ class SnapshotWriter:
         self._writing: dict[int, Future[None]] = {}
 
     def begin(self, snapshot_id: int, learned: Learned, directory: Path) -> None:
-        """The adapter may go on at once. What goes wrong from here on is told by `ended`."""
+        """The model may go on at once. What goes wrong from here on is told by `ended`. What only other ranks write has
+        ended here."""
+        if not learned.is_written_here:
+            self._writing[snapshot_id] = _done()
+            return
         copy, event = learned.mapped(_copy), None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
@@ -52,7 +56,7 @@ class SnapshotWriter:
                 torch.cuda.current_stream(self._device).wait_event(copied)
                 learned = learned.mapped(Tensor.cpu)
         try:
-            save_adapter(learned, directory, optimizer=True, base_name=self._base_name)
+            save(learned, directory, optimizer=True, base_name=self._base_name)
         except Exception:
             if directory.exists():
                 raise
@@ -73,6 +77,12 @@ def _copy(vector: Tensor) -> Tensor:
         if vector.device.type == "cpu" or not is_out_of_memory(error):
             raise
         return vector.cpu()
+
+
+def _done() -> "Future[None]":
+    done: Future[None] = Future()
+    done.set_result(None)
+    return done
 
 
 def _outcome(writing: "Future[None]") -> Failure | None:

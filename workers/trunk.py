@@ -2,8 +2,8 @@
 over memory and less Python. What is not recognised to the last module runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from typing import Any
 
@@ -51,6 +51,20 @@ class FusedTrunk:
         """From now on layers are gathered for use."""
         self._sharded = layers
 
+    @contextmanager
+    def with_other_weights(self) -> Iterator[None]:
+        """Inside, the modules' parameters are others than those of which it was made."""
+        self._refresh(is_made_of_these=False)
+        try:
+            yield
+        finally:
+            self._refresh(is_made_of_these=True)
+
+    def _refresh(self, is_made_of_these: bool) -> None:
+        self._norm.refresh()
+        for layer in self._layers:
+            layer.refresh(is_made_of_these)
+
     def checkpoint(self, layer_inputs: Callable[[], LayerInputs]) -> None:
         """From now on passes keep the inputs of layers alone. layer_inputs: for a pass that begins now."""
         self._layer_inputs = layer_inputs
@@ -84,7 +98,7 @@ class FusedTrunk:
         returns the hidden states of these alone. are_alike: whether expert-parallel ranks all run the same tokens.
         """
         stream = Stream(self._team, own is not None, are_alike)
-        hidden, update = self._embedding(tokens if own is None else tokens[own]), None
+        hidden, update = self._embedded(tokens, own), None
         inputs = self._layer_inputs() if torch.is_grad_enabled() else None
         if torch.is_grad_enabled() and (self._is_coupled or inputs is not None):
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
@@ -97,6 +111,13 @@ class FusedTrunk:
             after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
             hidden, update = self._sharded.leave(number, *after)
         return _add_norm(hidden, update, self._norm)[1]
+
+    def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:
+        """Where all tensor-parallel ranks have all tokens, the first of them alone has the gradient."""
+        if own is None and self._team.index > 0:
+            with torch.no_grad():
+                return self._embedding(tokens)
+        return self._embedding(tokens if own is None else tokens[own])
 
 
 class _Layer:
@@ -124,6 +145,7 @@ class _Layer:
         config, tp = attention.config, mesh.spec.tp_of("self_attn")
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp
         self._qkv_features = [number * self._head_dim for number in (heads[0], heads[1], heads[1])]
+        self._may_merge = True
         self._merged_qkv: Any = None
         self._merged_gate_up: Any = None
         self._merged_norm: RmsNorm | None = None
@@ -137,6 +159,15 @@ class _Layer:
             self._joint_norms = JointNorms(query, key, team)
         else:
             self._query_norm, self._key_norm = query, key
+
+    def refresh(self, is_made_of_these: bool) -> None:
+        """is_made_of_these: whether merged weights are still those of the parameters."""
+        self._may_merge = is_made_of_these
+        for norm in (*self._norms.values(), self._query_norm, self._key_norm):
+            if norm is not None:
+                norm.refresh()
+        for norm in self._joint_norms.parts if self._joint_norms is not None else ():
+            norm.refresh()
 
     def merge(self, merge: Merge) -> None:
         attention, mlp = self._attention, self._mlp
@@ -219,7 +250,7 @@ class _Layer:
 
     def _merges(self, merged: Any, x: Tensor) -> bool:
         """Whether one product of a merged weight is better for x than several of its parts."""
-        if merged is None or torch.is_grad_enabled():
+        if merged is None or not self._may_merge or torch.is_grad_enabled():
             return False
         return not x.is_cpu or x.shape[0] <= _MOST_MERGED_TOKENS
 
@@ -308,8 +339,7 @@ def _rotary_tables(rotary: Any, family: Family) -> dict[str, RotaryTable]:
 
 def _rms_norm(module: Any, family: Family) -> RmsNorm:
     eps = module.eps if hasattr(module, "eps") else module.variance_epsilon
-    weight = module.weight.float() + 1 if family.adds_one else module.weight
-    return RmsNorm(weight, torch.tensor(eps, device=module.weight.device))
+    return RmsNorm(module.weight, torch.tensor(eps, device=module.weight.device), family.adds_one)
 
 
 def _add_norm(hidden: Tensor, update: Tensor | None, norm: RmsNorm | None) -> tuple[Tensor, Tensor]:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 
 from ..schemas.errors import Category, OperationError
-from ..schemas.models import LoraConfig, TrainingConfig
+from ..schemas.models import TrainingConfig
 from ..schemas.sampling import SamplingParams, TopkLogprobs
 from ..schemas.training import AdamParams, ForwardBackwardRequest
 
@@ -43,9 +43,9 @@ class RunInfo:
 
 @dataclass(frozen=True, eq=False)
 class AdapterWeights:
-    """An adapter on its way to other workers of the same base model. weights: float32 [P], in that model's order."""
+    """A model on its way to other workers of the same base model. weights: float32 [P], in the order of its layout."""
 
-    lora: LoraConfig
+    training: TrainingConfig
     weights: np.ndarray
 
 

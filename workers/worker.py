@@ -16,13 +16,16 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .checkpoint import Learned, read_new_adapter, read_saved, save_adapter
+from .checkpoint import Learned, read_new, read_saved, save
 from .config import WorkerConfig
+from .full import FullModels
 from .landmark import Landmark
+from .learner import Learner
 from .lora import Adapter, Adapters
 from .memory import memory_for, tune_allocator
 from .model import BaseModel, resolve_device
 from .model_cache import with_model_here
+from .models import Models
 from .operation import ModelLimits
 from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
@@ -72,9 +75,10 @@ class Worker:
     def start_over(self) -> None:
         """As if the model had just been loaded: nothing of what came since is here, nor written any more."""
         self._sampler.forget_all()
-        for adapter_id in self._adapters:
-            self.drop_run(adapter_id)
+        for model_id in self._models:
+            self.drop_run(model_id)
         self._snapshots.wait()
+        self._ended_on.clear()
 
     def look_for(self, landmark: Landmark) -> str | None:
         """Why this rank does not share the directory; None: it does."""
@@ -85,10 +89,13 @@ class Worker:
         self._mesh = mesh
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
-        self._adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
-        self._passes = PassRunner(self._base, self._adapters, self._limits, config, mesh)
+        adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
+        self._models = Models(self._base, adapters, FullModels(self._base, config.max_full_models))
+        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
-        self._sampler = SAMPLERS["native"](self._base, self._adapters, self._limits, config, mesh)
+        # Of ranks that have ended a snapshot, what they say of it.
+        self._ended_on: dict[int, list[Failure | None]] = {}
+        self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -104,15 +111,16 @@ class Worker:
 
     def create_run(self, spec: RunSpec) -> RunInfo:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
-        if spec.run_id in self._adapters:
+        if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        adapter = self._put(spec.run_id, partial(self._adapters.initialized, spec.training, PROGRAMS[spec.role]))
-        return RunInfo(adapter.num_parameters, tuple(target.name for target in adapter.targets))
+        model = self._put(spec.run_id, partial(self._models.initialized, spec.training, PROGRAMS[spec.role]))
+        targets = model.targets if isinstance(model, Adapter) else ()
+        return RunInfo(model.num_parameters, tuple(target.name for target in targets))
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
         self._passes.forget(run_id)
-        self._adapters.drop(run_id)
+        self._models.drop(run_id)
 
     def run_pass(self, work: Pass) -> tuple[Answer, ...]:
         return self._passes.run_pass(work.parts)
@@ -126,63 +134,67 @@ class Worker:
 
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
-        with self._resident(run_id) as adapter:
-            adapter.clear_window()
+        with self._resident(run_id) as model:
+            model.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
-        with self._resident(run_id) as adapter:
-            learned = Learned.by(adapter, self._mesh)
-            self._by_first(partial(save_adapter, learned, Path(directory), optimizer=optimizer, base_name=self._name))
+        with self._resident(run_id) as model:
+            learned = Learned.by(model, self._mesh)
+            self._on_all(partial(save, learned, Path(directory), optimizer=optimizer, base_name=self._name))
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
         """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
-        with self._resident(run_id) as adapter:
-            self._bring_gradients_to_first(adapter)
-            learned = Learned.with_window(adapter, self._mesh)
-            self._by_first(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
+        with self._resident(run_id) as model:
+            self._bring_gradients_to_first(model)
+            learned = Learned.with_window(model, self._mesh)
+            self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
-        """Those that have ended since it was last asked: None where the files are written."""
-        return self._snapshots.ended()
+        """Those that have ended on all ranks since it was last asked: None where the files are written."""
+        for of_rank in self._mesh.exchange(self._snapshots.ended()):
+            for snapshot_id, failure in of_rank.items():
+                self._ended_on.setdefault(snapshot_id, []).append(failure)
+        ended = [one for one, of_ranks in self._ended_on.items() if len(of_ranks) == self._mesh.spec.num_ranks]
+        return {one: next((each for each in self._ended_on.pop(one) if each is not None), None) for one in ended}
 
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
         checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
         self._check_run(run_id)
-        if not (program := self._adapters.get(run_id).program).trains:
-            self._put(run_id, partial(read_new_adapter, self._adapters, Path(directory), program))
+        if not (program := self._models.get(run_id).program).trains:
+            self._put(run_id, partial(read_new, self._models, Path(directory), program))
             self._passes.forget(run_id)
             return
-        with self._resident(run_id) as adapter:
-            saved = self._on_all(partial(read_saved, adapter, Path(directory), optimizer=optimizer))
-            saved.put_into(adapter)
-            leave_to_first(adapter, self._mesh)
+        with self._resident(run_id) as model:
+            saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
+            saved.put_into(model)
+            leave_to_first(model, self._mesh)
             self._passes.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten."""
         self._check_samples(run_id)
-        self._put(adapter_id, partial(self._adapters.copied, run_id))
+        self._put(adapter_id, partial(self._models.copied, run_id))
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only."""
-        self._put(adapter_id, partial(read_new_adapter, self._adapters, Path(directory)))
+        self._put(adapter_id, partial(read_new, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
-        self._adapters.drop(adapter_id)
+        self._models.drop(adapter_id)
 
     def export_adapter(self, run_id: str) -> AdapterWeights:
         """The run's weights of now, for other workers of this base model."""
         self._check_samples(run_id)
-        with self._resident(run_id) as adapter:
-            return AdapterWeights(adapter.lora, self._whole_weights(adapter))
+        with self._resident(run_id) as model:
+            return AdapterWeights(model.training, self._whole_weights(model))
 
     def read_adapter(self, directory: str) -> AdapterWeights:
         """A saved checkpoint's weights, which this worker does not keep."""
-        adapter = self._made(partial(read_new_adapter, self._adapters, Path(directory)))
-        return AdapterWeights(adapter.lora, self._whole_weights(adapter))
+        model = self._made(partial(read_new, self._models, Path(directory)))
+        return AdapterWeights(model.training, self._whole_weights(model))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
@@ -193,7 +205,7 @@ class Worker:
         wanted: list[LoraConfig] = []
 
         def write() -> None:
-            wanted.append(import_adapter(self._adapters, lora, Path(source), Path(directory), self._name))
+            wanted.append(import_adapter(self._models.adapters, lora, Path(source), Path(directory), self._name))
 
         self._by_first(write)
         return wanted[0] if wanted else lora
@@ -212,32 +224,32 @@ class Worker:
             "kv_cache": self._sampler.cache_bytes(),
             "kv_cache_held": self._sampler.held_bytes(),
         }
-        return own | self._adapters.memory()
+        return own | self._models.memory()
 
     def num_exchanges(self) -> dict[str, int]:
         """Of tensors with other ranks since the start, by kind."""
         return dict(self._mesh.sent)
 
     def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
-        known = [step for step in steps if step.run_id in self._adapters]
+        known = [step for step in steps if step.run_id in self._models]
         answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))
         return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
 
     def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
-        """But for those whose adapter does not come back to the device."""
+        """But for those whose model does not come back to the device."""
         with ExitStack() as held:
             failures = self._mesh.found([self._bring(step, held) for step in steps])
             for step, failure in zip(steps, failures, strict=True):
                 if failure is not None:
-                    refuse_window(self._adapters.get(step.run_id), step)
+                    refuse_window(self._models.get(step.run_id), step)
             coming = [step for step, failure in zip(steps, failures, strict=True) if failure is None]
-            adapters = [self._adapters.get(step.run_id) for step in coming]
-            applied = iter(apply_steps(adapters, coming, self._mesh))
+            models = [self._models.get(step.run_id) for step in coming]
+            applied = iter(apply_steps(models, coming, self._mesh))
             return [failure or next(applied) for failure in failures]
 
     def _bring(self, step: Step, held: ExitStack) -> Failure | None:
         try:
-            held.enter_context(self._adapters.resident([step.run_id]))
+            held.enter_context(self._models.resident([step.run_id]))
         except OperationError as error:
             return Failure(error.message, error.category)
 
@@ -261,51 +273,51 @@ class Worker:
             raise OperationError(failure.message, failure.category)
         return done[0]
 
-    def _put(self, adapter_id: str, make: Callable[[], Adapter]) -> Adapter:
-        """See Adapters.put. Where one rank cannot make it, all have what they had before."""
+    def _put(self, model_id: str, make: Callable[[], Learner]) -> Learner:
+        """See Models.put. Where one rank cannot make it, all have what they had before."""
 
-        def make_with_room() -> Adapter:
-            adapter = make()
-            self._adapters.make_room(adapter_id, adapter)
-            return adapter
+        def make_with_room() -> Learner:
+            model = make()
+            self._models.make_room(model_id, model)
+            return model
 
-        return self._adapters.put(adapter_id, self._made(make_with_room))
+        return self._models.put(model_id, self._made(make_with_room))
 
-    def _made(self, make: Callable[[], Adapter]) -> Adapter:
+    def _made(self, make: Callable[[], Learner]) -> Learner:
         """On all ranks, or on none."""
         remedy = "try again when other runs have ended, or with a lower rank"
-        return self._on_all(memory_for("an adapter", remedy)(make))
+        return self._on_all(memory_for("what the model learns", remedy)(make))
 
-    def _imported(self, exported: AdapterWeights) -> Adapter:
-        adapter = self._adapters.build(exported.lora)
-        whole = adapter.layout.whole.named_views(torch.from_numpy(exported.weights))
-        adapter.layout.copy_parts(adapter.weights, whole)
-        return adapter
+    def _imported(self, exported: AdapterWeights) -> Learner:
+        model = self._models.build(exported.training)
+        whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
+        model.layout.copy_parts(model.weights, whole)
+        return model
 
-    def _bring_gradients_to_first(self, adapter: Adapter) -> None:
+    def _bring_gradients_to_first(self, model: Learner) -> None:
         """Those since the last step. Their sum over the ranks stays what it is."""
-        if adapter.window.num_operations:
-            add_up([adapter], self._mesh)
-            leave_to_first(adapter, self._mesh)
+        if model.window.num_operations:
+            add_up([model], self._mesh)
+            leave_to_first(model, self._mesh)
 
-    def _whole_weights(self, adapter: Adapter) -> np.ndarray:
-        return adapter.layout.whole_vector(adapter.weights, self._mesh).cpu().numpy()
+    def _whole_weights(self, model: Learner) -> np.ndarray:
+        return model.layout.whole_vector(model.weights, self._mesh).cpu().numpy()
 
     @contextmanager
-    def _resident(self, run_id: str) -> Iterator[Adapter]:
+    def _resident(self, run_id: str) -> Iterator[Learner]:
         self._check_run(run_id)
         with ExitStack() as held:
-            (adapter,) = self._on_all(lambda: held.enter_context(self._adapters.resident([run_id])))
-            yield adapter
+            (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id])))
+            yield model
 
     def _check_samples(self, run_id: str) -> None:
         self._check_run(run_id)
-        program = self._adapters.get(run_id).program
+        program = self._models.get(run_id).program
         if not program.samples:
             raise OperationError(f"a {program.role} draws no tokens: sample from a policy")
 
     def _check_run(self, run_id: str) -> None:
-        if run_id not in self._adapters:
+        if run_id not in self._models:
             raise OperationError(_unknown(run_id), "server")
 
 

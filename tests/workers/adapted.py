@@ -13,10 +13,11 @@ from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.attention import Packing, pack_lengths
-from trainhouse.workers.checkpoint import Learned, save_adapter
+from trainhouse.workers.checkpoint import Learned, save
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.model import BaseModel
+from trainhouse.workers.models import Models
 from trainhouse.workers.parallel.mesh import Mesh
 from transformers import AutoModelForCausalLM
 
@@ -32,6 +33,7 @@ class Adapted:
         self.directory = directory
         self.base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory)), device="cpu", dtype=dtype))
         self.adapters = Adapters(self.base, max_rank)
+        self.models = Models(self.base, self.adapters)
 
     def create(self, adapter_id: str, **lora: object) -> Adapter:
         """With random weights, B included."""
@@ -93,7 +95,7 @@ def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
     """By a file: experts are parameters of the model, whose pairs peft lays out in a way of its own."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         quieten_peft()
-        save_adapter(Learned.by(adapter, Mesh()), Path(directory), optimizer=False, base_name="tiny")
+        save(Learned.by(adapter, Mesh()), Path(directory), optimizer=False, base_name="tiny")
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
 
 

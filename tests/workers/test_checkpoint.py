@@ -11,7 +11,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.checkpoint import Learned, read_new_adapter, read_saved, save_adapter
+from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.optim import apply_steps
 from trainhouse.workers.parallel.mesh import Mesh
@@ -41,7 +41,7 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
 
 def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
     directory.mkdir()
-    save_adapter(Learned.by(adapter, Mesh()), directory, optimizer=optimizer, base_name="tiny/model")
+    save(Learned.by(adapter, Mesh()), directory, optimizer=optimizer, base_name="tiny/model")
     return directory
 
 
@@ -124,7 +124,7 @@ def test_a_checkpoint_becomes_a_sampler_adapter_of_weights_alone(tiny_models: di
     adapted = Adapted(tiny_models["qwen2"])
     adapter = trained(adapted, rank=3)
     directory = saved(adapter, tmp_path / "checkpoint")
-    sampler = read_new_adapter(adapted.adapters, directory)
+    sampler = read_new(adapted.models, directory)
     assert torch.equal(sampler.weights, adapter.weights)
     assert sampler.num_bytes == sampler.weights.nbytes
 
@@ -202,7 +202,7 @@ def test_a_checkpoint_of_another_base_is_refused(tiny_models: dict[str, Path], t
     directory = saved(Adapted(tiny_models["llama"]).create("run"), tmp_path / "checkpoint")
     wider = Adapted(tiny_model("llama", tmp_path / "wider", hidden_size=128))
     with pytest.raises(OperationError, match="the checkpoint is of another base model"):
-        read_new_adapter(wider.adapters, directory)
+        read_new(wider.adapters, directory)
 
 
 def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], tmp_path: Path) -> None:
@@ -212,5 +212,5 @@ def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], t
         (disk / "second").mkdir()
         with filled(disk):
             with pytest.raises(OperationError, match=r"the server's disk is full.*try again when there") as failed:
-                save_adapter(Learned.by(adapter, Mesh()), disk / "second", optimizer=True, base_name="tiny/model")
+                save(Learned.by(adapter, Mesh()), disk / "second", optimizer=True, base_name="tiny/model")
             assert failed.value.category == "server"

@@ -17,7 +17,7 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig, Role
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.checkpoint import Learned, save_adapter
+from trainhouse.workers.checkpoint import Learned, save
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
@@ -42,7 +42,7 @@ def worker(directory: Path) -> Worker:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1))
     for number, (run_id, role) in enumerate((("critic", "critic"), ("other", "critic"), ("policy", "policy"))):
         worker.create_run(RunSpec(run_id, LoraConfig(rank=4, seed=number), role))
-        adapter = worker._adapters.get(run_id)
+        adapter = worker._models.get(run_id)
         adapter.weights.add_(0.05 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(number)))
     return worker
 
@@ -80,7 +80,7 @@ def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwa
 
 def in_transformers(directory: Path, adapter: Adapter, scratch: Path) -> PeftModel:
     """As PEFT reads what the critic is saved as."""
-    save_adapter(Learned.by(adapter, Mesh()), scratch, optimizer=False, base_name="tiny")
+    save(Learned.by(adapter, Mesh()), scratch, optimizer=False, base_name="tiny")
     with warnings.catch_warnings():
         quieten_peft()
         base = AutoModelForTokenClassification.from_pretrained(directory, num_labels=1)
@@ -100,7 +100,7 @@ def close(found: np.ndarray | Tensor, expected: Tensor) -> bool:
 
 
 def test_values_and_gradients_are_those_of_transformers(worker: Worker, directory: Path, tmp_path: Path) -> None:
-    adapter, data = worker._adapters.get("critic"), some_values(1)
+    adapter, data = worker._models.get("critic"), some_values(1)
     (output,) = run(worker, of_values("critic", data))
     model = in_transformers(directory, adapter, tmp_path)
     values = [model(input_ids=torch.from_numpy(datum.tokens)[None].long()).logits[0, :, 0] for datum in data]
@@ -126,7 +126,7 @@ def test_a_critic_and_a_policy_in_one_pass_are_as_apart(worker: Worker) -> None:
         of_values("other", some_values(4, (6, 22))),
     )
     together = run(worker, *requests)
-    gradients = {each.model_id: worker._adapters.get(each.model_id).accumulator.clone() for each in requests}
+    gradients = {each.model_id: worker._models.get(each.model_id).accumulator.clone() for each in requests}
     for request, found in zip(requests, together, strict=True):
         worker.clear_gradients(request.model_id)
         (alone,) = run(worker, request)
@@ -134,7 +134,7 @@ def test_a_critic_and_a_policy_in_one_pass_are_as_apart(worker: Worker) -> None:
         for one, other in zip(found.loss_fn_outputs, alone.loss_fn_outputs, strict=True):
             assert one.keys() == other.keys()
             assert all(close(one[name], torch.from_numpy(other[name])) for name in one)
-        own = worker._adapters.get(request.model_id).accumulator
+        own = worker._models.get(request.model_id).accumulator
         assert close(gradients[request.model_id], own) and not close(1.01 * gradients[request.model_id] + 1e-4, own)
 
 
@@ -175,7 +175,7 @@ def test_values_near_the_old_ones_are_not_clipped_by_an_ulp(worker: Worker) -> N
 def test_a_critic_s_window_outlives_a_snapshot(worker: Worker, tmp_path: Path) -> None:
     """What waits for a step, its head's gradients among it."""
     run(worker, of_values("critic", some_values(8)))
-    waiting = worker._adapters.get("critic").accumulator.clone()
+    waiting = worker._models.get("critic").accumulator.clone()
     assert waiting.any()
     worker.begin_snapshot(1, "critic", str(tmp_path))
     deadline = time.monotonic() + 30
@@ -184,7 +184,7 @@ def test_a_critic_s_window_outlives_a_snapshot(worker: Worker, tmp_path: Path) -
     assert ended == {1: None}
     run(worker, of_values("critic", some_values(9)))
     worker.load_run("critic", str(tmp_path), True)
-    assert torch.equal(worker._adapters.get("critic").accumulator, waiting)
+    assert torch.equal(worker._models.get("critic").accumulator, waiting)
 
 
 def test_a_checkpoint_that_names_no_role_is_a_policy_s(worker: Worker, tmp_path: Path) -> None:

@@ -112,7 +112,7 @@ class House:
         self.weights(run_id).normal_(std=0.05, generator=generator)
 
     def weights(self, run_id: str) -> Tensor:
-        return self.worker._adapters.get(run_id).weights
+        return self.worker._models.get(run_id).weights
 
     @contextmanager
     def bad_weights(self, place: int | slice, value: float) -> Iterator[None]:
@@ -125,7 +125,7 @@ class House:
         weights.copy_(healthy)
 
     def accumulator(self, run_id: str) -> Tensor:
-        return self.worker._adapters.get(run_id).accumulator
+        return self.worker._models.get(run_id).accumulator
 
     def run(self, *requests: ForwardBackwardRequest) -> dict[str, Result | Failure]:
         """In one pass, after which only "bad" has accumulated anything."""

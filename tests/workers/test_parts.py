@@ -42,7 +42,7 @@ def worker(module_worker: Worker) -> Iterator[Worker]:
 
 
 def adapter_of(worker: Worker, run_id: str = "run") -> Adapter:
-    return worker._adapters.get(run_id)
+    return worker._models.get(run_id)
 
 
 def some_request(run_id: str = "run", num_data: int = sum(SIZES), **fields: Any) -> ForwardBackwardRequest:
@@ -187,7 +187,7 @@ def test_an_unfinished_operation_outlives_its_adapters_stay_on_the_device(worker
         answer = run(worker, part)
         worker.run_pass(Pass((Part(1, some_request("other")), Part(2, some_request("third")))))
     assert succeeded(answer).metrics == pytest.approx(expected.metrics, rel=1e-6)
-    with worker._adapters.resident(["run"]) as (adapter,):
+    with worker._models.resident(["run"]) as (adapter,):
         assert float((adapter.accumulator - gradient).norm() / gradient.norm()) < 1e-6
     worker.drop_run("third")
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server import peft_config
-from trainhouse.workers.checkpoint import read_new_adapter
+from trainhouse.workers.checkpoint import read_new
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.peft_import import import_adapter
 from trainhouse.workers.verbs import Failure, RunSpec
@@ -78,13 +78,13 @@ def test_an_adapter_computes_what_it_does_in_peft(case: str, tiny_models: dict[s
     tuned = made_by_peft(tiny_models[kind], tmp_path / "peft", **config)
     adapted = Adapted(tiny_models[kind])
     here = imported(adapted, tmp_path / "peft", tmp_path / "here")
-    adapter = read_new_adapter(adapted.adapters, here)
+    adapter = read_new(adapted.models, here)
     wanted = logprobs(peft_logits(tuned, sequences()))
     assert (logprobs(adapted.logits(sequences(), adapter)) - wanted).abs().max() < TOLERANCE
     assert (logprobs(adapted.logits(sequences(), None)) - wanted).abs().max() > 100 * TOLERANCE
 
     other = imported(adapted, tmp_path / "peft", tmp_path / "other", alpha=6.1 if "rslora" not in case else 6.0)
-    changed = read_new_adapter(adapted.adapters, other)
+    changed = read_new(adapted.models, other)
     assert (logprobs(adapted.logits(sequences(), changed)) - wanted).abs().max() > TOLERANCE, (
         "a scale that is off shows"
     )

@@ -16,6 +16,7 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters
 from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.model import BaseModel
+from trainhouse.workers.models import Models
 from trainhouse.workers.operation import ModelLimits
 from trainhouse.workers.passes import PassRunner
 from trainhouse.workers.passes.progress import Answer
@@ -42,7 +43,8 @@ class Bench:
         return adapter
 
     def program(self, **knobs: int) -> PassRunner:
-        return PassRunner(self.base, self.adapters, ModelLimits(512, 1024), replace(self.config, **knobs))
+        models = Models(self.base, self.adapters)
+        return PassRunner(self.base, models, ModelLimits(512, 1024), replace(self.config, **knobs))
 
     def gradient(self, *requests: ForwardBackwardRequest, **knobs: int) -> Tensor:
         """What the requests accumulate."""

@@ -401,7 +401,7 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
     for i in range(4):
         worker.create_run(RunSpec(f"run-{i}", LORA))
     run_pass(worker, ["run-1", "run-3"])
-    assert worker._adapters.get("run-0").place == "disk"
+    assert worker._models.get("run-0").place == "disk"
     with monkeypatch.context() as patch:
         patch.setattr(os, "preadv", broken_disk)
         answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
@@ -430,8 +430,8 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
     # Both adapters of samples under way leave the device, and one does not come back.
     worker.sample_slice(Slice(tuple(jobs), (), 0.0))
     for run_id in ("run-2", "run-3"):
-        state(worker._adapters, run_id)
-    cut_off_page(worker._adapters, "run-0")
+        state(worker._models, run_id)
+    cut_off_page(worker._models, "run-0")
     result = worker.sample_slice(Slice((sample_job(4, "run-0"),), (), 0.0))
     assert set(result.finished) == {"job-0", "job-4"}
     for failure in result.finished.values():
@@ -467,4 +467,4 @@ def test_a_thousand_runs_on_sixteen_slots_train_as_if_there_were_room_for_all(ti
     assert [memory[f"num_adapters_on_{place}"] for place in ("device", "host", "disk")] == [NUM_SLOTS, 100, 884]
     assert memory["adapters_on_host"] == 100 * page_bytes and memory["adapters_on_disk"] >= 884 * page_bytes
     for run_id in (run_id for turn in compared for run_id in turn):
-        assert state(paged._adapters, run_id) == state(unpaged._adapters, run_id)
+        assert state(paged._models.adapters, run_id) == state(unpaged._models.adapters, run_id)

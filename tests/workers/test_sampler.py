@@ -62,7 +62,7 @@ def lettered(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> NativeSampler:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
-    return SAMPLERS["native"](adapted.base, adapted.adapters, ModelLimits(VOCAB, context), served)
+    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, context), served)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:
@@ -169,7 +169,7 @@ def test_logprobs_equal_those_of_the_trainers_forward(
 def trained_logprobs(adapted: Adapted, tokens: np.ndarray, new: np.ndarray) -> np.ndarray:
     """Of the sampled tokens, by a forward of the run."""
     config = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu")
-    program = PassRunner(adapted.base, adapted.adapters, ModelLimits(VOCAB, CONTEXT), config)
+    program = PassRunner(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
     whole = np.concatenate([tokens, new])
     targets = {"target_tokens": whole[1:].astype(np.int64), "weights": np.ones(len(whole) - 1, np.float32)}
     forward = ForwardBackwardRequest("one", 1, (Datum(whole[:-1], targets),), "cross_entropy", forward_only=True)

@@ -147,7 +147,7 @@ def drawn(model: Model) -> Drawn:
     """Several jobs of each case, with seeds of their own, in turn: cases are mixed in the batches."""
     adapted = Adapted(model.directory)
     served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu")
-    sampler = SAMPLERS["native"](adapted.base, adapted.adapters, ModelLimits(VOCAB, 64), served)
+    sampler = SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, 64), served)
     jobs = [
         job(
             f"{name} {seed}", PROMPT, seed=seed, num_samples=NUM_SEQUENCES // NUM_JOBS, max_tokens=LENGTH, **case.params

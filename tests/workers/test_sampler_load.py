@@ -43,7 +43,7 @@ def adapted(tiny_models: dict[str, Path]) -> Adapted:
 def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> NativeSampler:
     served = ServedModel("tiny", str(adapted.directory))
     config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes)
-    return SAMPLERS["native"](adapted.base, adapted.adapters, ModelLimits(VOCAB, CONTEXT), config)
+    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
 
 
 def ragged_jobs() -> list[SampleJob]:

@@ -41,7 +41,7 @@ def test_an_imported_adapter_samples_as_where_it_came_from(workers: tuple[Worker
     np.testing.assert_array_equal(logprobs(sampling, "copy"), logprobs(training, "original"))
     training.save_run("original", str(tmp_path), optimizer=False)
     read = training.read_adapter(str(tmp_path))
-    assert read.lora == exported.lora
+    assert read.training == exported.training
     np.testing.assert_array_equal(read.weights, exported.weights)
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ...schemas.models import LoraConfig
+from ...schemas.models import TrainingConfig
 from ..verbs import AdapterWeights
 from .engine import gone, not_kept
 from .scratch import ScratchDirectory
@@ -17,13 +17,13 @@ from .scratch import ScratchDirectory
 class AdapterCopy:
     """version: of the adapter, ever higher. file: its weights."""
 
-    lora: LoraConfig
+    training: TrainingConfig
     version: int
     file: Path
 
     def read(self) -> AdapterWeights:
         """Maps the file, which may be unlinked meanwhile: what is sent on goes from the page cache to the pipe."""
-        return AdapterWeights(self.lora, np.asarray(np.memmap(self.file, np.float32, mode="c")))
+        return AdapterWeights(self.training, np.asarray(np.memmap(self.file, np.float32, mode="c")))
 
 
 class AdapterCopies:
@@ -47,7 +47,7 @@ class AdapterCopies:
         """A newer version of it, once it is written. Raises OperationError."""
         version = next(self._versions)
         try:
-            copy = AdapterCopy(weights.lora, version, await self._scratch.path() / f"{version}.f32")
+            copy = AdapterCopy(weights.training, version, await self._scratch.path() / f"{version}.f32")
             await _write(copy.file, weights.weights)
         except OSError as error:
             raise not_kept(adapter_id, error) from None

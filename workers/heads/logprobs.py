@@ -13,6 +13,7 @@ from torch import Tensor
 from ..lora import LoraPair, Segment
 from ..lora.segment import within
 from ..model import BaseModel
+from ..product import add_product
 
 
 class LogprobHead:
@@ -112,6 +113,8 @@ class _LogprobPass:
         d_logits.scatter_add_(1, targets if targets.ndim == 2 else targets[:, None], d_targets)
         d_logits = d_logits.to(hidden.dtype)
         d_hidden = self._head.product(d_logits, self._head.unembedding.t())
+        if self._head.unembedding.grad is not None:
+            add_product(self._head.unembedding.grad, d_logits, hidden)
         for segment, pair in _with_pair(segments):
             rows = slice(segment.start, segment.stop)
             pair.backward(d_logits[rows], hidden[rows], pair.down(hidden[rows]), d_hidden[rows])
@@ -130,7 +133,7 @@ def _among(segments: Sequence[Segment], rows: Tensor) -> list[Segment]:
         return []
     borders = torch.tensor([[segment.start, segment.stop] for segment in segments], device=rows.device)
     return [
-        Segment(start, stop, segment.adapter)
+        Segment(start, stop, segment.model)
         for segment, (start, stop) in zip(segments, torch.searchsorted(rows, borders).tolist(), strict=True)
         if start < stop
     ]

@@ -5,7 +5,8 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from ..lora import Adapter, Segment
+from ..learner import Learner
+from ..lora import Segment
 from ..model import BaseModel
 from ..programs.critic import BIAS, WEIGHT
 
@@ -37,24 +38,24 @@ class _ValuePass:
     def scores(self, rows: slice) -> Tensor:
         scores = torch.zeros(self._targets.shape, device=self._hidden.device)
         values = _first_column(scores)
-        for of_segment, adapter in self._parts():
-            weight, bias = adapter.tensor(WEIGHT), adapter.tensor(BIAS)
+        for of_segment, model in self._parts():
+            weight, bias = model.tensor(WEIGHT), model.tensor(BIAS)
             values[of_segment] = torch.addmv(bias, self._hidden[of_segment].float(), weight[0])
         return scores
 
     def backward(self, gradient: Tensor, hidden_gradient: Tensor) -> None:
         by_value = _first_column(gradient)
         hidden_gradient.zero_()
-        for rows, adapter in self._parts():
+        for rows, model in self._parts():
             own = by_value[rows]
-            adapter.gradient(WEIGHT)[0].addmv_(self._hidden[rows].float().t(), own)
-            adapter.gradient(BIAS).add_(own.sum())
-            hidden_gradient[rows] = torch.outer(own, adapter.tensor(WEIGHT)[0]).to(hidden_gradient.dtype)
+            model.gradient(WEIGHT)[0].addmv_(self._hidden[rows].float().t(), own)
+            model.gradient(BIAS).add_(own.sum())
+            hidden_gradient[rows] = torch.outer(own, model.tensor(WEIGHT)[0]).to(hidden_gradient.dtype)
 
-    def _parts(self) -> Iterator[tuple[slice, Adapter]]:
+    def _parts(self) -> Iterator[tuple[slice, Learner]]:
         for segment in self._segments:
-            if segment.adapter is not None:
-                yield slice(segment.start, segment.stop), segment.adapter
+            if segment.model is not None:
+                yield slice(segment.start, segment.stop), segment.model
 
 
 def _first_column(scores: Tensor) -> Tensor:

@@ -27,6 +27,7 @@ class Adapter(Learner):
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
+        self.likeness = (lora.train_attn, lora.train_mlp), lora.rank
         self._unembed_name = unembed_name
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 

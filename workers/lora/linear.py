@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..layer_inputs import Again
 from ..model import BaseModel
-from ..product import Product, laid_out
+from ..product import Product, add_product, laid_out
 from .experts import ExpertPlan
 from .factors import Site
 from .plan import Plan
@@ -126,7 +126,8 @@ class Active:
 
 
 class _LoraProduct(torch.autograd.Function):
-    """x W^T + bias + terms; backward adds to the adapters' scratch, W has no gradient."""
+    """x W^T + bias + terms; backward adds to the adapters' scratch, and to the `grad` of W and bias where they have
+    one."""
 
     @staticmethod
     def forward(
@@ -138,9 +139,9 @@ class _LoraProduct(torch.autograd.Function):
         terms: Terms | None,
         product: Product,
     ) -> Tensor:
-        ctx.terms, ctx.product = terms, product
+        ctx.terms, ctx.product, ctx.bias = terms, product, bias
         if terms is None:
-            ctx.save_for_backward(None, weight)
+            ctx.save_for_backward(x if weight.requires_grad else None, weight)
             return product(x, weight, bias)
         ctx.save_for_backward(x, weight)
         addend, ctx.reduced = terms.forward(x)
@@ -150,6 +151,10 @@ class _LoraProduct(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].contiguous()
         x, weight = ctx.saved_tensors
+        if weight.requires_grad:
+            add_product(weight.grad, grad, x)
+        if ctx.bias is not None and ctx.bias.requires_grad:
+            ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
         wants_x, addend = ctx.needs_input_grad[0], None
         if ctx.terms is not None:
             addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x)

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+from ..learner import Learner
 from ..parallel.rows import overlap
 from .adapter import Adapter
 
@@ -16,11 +17,18 @@ _LONG = 192
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens start:stop of the packed row run with this adapter; None = the bare base."""
+    """Tokens start:stop of the packed row run with this model; None = the bare base.
+
+    One that is no adapter has weights of its own: all tokens of the row are its.
+    """
 
     start: int
     stop: int
-    adapter: Adapter | None
+    model: Learner | None
+
+    @property
+    def adapter(self) -> Adapter | None:
+        return self.model if isinstance(self.model, Adapter) else None
 
     @property
     def length(self) -> int:
@@ -98,5 +106,5 @@ def _padding(adapters: Sequence[Adapter]) -> float:
 
 def within(segments: Sequence[Segment], rows: slice) -> list[Segment]:
     """The segments of `rows`, counted from their first."""
-    parts = [(overlap(rows, segment.start, segment.stop), segment.adapter) for segment in segments]
-    return [Segment(part.start, part.stop, adapter) for part, adapter in parts if part.start < part.stop]
+    parts = [(overlap(rows, segment.start, segment.stop), segment.model) for segment in segments]
+    return [Segment(part.start, part.stop, model) for part, model in parts if part.start < part.stop]

@@ -38,8 +38,8 @@ class Family:
     one whatever the config says. is_fused: whether queries, keys and values come of one projection, gates and ups of
     another. windows: which layers have the config's sliding window: every one, or those that it names.
     rotates_by_kind: whether layers with and without a window have rotations of their own. activation, activation_key:
-    of gates, and where the config names it. sparsity: which layers have experts. expert_linears: what gate, up and down
-    of an expert are called in files.
+    of gates, and where the config names it. sparsity: which layers have experts. sparse_block, expert_linears: what
+    those layers' part behind attention is called in files, and gate, up and down of an expert.
     """
 
     name: str
@@ -58,6 +58,7 @@ class Family:
     activation: str = "silu"
     activation_key: str = "hidden_act"
     sparsity: Literal["some", "all"] | None = None
+    sparse_block: str = "mlp"
     expert_linears: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
 
 
@@ -108,6 +109,7 @@ FAMILIES: Mapping[str, Family] = {
         },
         windows="every",
         sparsity="all",
+        sparse_block="block_sparse_moe",
         expert_linears=("w1", "w3", "w2"),
     ),
     "phi3": Family("Phi3", "phi3", {**_OF_ALL, "max_position_embeddings": 4096}, is_fused=True, windows="every"),

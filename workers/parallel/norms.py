@@ -16,7 +16,8 @@ class JointNorms:
     def __init__(self, query: RmsNorm, key: RmsNorm, team: Team) -> None:
         self.team = team
         self.sizes = [len(norm.weight) for norm in (query, key)]
-        self.parts = [RmsNorm(norm.weight.chunk(team.size)[team.index], norm.eps) for norm in (query, key)]
+        own = [slice(team.index * size // team.size, (team.index + 1) * size // team.size) for size in self.sizes]
+        self.parts = [RmsNorm(norm.parameter, norm.eps, own=each) for norm, each in zip((query, key), own, strict=True)]
 
     def normed(self, query: Tensor, key: Tensor) -> Sequence[Tensor]:
         """Of this rank's heads, [tokens, features] each. All ranks of the team at once."""
@@ -50,6 +51,8 @@ class _Normed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         query, key, inverses = ctx.saved_tensors
         wide = query.float(), key.float()
+        for number, norm in enumerate(ctx.norms.parts):
+            norm.add_gradient(grads[number].float(), wide[number], inverses[number, :, None])
         weighted = [grad.float() * norm.weight for grad, norm in zip(grads, ctx.norms.parts, strict=True)]
         along = ctx.norms.means([torch.linalg.vecdot(grad, x) for grad, x in zip(weighted, wide, strict=True)])
         along.mul_(inverses.pow(3)).neg_()

@@ -24,13 +24,15 @@ class Placed:
     """The parts that this rank has of a model's parameters.
 
     splits: by name of the parameter, dimension -> Split along tp, or of experts along ep. sharded: names of those of
-    which a rank keeps some rows only, along fsdp (and sp), and gathers the others for use.
+    which a rank keeps some rows only, along fsdp (and sp), and gathers the others for use. left: biases by name, which
+    another rank along tp adds.
     """
 
     def __init__(self, mesh: Mesh) -> None:
         self._mesh = mesh
         self.splits: dict[str, dict[int, Split]] = {}
         self.sharded: list[str] = []
+        self.left: dict[str, Tensor] = {}
         # By storage of what is still to be read, rows of it that lie apart.
         self._unread: dict[int, list[slice]] = {}
 
@@ -118,8 +120,10 @@ class Placed:
         """Outputs of layers whose inputs are shared out are added up over the ranks: their bias must be once in it."""
         for name, by_dim in self.splits.items():
             if 1 in by_dim and self._mesh.along("tp").index > 0:
-                module = model.get_submodule(name.rpartition(".")[0])
-                if isinstance(module, nn.Linear):
+                path = name.rpartition(".")[0]
+                module = model.get_submodule(path)
+                if isinstance(module, nn.Linear) and module.bias is not None:
+                    self.left[f"{path}.bias"] = module.bias.data
                     module.register_parameter("bias", None)
 
 

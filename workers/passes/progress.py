@@ -8,7 +8,7 @@ from torch import Tensor
 
 from ...schemas.training import ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
-from ..lora import Adapter
+from ..learner import Learner
 from ..operation import Operation
 from ..scoring import Scored
 from ..verbs import Failure, Part, SharedOutput
@@ -146,27 +146,27 @@ class Task:
             totals.add(of_segment)
         return Verdict(self.failure, totals)
 
-    def add_earlier_gradient(self, adapter: Adapter) -> None:
+    def add_earlier_gradient(self, model: Learner) -> None:
         """To the scratch that holds this part's. Refuses the operation where the sum is not finite."""
         if self.progress.gradient is not None:
-            adapter.scratch.add_(self.progress.gradient.to(adapter.scratch.device))
-        if not adapter.scratch_is_finite():
+            model.scratch.add_(self.progress.gradient.to(model.scratch.device))
+        if not model.scratch_is_finite():
             self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
 
-    def suspend(self, adapter: Adapter, totals: Totals) -> None:
+    def suspend(self, model: Learner, totals: Totals) -> None:
         """More parts come; until then the scratch is free. totals: of all ranks, here as in `complete`."""
         if not self.forward_only:
-            self.progress.gradient = adapter.scratch.to("cpu", copy=True)
-            adapter.abandon_operation()
+            self.progress.gradient = model.scratch.to("cpu", copy=True)
+            model.abandon_operation()
         self._advance(totals)
 
-    def complete(self, adapter: Adapter, totals: Totals) -> Answer:
+    def complete(self, model: Learner, totals: Totals) -> Answer:
         """It was the last part."""
         self._advance(totals)
         whole = self.progress.totals
         if not self.forward_only:
             losses = {f"loss/{self.operation.loss_name}": whole.loss}
-            adapter.commit(whole.num_tokens, whole.denominator, losses)
+            model.commit(whole.num_tokens, whole.denominator, losses)
         return self.progress.shared_output() if self.part.shared else self.progress.output()
 
     def _advance(self, totals: Totals) -> None:

@@ -15,10 +15,12 @@ from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..heads import HEADS
 from ..lanes import Lanes
-from ..lora import Adapter, Adapters, Segment
+from ..learner import Learner
+from ..lora import Adapter, Segment
 from ..lora.segment import within
 from ..memory import bounded_memory
 from ..model import BaseModel
+from ..models import Models
 from ..operation import ModelLimits, Operation, read_operation
 from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
@@ -39,7 +41,7 @@ class PassRunner:
     def __init__(
         self,
         base: BaseModel,
-        adapters: Adapters,
+        models: Models,
         limits: ModelLimits,
         config: WorkerConfig,
         mesh: Mesh | None = None,
@@ -47,8 +49,7 @@ class PassRunner:
         """mesh: None = there is one rank."""
         self._base = base
         self._mesh = mesh or Mesh()
-        self._shards_activations = config.tp_activations == "sharded" and base.is_fused
-        self._adapters = adapters
+        self._models = models
         self._limits = limits
         self._lanes = Lanes(base.device)
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
@@ -56,12 +57,12 @@ class PassRunner:
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
-        self._changes_when_finite: WeakKeyDictionary[Adapter, int] = WeakKeyDictionary()
+        self._changes_when_finite: WeakKeyDictionary[Learner, int] = WeakKeyDictionary()
 
     def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
         """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
         answers: dict[int, Answer] = {}
-        for members in rounds(parts, self._most_runs):
+        for members in rounds(parts, self._most_runs, self._models.runs_alone):
             answers |= zip(members, self._run_round([parts[i] for i in members]), strict=True)
         return tuple(answers[i] for i in range(len(parts)))
 
@@ -81,16 +82,15 @@ class PassRunner:
         return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
 
     def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
-        """Neighbours in a micro-batch share products where they adapt the same layers, and losses where these agree."""
-        lora, operation = self._adapters.get(task.run_id).lora, task.operation
-        alike = operation.loss.scores, lora.train_attn, lora.train_mlp
-        return (*alike, operation.loss_key, lora.rank, task.run_id)
+        """Neighbours in a micro-batch share products where they are alike, and losses where these agree."""
+        operation, (layers, rank) = task.operation, self._models.get(task.run_id).likeness
+        return operation.loss.scores, layers, operation.loss_key, rank, task.run_id
 
     def _begin(self, part: Part) -> Task | Failure:
-        if part.request.model_id not in self._adapters:
+        if part.request.model_id not in self._models:
             return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
         try:
-            program = self._adapters.get(part.request.model_id).program
+            program = self._models.get(part.request.model_id).program
             if not (program.trains or part.request.forward_only):
                 raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
             operation = read_operation(part.request, self._limits, part.share, program.losses)
@@ -132,12 +132,12 @@ class PassRunner:
                 self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most)
             self._end_computed(usable, by_run)
 
-    def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Adapter]:
-        """Their adapters to the device, by run; tasks whose adapter does not come are given up."""
-        by_run: dict[str, Adapter] = {}
+    def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Learner]:
+        """Their models to the device, by run; tasks whose model does not come are given up."""
+        by_run: dict[str, Learner] = {}
         for task in tasks:
             try:
-                (by_run[task.run_id],) = held.enter_context(self._adapters.resident([task.run_id]))
+                (by_run[task.run_id],) = held.enter_context(self._models.resident([task.run_id]))
             except OperationError as error:
                 task.give_up(Failure(error.message, error.category))
         return by_run
@@ -163,8 +163,8 @@ class PassRunner:
         """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
         run_ids = list(dict.fromkeys(task.run_id for task in tasks))
         try:
-            with bounded_memory(self._base.device), self._adapters.resident(run_ids) as adapters:
-                by_run = dict(zip(run_ids, adapters, strict=True))
+            with bounded_memory(self._base.device), self._models.resident(run_ids) as models:
+                by_run = dict(zip(run_ids, models, strict=True))
                 self._refuse_diverged(tasks, by_run)
                 usable = [task for task in tasks if not task.computed]
                 self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
@@ -173,29 +173,29 @@ class PassRunner:
             return trouble_of(error)
         return None
 
-    def _end_computed(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+    def _end_computed(self, tasks: list[Task], models: Mapping[str, Learner]) -> None:
         for task in tasks:
             if not (task.failure or task.forward_only):
-                task.add_earlier_gradient(adapters[task.run_id])
+                task.add_earlier_gradient(models[task.run_id])
             task.computed = True
 
-    def _refuse_diverged(self, tasks: list[Task], adapters: Mapping[str, Adapter]) -> None:
+    def _refuse_diverged(self, tasks: list[Task], models: Mapping[str, Learner]) -> None:
         """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
         for task in tasks:
-            if not self._is_finite(adapters[task.run_id]):
+            if not self._is_finite(models[task.run_id]):
                 message = (
                     f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
                     " checkpoint with a lower learning rate"
                 )
                 task.give_up(Failure(message, "user"))
 
-    def _is_finite(self, adapter: Adapter) -> bool:
+    def _is_finite(self, model: Learner) -> bool:
         """Whether its weights are; looks again only after a change."""
-        if self._changes_when_finite.get(adapter) != adapter.num_changes:
-            low, high = torch.aminmax(adapter.weights)
+        if self._changes_when_finite.get(model) != model.num_changes:
+            low, high = torch.aminmax(model.weights)
             if not bool(torch.isfinite(low) & torch.isfinite(high)):
                 return False
-            self._changes_when_finite[adapter] = adapter.num_changes
+            self._changes_when_finite[model] = model.num_changes
         return True
 
     def _give_up(self, task: Task, trouble: Trouble, token_budget: int) -> None:
@@ -215,55 +215,58 @@ class PassRunner:
         if verdict.failure is not None or not isinstance(begun, Task):
             assert verdict.failure is not None
             return self._failed(part, verdict.failure)
-        with self._adapters.resident([begun.run_id]) as (adapter,):
+        with self._models.resident([begun.run_id]) as (model,):
             if part.last:
                 self._open.pop(part.operation_id, None)
-                return begun.complete(adapter, verdict.totals)
-            begun.suspend(adapter, verdict.totals)
+                return begun.complete(model, verdict.totals)
+            begun.suspend(model, verdict.totals)
             return None
 
     def _failed(self, part: Part, failure: Failure) -> Failure:
         """Ends the operation. The window has lost a part of its batch, so its step is refused."""
         self._open.pop(part.operation_id, None)
         run_id = part.request.model_id
-        if run_id in self._adapters and not part.request.forward_only:
-            adapter = self._adapters.get(run_id)
-            adapter.abandon_operation()
-            if adapter.program.trains:
-                adapter.window.refused = adapter.window.refused or failure.message
+        if run_id in self._models and not part.request.forward_only:
+            model = self._models.get(run_id)
+            model.abandon_operation()
+            if model.program.trains:
+                model.window.refused = model.window.refused or failure.message
         return failure
 
-    def _compute(self, tasks: list[Task], adapters: list[Adapter], token_budget: int, num_runs: int = 0) -> None:
+    def _compute(self, tasks: list[Task], models: list[Learner], token_budget: int, num_runs: int = 0) -> None:
         """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least."""
         gradients = any(not task.forward_only for task in tasks)
-        lanes = pack([task.operation for task in tasks], token_budget, self._base.device, self._most_lanes)
-        for i, (task, adapter) in enumerate(zip(tasks, adapters, strict=True)):
+        most_lanes = 1 if self._models.runs_alone(tasks[0].run_id) else self._most_lanes
+        lanes = pack([task.operation for task in tasks], token_budget, self._base.device, most_lanes)
+        for i, (task, model) in enumerate(zip(tasks, models, strict=True)):
             task.begin()
-            adapter.all_factors()  # a copy in the base's dtype is made before several lanes look for it
+            model.weight_views()  # a copy in the base's dtype is made before several lanes look for it
             if gradients:
-                adapter.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, adapters))
+                model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
+        run = partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
         heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
         is_alone = not self._mesh.is_coupled
         try:
-            run_here = partial(run, heads)
-            self._lanes.run([partial(_run_lane, lane, tasks, adapters, run_here, is_alone) for lane in lanes])
-            for _ in range(num_runs - sum(lane.num_micro_batches for lane in lanes)):
-                run(heads, empty_micro_batch(self._base.device), tasks, [])
+            with self._models.in_force(models, gradients):
+                run_here = partial(run, heads)
+                self._lanes.run([partial(_run_lane, lane, tasks, models, run_here, is_alone) for lane in lanes])
+                for _ in range(num_runs - sum(lane.num_micro_batches for lane in lanes)):
+                    run(heads, empty_micro_batch(self._base.device), tasks, [])
         finally:
-            for adapter in adapters:
-                adapter.join_lanes()
+            for model in models:
+                model.join_lanes()
 
-    def _company(self, tasks: list[Task], adapters: list[Adapter]) -> list[Adapter]:
+    def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
         """Whose tokens may come from another rank, on all ranks in the same order."""
         if self._mesh.along("ep").size == 1:
             return []
-        by_run = {task.run_id: adapter for task, adapter in zip(tasks, adapters, strict=True)}
-        return [by_run[run_id] for run_id in sorted(by_run)]
+        by_run = {task.run_id: model for task, model in zip(tasks, models, strict=True)}
+        in_order = (by_run[run_id] for run_id in sorted(by_run))
+        return [model for model in in_order if isinstance(model, Adapter)]
 
     def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
         ring = self._base.sequence_split.ring
-        return TokenShare(len(micro_batch.tokens), self._mesh, self._shards_activations, ring)
+        return TokenShare(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()
     def _run_forward(
@@ -271,7 +274,7 @@ class PassRunner:
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
-        with self._adapters.applied(within(segments, share.tokens), company):
+        with self._models.adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share)
         if not micro_batch.objectives:
             return
@@ -283,7 +286,7 @@ class PassRunner:
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
-        with self._adapters.applied(within(segments, share.tokens), company):
+        with self._models.adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
@@ -316,21 +319,21 @@ def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
     return verdict if counts else Verdict(verdict.failure, Totals())
 
 
-def _run_lane(lane: Lane, tasks: list[Task], adapters: list[Adapter], run: RunMicroBatch, is_alone: bool) -> None:
+def _run_lane(lane: Lane, tasks: list[Task], models: list[Learner], run: RunMicroBatch, is_alone: bool) -> None:
     """is_alone: whether no other rank waits for this one in each micro-batch."""
     for micro_batch in lane.micro_batches:
         if is_alone and all(task.failure for task in tasks):
             return
-        run(micro_batch, tasks, _segments(micro_batch, adapters))
+        run(micro_batch, tasks, _segments(micro_batch, models))
 
 
-def _segments(micro_batch: MicroBatch, adapters: list[Adapter]) -> list[Segment]:
-    """Neighbours with the same adapter as one."""
+def _segments(micro_batch: MicroBatch, models: list[Learner]) -> list[Segment]:
+    """Neighbours with the same model as one."""
     segments: list[Segment] = []
     for part in micro_batch.segments:
-        adapter = adapters[part.operation]
-        start = segments.pop().start if segments and segments[-1].adapter is adapter else part.start
-        segments.append(Segment(start, part.stop, adapter))
+        model = models[part.operation]
+        start = segments.pop().start if segments and segments[-1].model is model else part.start
+        segments.append(Segment(start, part.stop, model))
     return segments
 
 

@@ -3,7 +3,8 @@
 from itertools import count
 from weakref import WeakKeyDictionary
 
-from ..lora import Adapter, Adapters
+from ..learner import Learner
+from ..models import Models
 from .jobs import Job
 
 
@@ -14,10 +15,10 @@ class Namespaces:
     its prompt_cache_hit_tokens. An adapter is one owner's alone.
     """
 
-    def __init__(self, adapters: Adapters) -> None:
-        self._adapters = adapters
+    def __init__(self, models: Models) -> None:
+        self._models = models
         self._of_base: dict[str, int] = {}
-        self._of_adapters: WeakKeyDictionary[Adapter, tuple[int, int]] = WeakKeyDictionary()
+        self._of_models: WeakKeyDictionary[Learner, tuple[int, int]] = WeakKeyDictionary()
         self._numbers = count()
 
     def of(self, job: Job) -> int:
@@ -26,9 +27,9 @@ class Namespaces:
             if owner not in self._of_base:
                 self._of_base[owner] = next(self._numbers)
             return self._of_base[owner]
-        adapter = self._adapters.get(job.adapter_id)
-        num_changes, number = self._of_adapters.get(adapter, (-1, -1))
-        if num_changes != adapter.num_changes:
+        model = self._models.get(job.adapter_id)
+        num_changes, number = self._of_models.get(model, (-1, -1))
+        if num_changes != model.num_changes:
             number = next(self._numbers)
-            self._of_adapters[adapter] = adapter.num_changes, number
+            self._of_models[model] = model.num_changes, number
         return number

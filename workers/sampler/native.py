@@ -21,8 +21,9 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..config import WorkerConfig
 from ..heads import LogprobHead
-from ..lora import Adapters, Plan, Segment
+from ..lora import Adapter, Plan, Segment
 from ..model import BaseModel
+from ..models import Models
 from ..operation import ModelLimits
 from ..parallel.mesh import Mesh
 from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
@@ -56,7 +57,7 @@ class NativeSampler:
     def __init__(
         self,
         base: BaseModel,
-        adapters: Adapters,
+        models: Models,
         limits: ModelLimits,
         config: WorkerConfig,
         mesh: Mesh | None = None,
@@ -64,12 +65,12 @@ class NativeSampler:
         """mesh: None = there is one rank."""
         self._base = base
         self._together = Together(mesh or Mesh())
-        self._adapters = adapters
+        self._models = models
         self._head = LogprobHead(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
         cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))
-        self._schedule = Schedule(cache, Namespaces(adapters), config, base.device, base.threads.most)
+        self._schedule = Schedule(cache, Namespaces(models), config, base.device, base.threads.most)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._drawing: Drawing | None = None
@@ -159,7 +160,7 @@ class NativeSampler:
     def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
         """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
         try:
-            held.enter_context(self._adapters.resident(adapter_ids))
+            held.enter_context(self._models.resident(adapter_ids))
             return adapter_ids
         except OperationError as error:
             if len(adapter_ids) == 1:
@@ -182,7 +183,7 @@ class NativeSampler:
 
     def _fail_dropped(self) -> None:
         for job in list(self._jobs.values()):
-            if job.adapter_id is not None and job.adapter_id not in self._adapters:
+            if job.adapter_id is not None and job.adapter_id not in self._models:
                 self._fail(job, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved")
 
     def _fail_jobs_of(self, adapter_id: str, error: OperationError) -> None:
@@ -215,7 +216,7 @@ class NativeSampler:
             drawing = self._drawing = self._new_drawing(decoding.rows)
         burst = Burst(decoding, drawing, self._schedule.table, self._base.device)
         self._set_threads(len(decoding.rows))
-        with self._adapters.applied(self._plan_of(drawing.runs)):
+        with self._models.adapters.applied(self._plan_of(drawing.runs)):
             while True:
                 hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
                 drawn = self._draw(drawing, hidden, burst.noise())
@@ -232,7 +233,7 @@ class NativeSampler:
         table = self._schedule.table
         tokens, positions = self._tensor(batch.tokens(table)), self._tensor(batch.positions(table))
         packing = batch.packing(table, self._schedule.cache, self._base.device)
-        with self._adapters.applied(self._plan_of(batch.runs())):
+        with self._models.adapters.applied(self._plan_of(batch.runs())):
             return self._base.hidden_states(tokens, positions, packing)
 
     def _set_threads(self, num_tokens: int) -> None:
@@ -241,7 +242,7 @@ class NativeSampler:
     def _plan_of(self, runs: Sequence[AdapterRun]) -> Plan:
         segments = self._segments(runs)
         if self._plan is None or not self._plan.serves(segments):
-            self._plan = self._adapters.plan(segments, self._plan)
+            self._plan = self._models.adapters.plan(segments, self._plan)
         return self._plan
 
     def _extend(self, batch: Batch, hidden: Tensor) -> None:
@@ -265,7 +266,8 @@ class NativeSampler:
         """The prompt is scored once a job: later samples of it may be prefilled apart, or again."""
         prefill, job = part.prefill, part.prefill.job
         if job.scores is not None:
-            pair = None if job.adapter_id is None else self._adapters.get(job.adapter_id).unembed
+            model = None if job.adapter_id is None else self._models.get(job.adapter_id)
+            pair = model.unembed if isinstance(model, Adapter) else None
             logits_of = partial(self._head.logits, pair=pair)
             job.scores.score(part.start, hidden, logits_of, self._config.head_chunk_tokens)
         prefill.computed = part.stop
@@ -324,8 +326,8 @@ class NativeSampler:
     def _segments(self, runs: Sequence[AdapterRun]) -> tuple[Segment, ...]:
         segments, start = [], 0
         for run in runs:
-            adapter = None if run.adapter_id is None else self._adapters.get(run.adapter_id)
-            segments.append(Segment(start, start + run.length, adapter))
+            model = None if run.adapter_id is None else self._models.get(run.adapter_id)
+            segments.append(Segment(start, start + run.length, model))
             start += run.length
         return tuple(segments)
 

@@ -26,4 +26,4 @@ class MeasuringWorker(Worker):
         return {name: tuple(parameter.shape) for name, parameter in named}
 
     def adapter_size(self, lora: LoraConfig) -> int:
-        return self._adapters.build(lora).vector_size
+        return self._models.build(lora).vector_size

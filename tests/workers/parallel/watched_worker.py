@@ -86,7 +86,7 @@ class WatchedWorker(Worker):
         """Of adapters: those that are on disk there now."""
         if self._mesh.rank != rank:
             return
-        residency = self._adapters._residency
+        residency = self._models.adapters._residency
         lost, read = [saved.page for saved in residency._saved.values()], residency._pages.read
 
         def read_others(page: Page, vectors: Sequence[Tensor]) -> None:

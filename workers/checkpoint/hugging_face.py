@@ -1,0 +1,58 @@
+"""What transformers wants to find beside the weights of a model: its config, their index, and the tokenizer."""
+
+import shutil
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfig
+
+from ..full import FullWeights
+from ..learner import Learner
+from .description import write_json
+from .tensor_files import file_name
+
+WEIGHTS = "model"
+
+# Of the base model's files, those that say nothing of its weights.
+_BESIDE = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "vocab.*",
+    "merges.txt",
+    "*.tiktoken",
+    "*.jinja",
+    "generation_config.json",
+)
+
+
+def write_surroundings(model: Learner, directory: Path, num_parts: int) -> None:
+    assert isinstance(model, FullWeights)
+    _write_config(model, directory)
+    if num_parts > 1:
+        write_json(directory / f"{WEIGHTS}.safetensors.index.json", _index(model, num_parts))
+    for pattern in _BESIDE:
+        for path in Path(model.source).glob(pattern):  # a hub id is no directory, and has none
+            shutil.copyfile(path, directory / path.name)
+
+
+def _write_config(model: FullWeights, directory: Path) -> None:
+    config: PreTrainedConfig = deepcopy(model.config)
+    config.dtype = "float32"
+    if model.program.scores == "values":
+        architecture: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+        config.architectures = [architecture.__name__] if architecture is not None else None
+        config.num_labels = 1
+    config.save_pretrained(directory)
+
+
+def _index(model: FullWeights, num_parts: int) -> dict[str, Any]:
+    layout = model.layout.whole
+    nothing = torch.empty(layout.size, device="meta")
+    weight_map = {
+        name: file_name(WEIGHTS, number % num_parts, num_parts)
+        for number, matrix in enumerate(layout.matrices)
+        for name, _ in matrix.named(layout.view(nothing, matrix.key))
+    }
+    return {"metadata": {"total_size": 4 * layout.num_weights}, "weight_map": weight_map}

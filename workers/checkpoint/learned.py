@@ -1,0 +1,103 @@
+"""Learned: what a model has learned, as far as this rank writes it."""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+from torch import Tensor
+
+from ..layout import Layout
+from ..learner import LEARNED, Learner, Window
+from ..lora import Adapter
+from ..parallel.mesh import Mesh
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class Tensors(Protocol):
+    """Whole ones, by their names in files."""
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Tensors": ...
+
+    def named(self) -> Mapping[str, Tensor]: ...
+
+
+@dataclass(frozen=True, eq=False)
+class Flat:
+    """All of a vector [size] of a layout."""
+
+    layout: Layout
+    vector: Tensor
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Flat":
+        return Flat(self.layout, function(self.vector))
+
+    def named(self) -> Mapping[str, Tensor]:
+        return self.layout.named_views(self.vector)
+
+
+@dataclass(frozen=True, eq=False)
+class Apart:
+    """Some of them."""
+
+    tensors: Mapping[str, Tensor]
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Apart":
+        return Apart({name: function(tensor) for name, tensor in self.tensors.items()})
+
+    def named(self) -> Mapping[str, Tensor]:
+        return self.tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Learned:
+    """vectors: by name, those that there are; of an adapter the first rank writes all, of a model with weights of its
+    own each rank writes some. Moments: before the first step a model has none: they are zeros, which it does not keep.
+
+    Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
+    which are among the vectors then, where there are any. part, num_parts: which of the writers this rank is, if any.
+    """
+
+    model: Learner
+    vectors: Mapping[str, Tensors]
+    num_steps: int
+    window: Window | None = None
+    part: int = 0
+    num_parts: int = 1
+
+    @staticmethod
+    def by(model: Learner, mesh: Mesh) -> "Learned":
+        """Of a model on the device, without its gradients. All ranks ask at once, here as in `with_window`."""
+        live = model.live()
+        return _learned(model, [name for name in LEARNED if name in live], mesh)
+
+    @staticmethod
+    def with_window(model: Learner, mesh: Mesh) -> "Learned":
+        """Of a model on the device that is in no operation."""
+        window = replace(model.window, losses=dict(model.window.losses))
+        return replace(_learned(model, model.live(), mesh), window=window)
+
+    @property
+    def is_written_here(self) -> bool:
+        return self.part < self.num_parts
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
+        return replace(self, vectors={name: vector.mapped(function) for name, vector in self.vectors.items()})
+
+
+def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:
+    live, layout = model.live(), model.layout
+    if isinstance(model, Adapter) or mesh.is_single:
+        vectors = {name: Flat(layout.whole, layout.whole_vector(live[name], mesh)) for name in names}
+        return Learned(model, vectors, model.num_steps, part=mesh.rank)
+    vectors = {name: Apart(_dealt(layout, live[name], mesh)) for name in names}
+    return Learned(model, vectors, model.num_steps, part=mesh.rank, num_parts=mesh.spec.num_ranks)
+
+
+def _dealt(layout: Layout, vector: Tensor, mesh: Mesh) -> dict[str, Tensor]:
+    """Of the matrices, whole, those that this rank writes: no rank has all of them at once."""
+    dealt: dict[str, Tensor] = {}
+    for number, (matrix, whole) in enumerate(layout.whole_matrices(vector, mesh)):
+        if number % mesh.spec.num_ranks == mesh.rank:
+            dealt |= matrix.named(whole)
+    return dealt

@@ -1,0 +1,107 @@
+"""Reading: a saved model, into one that is there or as a new one."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ..learner import Learner, Window
+from ..lora import Adapter
+from ..models import Models
+from ..programs import Program
+from ..programs.policy import POLICY
+from .description import Description
+from .learned import MOMENTS
+from .saving import weights_stem
+from .tensor_files import SavedTensors, has_tensors
+
+
+@dataclass(frozen=True, eq=False)
+class Saved:
+    """A checkpoint: whole tensors in host memory by their names in files, moments by their kind. Those of an adapter
+    have been read, those of a model with weights of its own are read one by one when they are put into it.
+
+    num_steps: None = without optimizer state.
+    """
+
+    weights: Mapping[str, Tensor]
+    moments: Mapping[str, Mapping[str, Tensor]]
+    num_steps: int | None
+    gradients: Mapping[str, Tensor]
+    window: Window
+
+    def put_into(self, model: Learner) -> None:
+        """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
+        layout = model.layout
+        layout.copy_parts(model.weights, self.weights)
+        model.clear_window()
+        model.clear_optimizer()
+        if self.num_steps:
+            layout.copy_parts(model.exp_avg, self.moments["exp_avg"])
+            layout.copy_parts(model.exp_avg_sq, self.moments["exp_avg_sq"])
+            model.num_steps = self.num_steps
+        if self.gradients:
+            layout.copy_parts(model.accumulator, self.gradients)
+        model.window = self.window
+
+
+def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
+    """A checkpoint for this model. Gradients are those of a snapshot, or none.
+
+    Raises OperationError when it does not fit the model or is not whole.
+    """
+    description = Description.read(directory)
+    description.check(model)
+    whole = model.layout.whole
+    shapes = whole.named_views(torch.empty(whole.size, device="meta"))
+
+    def read(stem: str, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        tensors = SavedTensors(directory, stem, wanted)
+        return tensors.read() if isinstance(model, Adapter) else tensors
+
+    window = description.window
+    weights = read(weights_stem(model), shapes)
+    moments: Mapping[str, Mapping[str, Tensor]] = {}
+    if optimizer:
+        _check_optimizer(directory)
+        found = read("optimizer", {f"{kind}.{name}": shape for kind in MOMENTS for name, shape in shapes.items()})
+        moments = {kind: _OfKind(found, kind) for kind in MOMENTS}
+    gradients = read("window", shapes) if window.num_operations else {}
+    return Saved(weights, moments, description.num_steps if optimizer else None, gradients, window)
+
+
+def read_new(models: Models, directory: Path, program: Program = POLICY) -> Learner:
+    """A checkpoint's weights as a model of their own, which has no id yet. program: which it is for.
+
+    Raises as read_saved.
+    """
+    model = models.build(Description.read(directory).training, program)
+    read_saved(model, directory, optimizer=False).put_into(model)
+    return model
+
+
+class _OfKind(Mapping[str, Tensor]):
+    """Moments of one kind, by the names of weights."""
+
+    def __init__(self, found: Mapping[str, Tensor], kind: str) -> None:
+        self._found, self._kind = found, kind
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self._found[f"{self._kind}.{name}"]
+
+    def __iter__(self) -> Iterator[str]:
+        return (name.partition(".")[2] for name in self._found if name.startswith(f"{self._kind}."))
+
+    def __len__(self) -> int:
+        return len(self._found) // len(MOMENTS)
+
+
+def _check_optimizer(directory: Path) -> None:
+    if not has_tensors(directory, "optimizer"):
+        raise OperationError(
+            f"{directory} was saved without optimizer state: load it without the optimizer (load_state), or train from"
+            " a checkpoint written by save_state"
+        )

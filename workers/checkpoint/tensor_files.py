@@ -1,0 +1,76 @@
+"""Files of tensors, in which one or several ranks write what a model has."""
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from .description import few
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, path, metadata={"format": "pt"})
+
+
+def file_name(stem: str, part: int, num_parts: int) -> str:
+    """As Hugging Face names them."""
+    return f"{stem}.safetensors" if num_parts == 1 else f"{stem}-{part + 1:05}-of-{num_parts:05}.safetensors"
+
+
+def has_tensors(directory: Path, stem: str) -> bool:
+    return bool(_files(directory, stem))
+
+
+class SavedTensors(Mapping[str, Tensor]):
+    """What the files of a stem have, read when it is asked for; known, and found to be what is wanted, at once."""
+
+    def __init__(self, directory: Path, stem: str, wanted: Mapping[str, Tensor]) -> None:
+        """wanted: of these names and shapes, and nothing else. Raises OperationError."""
+        self._files: dict[str, Path] = {}
+        shapes: dict[str, list[int]] = {}
+        paths = _files(directory, stem)
+        if not paths:
+            raise OperationError(f"{directory} is incomplete: it has no {stem}.safetensors")
+        for path in paths:
+            try:
+                with safe_open(path, framework="pt") as file:
+                    for name in file.keys():  # noqa: SIM118 (a method of its own)
+                        self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
+            except SafetensorError as error:
+                raise OperationError(f"{path} is damaged: {error}") from None
+        _refuse_others(directory / f"{stem}.safetensors", shapes, wanted)
+
+    def __getitem__(self, name: str) -> Tensor:
+        with safe_open(self._files[name], framework="pt") as file:
+            return file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._files)
+
+    def __len__(self) -> int:
+        return len(self._files)
+
+    def read(self) -> dict[str, Tensor]:
+        """All of them, each file opened once."""
+        return {name: self[name] for name in self}
+
+
+def _files(directory: Path, stem: str) -> list[Path]:
+    return sorted([*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-*-of-*.safetensors")])
+
+
+def _refuse_others(path: Path, shapes: Mapping[str, list[int]], wanted: Mapping[str, Tensor]) -> None:
+    if shapes.keys() != wanted.keys():
+        raise OperationError(
+            f"{path} does not match the model: it lacks {few(wanted.keys() - shapes.keys())} and has"
+            f" {few(shapes.keys() - wanted.keys())} beyond it"
+        )
+    for name, shape in shapes.items():
+        if shape != list(wanted[name].shape):
+            raise OperationError(
+                f"{path}: {name} has shape {shape}, the model needs {list(wanted[name].shape)}:"
+                " the checkpoint is of another base model"
+            )

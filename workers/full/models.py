@@ -1,0 +1,31 @@
+"""FullModels: all models of one base on this rank that have weights of their own."""
+
+from ...schemas.errors import OperationError
+from ...schemas.models import FullConfig
+from ..holder import Holder
+from ..model import BaseModel
+from ..programs import Program
+from ..residency import Residency
+from .weights import FullWeights
+
+
+class FullModels(Holder[FullWeights]):
+    def __init__(self, base: BaseModel, most: int, residency: Residency | None = None) -> None:
+        """most: how many there may be. residency: None = all of them stay on the device."""
+        super().__init__(residency or Residency(base.device))
+        self._base, self._most = base, most
+
+    def build(self, full: FullConfig, program: Program) -> FullWeights:
+        """One with zero weights and no id yet."""
+        return FullWeights(full, self._base, program)
+
+    def make_room(self, model_id: str, model: FullWeights) -> None:
+        """As Holder. Raises OperationError also where there are as many as there may be."""
+        num_others = len(set(self).difference([model_id]))
+        if num_others >= self._most:
+            raise OperationError(
+                f"there are {num_others} models with weights of their own, fully trained ones and copies of them for"
+                f" samplers, which is all that max_full_models allows: end one, or serve with --max-full-models"
+                f" {num_others + 1}"
+            )
+        super().make_room(model_id, model)

@@ -1,0 +1,65 @@
+"""Which parameters of a base model a fully trained one has of its own, and what of each is this rank's."""
+
+from collections.abc import Iterator, Sequence
+
+from torch import Tensor
+
+from ..model import BaseModel
+from ..parallel.families import FAMILIES
+from ..parallel.split import Split
+from ..parallel.styles import Unit
+from ..programs import Program
+from .parameter import Cut, ExpertParameter, Parameter
+
+# As they lie in experts of transformers, each below the other.
+_PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}
+
+
+def parameters_of(base: BaseModel, program: Program) -> list[Parameter]:
+    """The same on all ranks, and in the same order; the output head only where the program reads it."""
+    own = base.own_parameters()
+    if program.scores != "logprobs" and base.head_name != base.embedding_name:
+        del own[base.head_name]
+    return [
+        *(_parameter(base, name, value) for name, value in own.items()),
+        *(Parameter(str(matrix.key), matrix.shape) for matrix in program.matrices(base)),
+    ]
+
+
+def _parameter(base: BaseModel, name: str, own: Tensor) -> Parameter:
+    cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
+    path, _, kind = name.rpartition(".")
+    if path not in base.experts:
+        return Parameter(name, tuple(own.shape), cuts, is_repeated)
+    block, _, experts = path.rpartition(".")
+    linears = base.experts[path].linears[_PACKED[kind]]
+    in_files = f"{block.rpartition('.')[0]}.{FAMILIES[base.config.model_type].sparse_block}.{experts}"
+    return ExpertParameter(name, tuple(own.shape), cuts, is_repeated, in_files, linears)
+
+
+def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[Cut]:
+    for dim, split in base.splits.get(name, {}).items():
+        yield Cut(dim, split, {split.axis: split.size})
+    if base.is_kept_in_parts(name):
+        team = base.keeping_team
+        sizes = {axis: size for axis, size in (("fsdp", base.spec.fsdp), ("sp", base.spec.sp)) if size > 1}
+        yield Cut(0, Split("fsdp", team.size, team.index, (own.shape[0] * team.size,)), sizes)
+
+
+def _is_repeated(base: BaseModel, name: str) -> bool:
+    """What of the residual stream all ranks along tp have, and parts of layers that all of them have whole."""
+    if base.spec.tp == 1:
+        return False
+    unit = _unit(name.split("."))
+    if unit is not None:
+        return base.spec.tp_of(unit) == 1
+    # The first rank alone adds to the gradient of the embedding, and all of them score tokens of their own.
+    return not (base.shards_activations or name in (base.embedding_name, base.head_name))
+
+
+def _unit(path: Sequence[str]) -> Unit | None:
+    if "self_attn" in path:
+        return "self_attn"
+    if "experts" in path or path[-2] == "gate":
+        return "experts"
+    return "mlp" if "mlp" in path else None

@@ -1,0 +1,106 @@
+"""Models: what runs and samplers have on this rank, by id: adapters of the base model, or weights of their own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Any
+
+from ..schemas.models import FullConfig, TrainingConfig
+from .full import FullModels, FullWeights
+from .holder import Holder
+from .learner import Learner
+from .lora import Adapter, Adapters
+from .model import BaseModel
+from .programs import Program
+from .programs.policy import POLICY
+
+
+class Models:
+    def __init__(self, base: BaseModel, adapters: Adapters, full: FullModels | None = None) -> None:
+        """full: None = there are to be none."""
+        self._base = base
+        self.adapters, self.full = adapters, full or FullModels(base, 0)
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self.adapters or model_id in self.full
+
+    def __iter__(self) -> Iterator[str]:
+        yield from self.adapters
+        yield from self.full
+
+    def get(self, model_id: str) -> Learner:
+        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
+        return self._holder(model_id).get(model_id)
+
+    @contextmanager
+    def resident(self, model_ids: Sequence[str]) -> Iterator[list[Learner]]:
+        """Inside, these are on the device, adapters at most as many as there are slots.
+
+        Raises KeyError, and OperationError when one cannot be brought there.
+        """
+        with ExitStack() as held:
+            for holder in (self.adapters, self.full):
+                held.enter_context(holder.resident([each for each in model_ids if self._holder(each) is holder]))
+            yield [self.get(model_id) for model_id in model_ids]
+
+    def build(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
+        """One with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
+        if isinstance(training, FullConfig):
+            return self.full.build(training, program)
+        return self.adapters.build(training, program)
+
+    def initialized(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
+        """A fresh one without an id yet. Raises as `build`."""
+        model = self.build(training, program)
+        model.initialize()
+        return model
+
+    def copied(self, model_id: str) -> Learner:
+        """Its weights alone, as one that has no id yet. Raises as `resident`."""
+        with self.resident([model_id]) as (source,):
+            model = self.build(source.training)
+            model.weights.copy_(source.weights)
+        return model
+
+    def make_room(self, model_id: str, model: Learner) -> None:
+        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and where there are as
+        many of its kind as there may be."""
+        self._holder_of(model).make_room(model_id, model)
+
+    def put(self, model_id: str, model: Learner) -> Learner:
+        """See Holder.put."""
+        if model_id in self and self._holder(model_id) is not self._holder_of(model):
+            self.drop(model_id)
+        return self._holder_of(model).put(model_id, model)
+
+    def drop(self, model_id: str) -> None:
+        """Unknown ids are ignored."""
+        self.adapters.drop(model_id)
+        self.full.drop(model_id)
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in memory and on disk, and how many there are, by place."""
+        return self.adapters.memory() | {
+            name.replace("adapters", "full_models"): value for name, value in self.full.memory().items()
+        }
+
+    def in_force(self, models: Sequence[Learner], learns: bool = False) -> AbstractContextManager[None]:
+        """Inside, the base model has the weights of the one among these that has its own: it is alone then. learns:
+        whether backward passes add to its gradients."""
+        own = next((model for model in models if isinstance(model, FullWeights)), None)
+        if own is None:
+            return nullcontext()
+        assert all(model is own for model in models), "a model with weights of its own runs alone"
+        return self._base.with_weights(own.weight_views(), own.gradient_views() if learns else None)
+
+    def runs_alone(self, model_id: str) -> bool:
+        """Whether nothing of others can run in the same micro-batches."""
+        return model_id in self.full
+
+    def _holder(self, model_id: str) -> Holder[Any]:
+        return self.full if model_id in self.full else self.adapters
+
+    def _holder_of(self, model: Learner) -> Holder[Any]:
+        if isinstance(model, FullWeights):
+            return self.full
+        assert isinstance(model, Adapter)
+        return self.adapters

@@ -92,6 +92,11 @@ class Models:
         assert all(model is own for model in models), "a model with weights of its own runs alone"
         return self._base.with_weights(own.weight_views(), own.gradient_views() if learns else None)
 
+    @property
+    def has_full(self) -> bool:
+        """Whether there are models with weights of their own."""
+        return any(True for _ in self.full)
+
     def runs_alone(self, model_id: str) -> bool:
         """Whether nothing of others can run in the same micro-batches."""
         return model_id in self.full

@@ -1,17 +1,20 @@
 """Full fine-tuning against transformers and torch.optim.AdamW: every gradient, and the weights after steps."""
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
+from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
+from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM
 
@@ -50,6 +53,15 @@ def stepped(worker: Worker, run_id: str) -> dict[str, float]:
     return metrics
 
 
+def trained(worker: Worker, run_id: str, num_steps: int, first: int = 0) -> list[float]:
+    losses = []
+    for step in range(first, first + num_steps):
+        (output,) = run(worker, supervised(run_id, some_data(step)))
+        losses.append(output.metrics["loss:sum"])
+        stepped(worker, run_id)
+    return losses
+
+
 def a_worker(directory: Path, **knobs: int) -> Worker:
     return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))  # pyright: ignore
 
@@ -67,7 +79,9 @@ class Reference:
         losses = []
         for datum in data:
             logits = self.model(input_ids=torch.from_numpy(datum.tokens).long()[None]).logits[0]
-            logprobs = logits.log_softmax(-1).gather(1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"])[:, None])
+            logprobs = logits.log_softmax(-1).gather(
+                1, torch.from_numpy(datum.loss_fn_inputs["target_tokens"])[:, None]
+            )
             losses.append(-(logprobs[:, 0] * torch.from_numpy(datum.loss_fn_inputs["weights"])).sum())
         return torch.stack(losses).sum()
 
@@ -116,3 +130,152 @@ def test_every_gradient_and_three_steps_are_those_of_transformers(kind: str, tmp
     loaded = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
     for name, weights in worker._base.own_parameters().items():
         assert torch.equal(weights, dict(loaded.named_parameters())[name].detach()), name
+
+
+def test_tolerances_are_worth_something(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3_moe", tmp_path)
+    worker, reference = a_worker(directory), Reference(directory)
+    worker.create_run(RunSpec("full", FullConfig()))
+    run(worker, supervised("full", some_data(0)))
+    reference.backward(some_data(0))
+    gradients = reference.gradients()
+    scale = max(float(each.abs().max()) for each in gradients.values())
+    for name, gradient in views(worker, "full", "accumulator").items():
+        assert float((1.01 * gradient - gradients[name]).abs().max()) > TOLERANCE * float(gradient.abs().max()), name
+        assert float(gradient.abs().max()) > 10 * TOLERANCE * scale, f"{name} has no gradient to speak of"
+
+
+@pytest.mark.parametrize("kind", (*KINDS, "mixtral", "phi3"))
+def test_what_is_saved_is_what_transformers_loads(kind: str, tmp_path: Path) -> None:
+    directory = tiny_model(kind, tmp_path / "base")
+    worker = a_worker(directory)
+    worker.create_run(RunSpec("full", FullConfig()))
+    trained(worker, "full", 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    worker.save_run("full", str(saved), optimizer=True)
+    loaded = AutoModelForCausalLM.from_pretrained(saved)
+    assert loaded.dtype == torch.float32
+    for name, weights in views(worker, "full").items():
+        assert torch.equal(weights, dict(loaded.named_parameters())[name].detach()), name
+    # The names of the files' tensors are those that Hugging Face has published.
+    loaded.save_pretrained(tmp_path / "theirs")
+    names = [{*load_file(each / "model.safetensors")} for each in (saved, tmp_path / "theirs", directory)]
+    assert names[0] == names[1] == names[2]
+
+
+def test_a_saved_one_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3_tied", tmp_path / "base"))
+    worker.create_run(RunSpec("full", FullConfig()))
+    trained(worker, "full", 2)
+    run(worker, supervised("full", some_data(50)))
+    for name in ("saved", "snapshot"):
+        (tmp_path / name).mkdir()
+    worker.save_run("full", str(tmp_path / "saved"), optimizer=True)
+    worker.begin_snapshot(3, "full", str(tmp_path / "snapshot"))
+    while not (ended := worker.ended_snapshots()):
+        pass
+    assert ended == {3: None}
+    losses = []
+    for directory, optimizer in ((None, True), ("snapshot", True), ("saved", True), ("saved", False)):
+        if directory is not None:
+            worker.drop_run("full")
+            worker.create_run(RunSpec("full", FullConfig()))
+            worker.load_run("full", str(tmp_path / directory), optimizer)
+        if directory == "saved":
+            run(worker, supervised("full", some_data(50)))
+        stepped(worker, "full")
+        losses.append(trained(worker, "full", 2, first=9))
+    assert losses[0] == losses[1] == losses[2] and losses[0] != losses[3], "an optimizer of its own shows"
+
+
+def test_a_full_one_beside_adapters_is_as_each_alone(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path)
+    together, alone = a_worker(directory), a_worker(directory)
+    specs = [RunSpec("full", FullConfig()), RunSpec("other", FullConfig()), RunSpec("lora", LoraConfig(rank=4, seed=1))]
+    for worker in (together, alone):
+        for spec in specs:
+            worker.create_run(spec)
+    for step in range(2):
+        requests = [supervised(spec.run_id, some_data(10 * step + number)) for number, spec in enumerate(specs)]
+        requests.append(supervised("full", some_data(99), forward_only=True))
+        requests.append(supervised("full", some_data(98), forward_only=True))
+        ours, theirs = run(together, *requests), [run(alone, request)[0] for request in requests]
+        for one, other in zip(ours, theirs, strict=True):
+            assert one.metrics["loss:sum"] == pytest.approx(other.metrics["loss:sum"], rel=TOLERANCE)
+        for spec in specs:
+            assert stepped(together, spec.run_id)["grad_norm"] == pytest.approx(
+                stepped(alone, spec.run_id)["grad_norm"], rel=TOLERANCE
+            )
+    losses = {
+        output.metrics["loss:sum"] for output in run(together, *(supervised(s.run_id, some_data(7)) for s in specs))
+    }
+    assert len(losses) == 3
+
+
+def test_a_failed_operation_leaves_nothing(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path))
+    worker.create_run(RunSpec("full", FullConfig()))
+    run(worker, supervised("full", some_data(1)))
+    before = worker._models.get("full").accumulator.clone()
+    bad = some_data(2)
+    bad[1].loss_fn_inputs["weights"][3] = 3e38
+    (answer,) = worker.run_pass(Pass((Part(7, supervised("full", bad)),)))
+    assert isinstance(answer, Failure) and "not finite" in answer.message, answer
+    assert torch.equal(worker._models.get("full").accumulator, before)
+    # The base is as it was, and takes no gradients.
+    assert not any(each.requires_grad or each.grad is not None for each in worker._base.model.parameters())
+
+
+def test_more_than_there_may_be_are_refused(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path), max_full_models=2)
+    worker.create_run(RunSpec("one", FullConfig()))
+    worker.copy_adapter("one", "sampler")
+    worker.copy_adapter("one", "sampler")
+    with pytest.raises(OperationError, match="--max-full-models 3"):
+        worker.create_run(RunSpec("two", FullConfig()))
+    worker.drop_adapter("sampler")
+    worker.create_run(RunSpec("two", FullConfig()))
+
+
+def sampled(worker: Worker, *adapter_ids: str | None) -> list[SampleResponse]:
+    params = SamplingParams(max_tokens=12, temperature=0.0, seed=1)
+    prompt = np.arange(3, 9, dtype=np.int32)
+    joining = tuple(
+        SampleJob(f"job-{number}", adapter_id, prompt, params, (), ()) for number, adapter_id in enumerate(adapter_ids)
+    )
+    finished: dict[str, SampleResponse] = {}
+    for number in range(200):
+        result = worker.sample_slice(Slice(joining if number == 0 else (), (), 5.0))
+        finished |= result.finished
+        if len(finished) == len(joining):
+            break
+    assert all(isinstance(answer, SampleResponse) for answer in finished.values()), finished
+    return [finished[f"job-{number}"] for number in range(len(joining))]
+
+
+def test_samples_are_of_the_weights_that_are_asked_for(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker = a_worker(directory)
+    worker.create_run(RunSpec("full", FullConfig()))
+    worker.copy_adapter("full", "fresh")
+    trained(worker, "full", 3)
+    worker.copy_adapter("full", "trained")
+    worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
+    worker.copy_adapter("lora", "adapter")
+    ids = (None, "fresh", "trained", "adapter", "trained")
+    together, alone = sampled(worker, *ids), [sampled(worker, each)[0] for each in ids]
+    for one, other in zip(together, alone, strict=True):
+        assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+        np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+    base, fresh, own, adapter, again = (each.sequences[0].tokens.tolist() for each in together)
+    assert base == fresh == adapter and own == again and own != base
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    worker.save_run("full", str(saved), optimizer=False)
+    model: Any = AutoModelForCausalLM.from_pretrained(saved)
+    prompt = torch.arange(3, 9)[None]
+    wanted = model.generate(prompt, max_new_tokens=12, do_sample=False, eos_token_id=None, pad_token_id=0)[0, 6:]
+    assert own == wanted.tolist()
+    worker.load_adapter("loaded", str(saved))
+    assert sampled(worker, "loaded")[0].sequences[0].tokens.tolist() == own

@@ -17,7 +17,6 @@ from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBac
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.operation import ModelLimits
 from trainhouse.workers.passes import PassRunner
-from trainhouse.workers.sampler import SAMPLERS
 from trainhouse.workers.sampler.choice import Choice, Settings, choose
 from trainhouse.workers.sampler.native import NativeSampler
 from trainhouse.workers.sampler.noise import noise_key, uniforms
@@ -62,7 +61,7 @@ def lettered(tmp_path_factory: pytest.TempPathFactory) -> Adapted:
 
 def new_sampler(adapted: Adapted, context: int = CONTEXT, **config: object) -> NativeSampler:
     served = WorkerConfig(ServedModel("tiny", str(adapted.directory)), device="cpu", **config)
-    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, context), served)
+    return NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, context), served)
 
 
 def prompt(length: int, seed: int = 0) -> np.ndarray:

@@ -12,7 +12,7 @@ import torch
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.sampler import SAMPLERS
+from trainhouse.workers.sampler.native import NativeSampler
 from transformers import AutoModelForCausalLM
 
 from ..tiny import tiny_model
@@ -147,7 +147,7 @@ def drawn(model: Model) -> Drawn:
     """Several jobs of each case, with seeds of their own, in turn: cases are mixed in the batches."""
     adapted = Adapted(model.directory)
     served = WorkerConfig(ServedModel("tiny", str(model.directory)), device="cpu")
-    sampler = SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, 64), served)
+    sampler = NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, 64), served)
     jobs = [
         job(
             f"{name} {seed}", PROMPT, seed=seed, num_samples=NUM_SEQUENCES // NUM_JOBS, max_tokens=LENGTH, **case.params

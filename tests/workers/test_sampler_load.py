@@ -12,7 +12,6 @@ import pytest
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.sampler import SAMPLERS
 from trainhouse.workers.sampler.native import NativeSampler
 from trainhouse.workers.verbs import SampleJob, Slice, SliceResult
 
@@ -43,7 +42,7 @@ def adapted(tiny_models: dict[str, Path]) -> Adapted:
 def new_sampler(adapted: Adapted, kv_cache_bytes: int) -> NativeSampler:
     served = ServedModel("tiny", str(adapted.directory))
     config = WorkerConfig(served, device="cpu", kv_cache_bytes=kv_cache_bytes)
-    return SAMPLERS["native"](adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
+    return NativeSampler(adapted.base, adapted.models, ModelLimits(VOCAB, CONTEXT), config)
 
 
 def ragged_jobs() -> list[SampleJob]:

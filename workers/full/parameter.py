@@ -22,10 +22,11 @@ class Cut:
 
 @dataclass(frozen=True)
 class Parameter:
-    """key: its name in transformers' model. shape: of this rank's part. cuts: how it is made of the whole, one after
-    the other. is_repeated: as Matrix has it."""
+    """key: its name in transformers' model. in_files: what it is called there. shape: of this rank's part. cuts: how it
+    is made of the whole, one after the other. is_repeated: as Matrix has it."""
 
     key: str
+    in_files: str
     shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
     is_repeated: bool = False
@@ -52,7 +53,7 @@ class Parameter:
         return whole
 
     def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
-        yield self.key, own
+        yield self.in_files, own
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
         for cut in self.cuts:
@@ -68,18 +69,17 @@ class Parameter:
 
 @dataclass(frozen=True)
 class ExpertParameter(Parameter):
-    """Of all experts of a sparse layer: [experts, ...]. Files have those of each by itself.
+    """Of all experts of a sparse layer: [experts, ...]. Files have those of each by itself, below in_files.
 
-    path: where these are in files. linears: what the parts of a row are called there, one below the other.
+    linears: what the parts of a row are called there, one below the other.
     """
 
-    path: str = ""
     linears: tuple[str, ...] = ()
 
     def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
         for number, expert in zip(self._own_experts, own.unbind(), strict=True):
             for linear, part in zip(self.linears, expert.chunk(len(self.linears)), strict=True):
-                yield f"{self.path}.{number}.{linear}.weight", part
+                yield f"{self.in_files}.{number}.{linear}.weight", part
 
     def part_of(self, name: str, saved: Tensor) -> Tensor:
         """Experts that this rank has: of one of theirs, in which sections are not side by side."""

@@ -22,19 +22,28 @@ def parameters_of(base: BaseModel, program: Program) -> list[Parameter]:
         del own[base.head_name]
     return [
         *(_parameter(base, name, value) for name, value in own.items()),
-        *(Parameter(str(matrix.key), matrix.shape) for matrix in program.matrices(base)),
+        *(Parameter(str(matrix.key), str(matrix.key), matrix.shape) for matrix in program.matrices(base)),
     ]
 
 
 def _parameter(base: BaseModel, name: str, own: Tensor) -> Parameter:
     cuts, is_repeated = tuple(_cuts(base, name, own)), _is_repeated(base, name)
     path, _, kind = name.rpartition(".")
-    if path not in base.experts:
-        return Parameter(name, tuple(own.shape), cuts, is_repeated)
-    block, _, experts = path.rpartition(".")
-    linears = base.experts[path].linears[_PACKED[kind]]
-    in_files = f"{block.rpartition('.')[0]}.{FAMILIES[base.config.model_type].sparse_block}.{experts}"
-    return ExpertParameter(name, tuple(own.shape), cuts, is_repeated, in_files, linears)
+    if path in base.experts:
+        linears = base.experts[path].linears[_PACKED[kind]]
+        return ExpertParameter(name, _in_files(base, path), tuple(own.shape), cuts, is_repeated, linears)
+    return Parameter(name, _in_files(base, name), tuple(own.shape), cuts, is_repeated)
+
+
+def _in_files(base: BaseModel, name: str) -> str:
+    """The part of a layer that has experts may be called otherwise there."""
+    block = next(
+        (path.removesuffix("experts") for path in base.experts if name.startswith(path[: -len("experts")])), None
+    )
+    if block is None:
+        return name
+    layer = block.removesuffix("mlp.")
+    return f"{layer}{FAMILIES[base.config.model_type].sparse_block}.{name.removeprefix(block)}"
 
 
 def _cuts(base: BaseModel, name: str, own: Tensor) -> Iterator[Cut]:

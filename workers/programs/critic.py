@@ -11,7 +11,7 @@ from ..losses import VALUE_LOSSES
 from .program import Program
 
 if TYPE_CHECKING:
-    from ..lora import Adapter
+    from ..learner import Learner
     from ..model import BaseModel
 
 # As transformers' models for the classification of sequences and tokens name their heads.
@@ -22,9 +22,9 @@ def _value_head(base: "BaseModel") -> Sequence[WholeMatrix]:
     return WholeMatrix(WEIGHT, (1, base.unembedding.shape[1])), WholeMatrix(BIAS, (1,))
 
 
-def _initialize(adapter: "Adapter", generator: torch.Generator) -> None:
+def _initialize(model: "Learner", generator: torch.Generator) -> None:
     """Values of about 1 at most: Huang et al., The N+ Implementation Details of RLHF with PPO (2024), section 5."""
-    weight = adapter.tensor(WEIGHT)
+    weight = model.tensor(WEIGHT)
     drawn = torch.empty(weight.shape).normal_(std=1 / math.sqrt(weight.numel() + 1), generator=generator)
     weight.copy_(drawn)
 

@@ -10,7 +10,7 @@ from ..layout import Matrix
 from ..losses import Loss
 
 if TYPE_CHECKING:  # these hold programs
-    from ..lora import Adapter
+    from ..learner import Learner
     from ..model import BaseModel
 
 
@@ -18,7 +18,7 @@ def _nothing(base: "BaseModel") -> Sequence[Matrix]:
     return ()
 
 
-def _as_it_is(adapter: "Adapter", generator: torch.Generator) -> None:
+def _as_it_is(model: "Learner", generator: torch.Generator) -> None:
     pass
 
 
@@ -38,6 +38,6 @@ class Program:
     trains: bool = True
     samples: bool = True
     matrices: "Callable[[BaseModel], Sequence[Matrix]]" = _nothing
-    initialize: "Callable[[Adapter, torch.Generator], None]" = _as_it_is
+    initialize: "Callable[[Learner, torch.Generator], None]" = _as_it_is
     peft_task: str = "CAUSAL_LM"
     peft_modules: tuple[str, ...] = ()

@@ -1,5 +1,5 @@
 """Sampling engines by name."""
 
-from .native import NativeSampler
+from .in_turn import InTurn
 
-SAMPLERS = {"native": NativeSampler}
+SAMPLERS = {"native": InTurn}

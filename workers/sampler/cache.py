@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 import numpy as np
 from transformers import PreTrainedConfig
 
+from ..config import WorkerConfig
 from ..kv_cache import Shelf
+from ..model import BaseModel
 from .jobs import Row
 from .prefixes import BLOCK, Prefixes, Stretch, restore
 
@@ -60,6 +62,10 @@ class Cache:
         self.prefixes = Prefixes()
         self._seats: dict[int, Seats] = {}
         self._seat_of: dict[Row, Seat] = {}
+
+    @staticmethod
+    def of(base: BaseModel, config: WorkerConfig) -> "Cache":
+        return Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))
 
     def num_bytes(self) -> int:
         return self._slot_bytes() + self.prefixes.num_bytes

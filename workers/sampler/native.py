@@ -61,16 +61,18 @@ class NativeSampler:
         limits: ModelLimits,
         config: WorkerConfig,
         mesh: Mesh | None = None,
+        cache: Cache | None = None,
+        namespaces: Namespaces | None = None,
     ) -> None:
-        """mesh: None = there is one rank."""
+        """mesh: None = there is one rank. cache, namespaces: None = those that no other sampler shares."""
         self._base = base
         self._together = Together(mesh or Mesh())
         self._models = models
         self._head = LogprobHead(base, config.head_chunk_tokens)
         self._config = config
         self._limits = limits
-        cache = Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))
-        self._schedule = Schedule(cache, Namespaces(models), config, base.device, base.threads.most)
+        cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
+        self._schedule = Schedule(cache, namespaces, config, base.device, base.threads.most)
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._drawing: Drawing | None = None
@@ -98,11 +100,22 @@ class NativeSampler:
             return SliceResult({}, 0)
         return SliceResult(self._finished, len(self._jobs), self._progress())
 
+    def refused(self, work: Slice, failure: Failure) -> SliceResult:
+        """Instead of `slice`: all jobs fail."""
+        jobs = {*self._jobs, *(request.job_id for request in work.join)}.difference(work.cancel)
+        for job_id in list(self._jobs):
+            self._remove(job_id)
+        return SliceResult(dict.fromkeys(jobs, failure) if self._together.speaks else {}, 0)
+
     def forget_all(self) -> None:
         """Jobs and prefixes; nobody is answered."""
         self._jobs.clear()
         self._schedule.clear()
         self._drawing = self._plan = None
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
 
     def cache_bytes(self) -> int:
         """Of the budget: slots in use, slots that wait for use, and prefixes."""
@@ -131,23 +144,25 @@ class NativeSampler:
             held.enter_context(self._base.gathered())
             deadline += time.monotonic() - began  # else little may be left for steps
             while not self._schedule.is_idle:
-                self._iterate(deadline)
-                if self._together.is_over(deadline):
+                has_run = self._iterate(deadline)
+                if self._together.is_over(deadline) or not has_run:
                     break
         if not self._schedule.table.num_lines:
             # The table may have grown for one long sample, and the others hold adapters and jobs.
             self._schedule.table, self._plan, self._drawing = Table(), None, None
 
-    def _iterate(self, deadline: float) -> None:
+    def _iterate(self, deadline: float) -> bool:
+        """Whether there was anything to do: the cache may be full of what other samplers have in it."""
         try:
             batch = self._schedule.next_batch()
         except NoRoom as error:
             self._fail(error.row.job, error.message, error.category)
-            return
+            return True
         if batch.decoding is not None and not batch.parts:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
             self._extend(batch, self._run(batch))
+        return batch.num_tokens > 0
 
     # Who comes and goes
 

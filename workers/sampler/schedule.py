@@ -194,7 +194,7 @@ class Schedule:
             else:
                 admitted = self._begin(row)
                 budget -= self._prefills[-1].remaining if admitted else 0
-            if not admitted and self.table.num_lines:
+            if not admitted and (self.table.num_lines or self.cache.held_bytes()):
                 return
             if not admitted:
                 raise self._no_room(row, row.length + 1)

@@ -5,8 +5,10 @@ BIN := .venv/bin
 READY := .venv/.ready
 VLLM := .venv-vllm
 VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
+TRL := .venv-trl
+TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
-.PHONY: setup demo test test-full test-vllm fuzz audit lint types format bench bench-parallel bench-vllm serve proto dist clean
+.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format bench bench-parallel bench-vllm serve proto dist clean
 
 setup: $(READY)
 
@@ -24,14 +26,28 @@ demo: setup
 serve: setup
 	$(BIN)/trainhouse serve $(ARGS)
 
+# TRL, the judge of full fine-tuning, in an environment of its own, with the releases that .venv has of what both
+# need (1.5 GB, a minute, once), or TRL_PYTHON=/a/python of yours.
+$(TRL)/.ready: $(READY)
+	test -x $(TRL)/bin/python || $(PYTHON) -m venv $(TRL) || python3 -m venv $(TRL)
+	$(TRL)/bin/python -m pip install --quiet --constraint <($(BIN)/python -m pip freeze --exclude-editable) trl==1.16.0
+	touch $@
+
+ifeq ($(origin TRL_PYTHON), file)
+TRL_READY := $(TRL)/.ready
+endif
+
 # Tests mostly wait, for processes to start above all: so many of their files run side by side. Those for test-full
 # measure, or bring their own load, and have the machine for themselves.
 WORKERS ?= 3
 test: setup
 	$(BIN)/python -m pytest -m 'not full' -n $(WORKERS) --dist loadfile $(ARGS)
 
-test-full: test
-	$(BIN)/python -m pytest -m full $(ARGS)
+test-full: test $(TRL_READY)
+	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest -m full $(ARGS)
+
+test-trl: setup $(TRL_READY)
+	TRAINHOUSE_TRL_PYTHON=$(TRL_PYTHON) $(BIN)/python -m pytest tests/acceptance/test_full_training.py $(ARGS)
 
 # As many inputs of each route and decoder as EXAMPLES says, new ones each time.
 EXAMPLES ?= 1000

@@ -1,7 +1,7 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -176,20 +176,29 @@ class BaseModel:
         """Inside, parameters of these names are these tensors, of this rank's parts. gradients: float32, to which those
         of backward passes are added."""
         parameters = {name: each for name, each in self.model.named_parameters() if name in weights}
-        before = {name: parameter.data for name, parameter in parameters.items()}
-        embedding: Any = self.model.get_input_embeddings()
-        for name, parameter in parameters.items():
-            parameter.data = weights[name]
-            if gradients is not None:
-                _take_gradient(parameter, None if name in self._sharded else gradients[name])
-        embedding.sparse = gradients is not None  # what autograd makes of it is not of the size of the vocabulary
-        try:
-            with self._fused.with_other_weights() if self._fused is not None else nullcontext():
+        with ExitStack() as held:
+            if self._fused is not None:
+                held.callback(self._fused.refresh, is_made_of_these=True)
+            held.callback(_give_back, [(each, each.data) for each in parameters.values()])
+            for name, parameter in parameters.items():
+                parameter.data = weights[name]
+                if gradients is not None:
+                    _take_gradient(parameter, None if name in self._sharded else gradients[name])
+            if self._fused is not None:
+                self._fused.refresh(is_made_of_these=False)
+                held.enter_context(self._fused.gathering_others(gradients))
+            with self._sparse_embedding(gradients is not None):
                 yield
+
+    @contextmanager
+    def _sparse_embedding(self, is_wanted: bool) -> Iterator[None]:
+        """Inside, what autograd makes of its gradient is not of the size of the vocabulary."""
+        embedding: Any = self.model.get_input_embeddings()
+        embedding.sparse = is_wanted
+        try:
+            yield
         finally:
             embedding.sparse = False
-            for name, parameter in parameters.items():
-                parameter.data, parameter.grad, parameter.requires_grad = before[name], None, False
 
     def settle_linears(self, merge: Merge, again: Callable[[], Again]) -> None:
         """With the layers as they are from now on. merge: a way to run several linear layers of one input as one.
@@ -229,10 +238,10 @@ class BaseModel:
 
     def _sharded_layers(self) -> ShardedLayers:
         team, buffers, layers = self._mesh.keeping_team, Buffers(), []
-        for number, layer in enumerate(self.trunk.layers):  # pyright: ignore[reportArgumentType]
+        for number in range(len(self.trunk.layers)):  # pyright: ignore[reportArgumentType]
             prefix = f"{self.model.base_model_prefix}.layers.{number}."
-            names = [name.removeprefix(prefix) for name in self._sharded if name.startswith(prefix)]
-            layers.append(ShardedLayer(layer, names, team, buffers))
+            names = [name for name in self._sharded if name.startswith(prefix)]
+            layers.append(ShardedLayer({name: self.model.get_parameter(name) for name in names}, team, buffers))
         return ShardedLayers(layers, buffers, self._zero_stage)
 
     def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
@@ -262,6 +271,12 @@ class BaseModel:
         )
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+
+
+def _give_back(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+    """What they were, frozen."""
+    for parameter, value in parameters:
+        parameter.data, parameter.grad, parameter.requires_grad = value, None, False
 
 
 def _take_gradient(parameter: nn.Parameter, gradient: Tensor | None) -> None:

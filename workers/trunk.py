@@ -2,8 +2,8 @@
 over memory and less Python. What is not recognised to the last module runs as transformers wrote it.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -51,19 +51,15 @@ class FusedTrunk:
         """From now on layers are gathered for use."""
         self._sharded = layers
 
-    @contextmanager
-    def with_other_weights(self) -> Iterator[None]:
-        """Inside, the modules' parameters are others than those of which it was made."""
-        self._refresh(is_made_of_these=False)
-        try:
-            yield
-        finally:
-            self._refresh(is_made_of_these=True)
-
-    def _refresh(self, is_made_of_these: bool) -> None:
+    def refresh(self, is_made_of_these: bool) -> None:
+        """After the modules' parameters have changed. is_made_of_these: whether they are those it was made of."""
         self._norm.refresh()
         for layer in self._layers:
             layer.refresh(is_made_of_these)
+
+    def gathering_others(self, gradients: Mapping[str, Tensor] | None) -> AbstractContextManager[None]:
+        """Inside, layers are gathered of what the modules' parameters are on entering. gradients: see ShardedLayer."""
+        return self._sharded.of_other_weights(gradients)
 
     def checkpoint(self, layer_inputs: Callable[[], LayerInputs]) -> None:
         """From now on passes keep the inputs of layers alone. layer_inputs: for a pass that begins now."""

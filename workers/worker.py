@@ -146,9 +146,14 @@ class Worker:
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
         """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
         with self._resident(run_id) as model:
-            self._bring_gradients_to_first(model)
+            if model.window.num_operations:
+                add_up([model], self._mesh)
             learned = Learned.with_window(model, self._mesh)
-            self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
+            try:
+                self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
+            finally:
+                # The sum over the ranks stays what it is.
+                leave_to_first(model, self._mesh)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended on all ranks since it was last asked: None where the files are written."""
@@ -293,12 +298,6 @@ class Worker:
         whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
         model.layout.copy_parts(model.weights, whole)
         return model
-
-    def _bring_gradients_to_first(self, model: Learner) -> None:
-        """Those since the last step. Their sum over the ranks stays what it is."""
-        if model.window.num_operations:
-            add_up([model], self._mesh)
-            leave_to_first(model, self._mesh)
 
     def _whole_weights(self, model: Learner) -> np.ndarray:
         return model.layout.whole_vector(model.weights, self._mesh).cpu().numpy()

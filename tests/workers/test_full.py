@@ -191,11 +191,12 @@ def test_a_saved_one_goes_on_as_if_it_had_not_been(tmp_path: Path) -> None:
 
 def test_a_full_one_beside_adapters_is_as_each_alone(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path)
-    together, alone = a_worker(directory), a_worker(directory)
+    together, alone, without_full = a_worker(directory), a_worker(directory), a_worker(directory)
     specs = [RunSpec("full", FullConfig()), RunSpec("other", FullConfig()), RunSpec("lora", LoraConfig(rank=4, seed=1))]
     for worker in (together, alone):
         for spec in specs:
             worker.create_run(spec)
+    without_full.create_run(specs[2])
     for step in range(2):
         requests = [supervised(spec.run_id, some_data(10 * step + number)) for number, spec in enumerate(specs)]
         requests.append(supervised("full", some_data(99), forward_only=True))
@@ -203,14 +204,17 @@ def test_a_full_one_beside_adapters_is_as_each_alone(tmp_path: Path) -> None:
         ours, theirs = run(together, *requests), [run(alone, request)[0] for request in requests]
         for one, other in zip(ours, theirs, strict=True):
             assert one.metrics["loss:sum"] == pytest.approx(other.metrics["loss:sum"], rel=TOLERANCE)
+        run(without_full, requests[2])
         for spec in specs:
             assert stepped(together, spec.run_id)["grad_norm"] == pytest.approx(
                 stepped(alone, spec.run_id)["grad_norm"], rel=TOLERANCE
             )
-    losses = {
-        output.metrics["loss:sum"] for output in run(together, *(supervised(s.run_id, some_data(7)) for s in specs))
-    }
-    assert len(losses) == 3
+        stepped(without_full, "lora")
+    outputs = run(together, *(supervised(spec.run_id, some_data(7)) for spec in specs))
+    losses = [output.metrics["loss:sum"] for output in outputs]
+    assert len(set(losses)) == 3
+    (of_base,) = run(without_full, supervised("lora", some_data(7)))
+    assert losses[2] == pytest.approx(of_base.metrics["loss:sum"], rel=TOLERANCE)
 
 
 def test_a_failed_operation_leaves_nothing(tmp_path: Path) -> None:

@@ -1,11 +1,12 @@
-"""Fully sharded layers: of every layer's frozen weights a rank keeps a part, and gathers the others for as long as the
-layer runs. Nothing is reduced: frozen weights have no gradients.
+"""Fully sharded layers: of every layer's weights a rank keeps a part, and gathers the others for as long as the layer
+runs. Frozen weights have no gradients; those of others are summed over the ranks as a layer's way back ends, and each
+keeps its part.
 
 Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -23,45 +24,66 @@ class Buffers:
     """
 
     def __init__(self) -> None:
-        self._unused: list[Tensor] = []
+        self._unused: dict[tuple[torch.dtype, int], list[Tensor]] = {}
 
-    def take(self, like: Tensor, size: int) -> Tensor:
-        """[size], of any content."""
-        for number, buffer in enumerate(self._unused):
-            if len(buffer) == size:
-                return self._unused.pop(number)
-        return like.new_empty(size)
+    def take(self, like: Tensor, size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """[size], of any content, where `like` is. dtype: None = its own."""
+        dtype = dtype or like.dtype
+        unused = self._unused.get((dtype, size))
+        return unused.pop() if unused else like.new_empty(size, dtype=dtype)
 
     def give(self, buffer: Tensor) -> None:
-        """Two are kept: of a layer that runs, and of the next one."""
-        self._unused = [*self._unused, buffer][-2:]
+        """Two of a kind are kept: of a layer that runs, and of the next one."""
+        kind = buffer.dtype, len(buffer)
+        self._unused[kind] = [*self._unused.get(kind, []), buffer][-2:]
 
     def drop(self) -> None:
-        self._unused = []
+        self._unused = {}
 
 
 class ShardedLayer:
     """The weights of one layer. Between `gather` and `free` its parameters are whole, else this rank's rows."""
 
-    def __init__(self, layer: nn.Module, names: Sequence[str], team: Team, buffers: Buffers) -> None:
-        """names: of the parameters that ranks have parts of, below the layer: the same number of rows each."""
+    def __init__(self, parameters: Mapping[str, nn.Parameter], team: Team, buffers: Buffers) -> None:
+        """parameters: of the layer, those that ranks have parts of, by name: the same number of rows each."""
         self._team, self._buffers = team, buffers
-        self._parameters = [layer.get_parameter(name) for name in names]
+        self._names, self._parameters = list(parameters), list(parameters.values())
         self._shapes = [parameter.shape for parameter in self._parameters]
         self._sizes = [parameter.numel() for parameter in self._parameters]
-        self._shard = torch.cat([parameter.data.flatten() for parameter in self._parameters])
+        # Those that it was made with, side by side: they need not be put together to be sent.
+        self._shard: Tensor | None = torch.cat([parameter.data.flatten() for parameter in self._parameters])
+        parts = self._shard.split(self._sizes)
+        self._parts = [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        self._gradients: list[Tensor] | None = None
         self._arriving: Arriving | None = None
         self._whole: Tensor | None = None
+        self._whole_gradient: Tensor | None = None
         self._show_own()
 
     @property
     def num_whole_bytes(self) -> int:
-        return self._shard.nbytes * self._team.size
+        return self._num_whole * self._parts[0].itemsize
+
+    @contextmanager
+    def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """Inside, its weights are those that its parameters have on entering, this rank's rows. gradients: by name,
+        to which this rank's parts of those by the weights are added, float32."""
+        before = self._parts, self._shard
+        self._parts, self._shard = [parameter.data for parameter in self._parameters], None
+        self._gradients = None if gradients is None else [gradients[name] for name in self._names]
+        try:
+            yield
+        finally:
+            self.free()
+            self._arriving = self._gradients = None
+            self._parts, self._shard = before
+            self._show_own()
 
     def begin(self) -> None:
         """To gather it, while something else runs. All ranks of the team at once, as `gather`."""
         if self._whole is None and self._arriving is None:
-            self._arriving = self._team.joining(self._shard[None], self._new_buffer())
+            shard = self._shard if self._shard is not None else torch.cat([part.flatten() for part in self._parts])
+            self._arriving = self._team.joining(shard[None], self._new_buffer())
 
     def gather(self) -> None:
         if self._whole is not None:
@@ -69,13 +91,36 @@ class ShardedLayer:
         self.begin()
         assert self._arriving is not None
         by_rank, self._arriving = self._arriving.wait(), None
-        self._whole, num_ranks = self._new_buffer(), self._team.size
-        wholes = self._whole.split([num_ranks * size for size in self._sizes])
-        of_parameters = zip(self._parameters, self._shapes, by_rank.split(self._sizes, 1), wholes, strict=True)
-        for parameter, shape, parts, whole in of_parameters:
-            whole.view(num_ranks, -1).copy_(parts)
-            parameter.data = whole.view(num_ranks * shape[0], *shape[1:])
+        self._whole = self._new_buffer()
+        for parameter, parts, whole in zip(
+            self._parameters, by_rank.split(self._sizes, 1), self._by_parameter(self._whole), strict=True
+        ):
+            whole.view(self._team.size, -1).copy_(parts)
+            parameter.data = whole
         self._buffers.give(by_rank.flatten())
+
+    def collect(self) -> None:
+        """Of a layer that is whole: from now on backward passes add to gradients of whole weights."""
+        if self._gradients is None:
+            return
+        self._whole_gradient = self._new_buffer(torch.float32).zero_()
+        for parameter, gradient in zip(self._parameters, self._by_parameter(self._whole_gradient), strict=True):
+            parameter.grad = gradient
+
+    def share_gradients(self) -> None:
+        """Adds to this rank's parts of the gradients the sum over all ranks. All of the team at once."""
+        if self._gradients is None or self._whole_gradient is None:
+            return
+        by_rank = self._new_buffer(torch.float32).view(self._team.size, -1)
+        for parts, whole in zip(by_rank.split(self._sizes, 1), self._by_parameter(self._whole_gradient), strict=True):
+            parts.copy_(whole.view(self._team.size, -1))
+        for total, part in zip(self._gradients, self._team.summed_part(by_rank).split(self._sizes, 1), strict=True):
+            total.add_(part.view(total.shape))
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._buffers.give(by_rank.flatten())
+        self._buffers.give(self._whole_gradient)
+        self._whole_gradient = None
 
     def free(self) -> None:
         if self._whole is not None:
@@ -83,12 +128,22 @@ class ShardedLayer:
             self._whole = None
             self._show_own()
 
-    def _new_buffer(self) -> Tensor:
-        return self._buffers.take(self._shard, self._team.size * len(self._shard))
+    @property
+    def _num_whole(self) -> int:
+        return self._team.size * sum(self._sizes)
+
+    def _new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
+        return self._buffers.take(self._parts[0], self._num_whole, dtype)
+
+    def _by_parameter(self, buffer: Tensor) -> Iterator[Tensor]:
+        """As whole parameters."""
+        num_ranks = self._team.size
+        for shape, part in zip(self._shapes, buffer.split([num_ranks * size for size in self._sizes]), strict=True):
+            yield part.view(num_ranks * shape[0], *shape[1:])
 
     def _show_own(self) -> None:
-        for parameter, shape, part in zip(self._parameters, self._shapes, self._shard.split(self._sizes), strict=True):
-            parameter.data = part.view(shape)
+        for parameter, part in zip(self._parameters, self._parts, strict=True):
+            parameter.data = part
 
 
 class ShardedLayers:
@@ -111,7 +166,7 @@ class ShardedLayers:
         if self._are_held or not self._layers:
             return hidden, update
         self._gather(number, number + 1)
-        return _passed(lambda: self._free(number, is_last=number == 0), hidden, update)
+        return _passed(lambda: self._end_backward(number), hidden, update)
 
     def leave(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """After it has run: frees it, and gathers it for its backward pass. hidden, update: what it gives.
@@ -125,7 +180,7 @@ class ShardedLayers:
             self._free(number, is_last)
         elif not (self._stays or is_last):
             self._layers[number].free()
-        return _passed(lambda: self._gather(number, number - 1), hidden, update)
+        return _passed(lambda: self._begin_backward(number), hidden, update)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -140,6 +195,22 @@ class ShardedLayers:
             for layer in self._layers:
                 layer.free()
             self._buffers.drop()
+
+    @contextmanager
+    def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
+        """See ShardedLayer."""
+        with ExitStack() as held:
+            for layer in self._layers:
+                held.enter_context(layer.of_other_weights(gradients))
+            yield
+
+    def _begin_backward(self, number: int) -> None:
+        self._gather(number, number - 1)
+        self._layers[number].collect()
+
+    def _end_backward(self, number: int) -> None:
+        self._layers[number].share_gradients()
+        self._free(number, is_last=number == 0)
 
     def _gather(self, number: int, next_one: int) -> None:
         self._layers[number].gather()

@@ -1,0 +1,96 @@
+"""Models with weights of their own under layouts, as on one rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import FullConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.verbs import RunSpec, Step
+from transformers import AutoModelForCausalLM
+
+from .case import Case
+from .training import ADAM, Layout, close, error, greedy, largest_error, layout, supervised
+
+CASES = [
+    Case("fsdp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *(Case(spec) for spec in ("tp=2", "replicas=2", "sp=2", "fsdp=2,tp=2", "fsdp=2,sp=2", "sp=2,tp=2")),
+            *(Case(spec, "qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2", "fsdp=2")),
+            *(Case("tp=2", kind) for kind in ("llama", "qwen3_tied", "qwen2", "phi3", "olmo2", "mixtral")),
+            *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "phi3", "gemma3")),
+            Case("tp=2", tp_activations="whole"),
+            Case("tp=2", "qwen3_tied", tp_activations="whole"),
+            Case("fsdp=2", zero_stage="2"),
+            Case("fsdp=2,tp=2", replicated=("self_attn",)),
+            Case("replicas=2,fsdp=2"),
+        )
+    ),
+]
+
+
+class Trained:
+    """Three steps of two accumulations each; what they told, every gradient, and what was saved."""
+
+    def __init__(self, where: Layout) -> None:
+        where.call("create_run", RunSpec("full", FullConfig(seed=1)))
+        self.losses: list[float] = []
+        self.gradients: list[dict[str, np.ndarray]] = []
+        for step in range(3):
+            for seed, lengths in ((step, (9, 30, 4)), (step + 7, (11,))):
+                self.losses.append(loss_of(where, seed, *lengths))
+            self.gradients.append(tensors(where.snapshot("full"), "window"))
+            self.losses.append(norm_of_step(where))
+        self.directory = where.saved("full")
+        self.weights = [tensors(self.directory, stem) for stem in ("model", "optimizer")]
+        where.call("copy_adapter", "full", "sampler")
+        jobs = [greedy(f"job-{length}", "sampler", length) for length in (5, 17)]
+        answers = where.sample(*jobs, greedy("base", None, 9))
+        assert all(isinstance(answer, SampleResponse) for answer in answers.values()), answers
+        self.samples = [answers[name] for name in sorted(answers)]
+
+
+def loss_of(where: Layout, seed: int, *lengths: int) -> float:
+    (output,) = where.run_pass(supervised("full", seed, *lengths))
+    assert isinstance(output, ForwardBackwardOutput), output
+    return output.metrics["loss:sum"]
+
+
+def norm_of_step(where: Layout) -> float:
+    (metrics,) = where.call("apply_steps", (Step("full", ADAM),))
+    assert isinstance(metrics, dict), metrics
+    return metrics["grad_norm"]
+
+
+def tensors(directory: Path, stem: str) -> dict[str, np.ndarray]:
+    paths = [*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-*.safetensors")]
+    return {name: each for path in paths for name, each in load_file(path).items()}
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_all_weights_are_trained_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    model = case.model(tiny_models, tmp_path)
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+        theirs, ours = Trained(alone), Trained(many)
+        assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
+        assert largest_error(ours.gradients, theirs.gradients) <= 1e-4
+        assert largest_error(ours.gradients, ours.gradients[::-1]) > 1e-4
+        assert largest_error(ours.weights, theirs.weights) <= 1e-3
+        for one, other in zip(ours.samples, theirs.samples, strict=True):
+            assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+            np.testing.assert_allclose(one.sequences[0].logprobs, other.sequences[0].logprobs, atol=1e-4)
+        # What was saved under one goes on under the other, and transformers loads it.
+        for where, directory in ((alone, ours.directory), (many, theirs.directory)):
+            where.call("load_run", "full", str(directory), True)
+        assert close([loss_of(alone, 3, 21, 6)], [loss_of(many, 3, 21, 6)])
+        assert close([norm_of_step(alone)], [norm_of_step(many)])
+        assert close([loss_of(alone, 4, 21, 6)], [loss_of(many, 4, 21, 6)])
+        loaded = AutoModelForCausalLM.from_pretrained(ours.directory)
+        wanted = AutoModelForCausalLM.from_pretrained(theirs.directory)
+        for name, weights in loaded.named_parameters():
+            assert error(weights.detach().numpy(), wanted.get_parameter(name).detach().numpy()) <= 1e-3, name

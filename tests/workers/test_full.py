@@ -16,10 +16,11 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from ..tiny import KINDS, tiny_model
 from .adapted import relative_error
+from .test_critic import of_values, plain_loss, some_values
 
 LENGTHS = (9, 30, 4, 17)
 ADAM = AdamParams(learning_rate=1e-3, beta1=0.9, beta2=0.95, eps=1e-8)
@@ -283,3 +284,74 @@ def test_samples_are_of_the_weights_that_are_asked_for(tmp_path: Path) -> None:
     assert own == wanted.tolist()
     worker.load_adapter("loaded", str(saved))
     assert sampled(worker, "loaded")[0].sequences[0].tokens.tolist() == own
+
+
+def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker, data = a_worker(directory), some_values(1)
+    worker.create_run(RunSpec("critic", FullConfig(seed=3), "critic"))
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    worker.save_run("critic", str(saved), optimizer=False)
+    model: Any = AutoModelForTokenClassification.from_pretrained(saved).eval()
+    (output,) = run(worker, of_values("critic", data))
+    values = [model(input_ids=torch.from_numpy(datum.tokens)[None].long()).logits[0, :, 0] for datum in data]
+    for found, wanted in zip(output.loss_fn_outputs, values, strict=True):
+        np.testing.assert_allclose(found["values"], wanted.detach().numpy(), rtol=TOLERANCE, atol=TOLERANCE)
+    torch.stack([plain_loss(datum, each) for datum, each in zip(data, values, strict=True)]).sum().backward()
+    gradients = views(worker, "critic", "accumulator")
+    assert gradients.keys() == {name for name, _ in model.named_parameters()}
+    for name, gradient in gradients.items():
+        assert relative_error(gradient, model.get_parameter(name).grad) < TOLERANCE, name
+        assert relative_error(1.01 * gradient, model.get_parameter(name).grad) > TOLERANCE, name
+    stepped(worker, "critic")
+    with pytest.raises(OperationError, match="draws no tokens"):
+        worker.copy_adapter("critic", "sampler")
+
+
+def test_a_reference_becomes_what_a_full_policy_has_saved(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
+    worker.create_run(RunSpec("policy", FullConfig()))
+    worker.create_run(RunSpec("reference", LoraConfig(rank=1, seed=0, train_mlp=False), "reference"))
+    trained(worker, "policy", 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    worker.save_run("policy", str(saved), optimizer=False)
+    before, policy = (run(worker, supervised(run_id, some_data(1), True))[0] for run_id in ("reference", "policy"))
+    worker.load_run("reference", str(saved), False)
+    (after,) = run(worker, supervised("reference", some_data(1), True))
+    assert after.metrics["loss:sum"] == pytest.approx(policy.metrics["loss:sum"], rel=1e-6)
+    assert before.metrics["loss:sum"] != pytest.approx(policy.metrics["loss:sum"], rel=1e-3)
+    (refused,) = worker.run_pass(Pass((Part(9, supervised("reference", some_data(1))),)))
+    assert isinstance(refused, Failure) and "not trained" in refused.message
+    trained(worker, "policy", 1)
+    assert run(worker, supervised("reference", some_data(1), True))[0].metrics == after.metrics
+
+
+WRONG_CHECKPOINTS: dict[str, tuple[RunSpec, str]] = {
+    "an adapter into a full model": (RunSpec("other", LoraConfig(rank=4, seed=1)), "create a model with LoRA"),
+    "a critic into a policy": (RunSpec("other", FullConfig(), "critic"), "load it into a critic"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_CHECKPOINTS)
+def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> None:
+    spec, message = WRONG_CHECKPOINTS[case]
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
+    worker.create_run(RunSpec("full", FullConfig()))
+    worker.create_run(spec)
+    for run_id in ("other", "full"):
+        (tmp_path / run_id).mkdir()
+        worker.save_run(run_id, str(tmp_path / run_id), optimizer=True)
+    before = worker._models.get("full").weights.clone()
+    with pytest.raises(OperationError, match=message):
+        worker.load_run("full", str(tmp_path / "other"), True)
+    with pytest.raises(OperationError, match=r"create one with training full|load it into a policy"):
+        worker.load_run("other", str(tmp_path / "full"), True)
+    (tmp_path / "full" / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(OperationError, match="is damaged"):
+        worker.load_run("full", str(tmp_path / "full"), True)
+    (tmp_path / "full" / "model.safetensors").unlink()
+    with pytest.raises(OperationError, match=r"is incomplete: it has no model\.safetensors"):
+        worker.load_run("full", str(tmp_path / "full"), True)
+    assert torch.equal(worker._models.get("full").weights, before)

@@ -43,7 +43,10 @@ class WorkerConfig:
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the sampler's key/value cache.
     adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
-    max_full_models: most models with weights of their own, copies of them for samplers included.
+    full_slots: of models with weights of their own as many are on the device at a time; else as adapters.
+    max_full_models: most of these that there may be, copies of them for samplers included.
+    full_sampling: what a sampler of such a model has: "snapshot" = a copy of its weights; "inflight" = its weights as
+        they are when a token is drawn.
     page_directory: for the adapters on disk; None = that of the system for temporary files.
     parallel, rank: the ranks that hold the model together, and which of them this one is.
     is_local: whether all of them are on this machine.
@@ -70,7 +73,9 @@ class WorkerConfig:
     head_chunk_tokens: int = 512
     kv_cache_bytes: int = 1 << 30
     adapter_slots: int = 64
-    max_full_models: int = 4
+    full_slots: int = 2
+    max_full_models: int = 32
+    full_sampling: Literal["snapshot", "inflight"] = "snapshot"
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
     parallel: ParallelSpec = SINGLE

@@ -57,10 +57,17 @@ class Holder(Generic[Model]):
         self._residency.add(model)
         return model
 
+    def share(self, model_id: str, other_id: str) -> None:
+        """One model, which has both ids. Raises KeyError."""
+        model = self.get(model_id)
+        if self._models.get(other_id) is not model:
+            self.drop(other_id)
+            self._models[other_id] = model
+
     def drop(self, model_id: str) -> None:
-        """Unknown ids are ignored."""
+        """Unknown ids are ignored; a model that has another one stays."""
         model = self._models.pop(model_id, None)
-        if model is not None:
+        if model is not None and all(model is not other for other in self._models.values()):
             self._residency.remove(model)
 
     def memory(self) -> dict[str, int]:

@@ -134,7 +134,9 @@ class Residency:
         except Exception as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            raise OperationError(f"an adapter cannot be brought back from {adapter.place}: {error}", "server") from None
+            raise OperationError(
+                f"what a model has learned cannot be brought back from {adapter.place}: {error}", "server"
+            ) from None
         adapter.move(vectors, "device")
         self._on_host.pop(adapter, None)
         self._on_disk.pop(adapter, None)
@@ -148,7 +150,7 @@ class Residency:
             try:
                 self._write(adapter)
             except OSError as error:
-                logger.warning("an adapter of %d bytes stays in host memory: %s", adapter.num_bytes, error)
+                logger.warning("what a model has learned, %d bytes, stays in host memory: %s", adapter.num_bytes, error)
                 return False
         adapter.move({}, "disk")
         del self._on_host[adapter]

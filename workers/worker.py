@@ -89,8 +89,9 @@ class Worker:
         self._mesh = mesh
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
-        adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config))
-        self._models = Models(self._base, adapters, FullModels(self._base, config.max_full_models))
+        adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config, config.adapter_slots))
+        full = FullModels(self._base, config.max_full_models, _residency(self._base, config, config.full_slots))
+        self._models = Models(self._base, adapters, full)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Of ranks that have ended a snapshot, what they say of it.
@@ -126,11 +127,12 @@ class Worker:
         return self._passes.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
-        """In calls of as many runs as there are adapter slots."""
+        """In calls of as many runs as there are adapter slots, those with weights of their own each by itself."""
         for step in steps:
             if step.refused is not None:
                 self._passes.forget(step.run_id)
-        return tuple(answer for chunk in _chunks(steps, self._adapter_slots) for answer in self._apply_chunk(chunk))
+        chunks = _chunks(steps, self._adapter_slots, self._models.runs_alone)
+        return tuple(answer for chunk in chunks for answer in self._apply_chunk(chunk))
 
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
@@ -178,8 +180,11 @@ class Worker:
             self._passes.forget(run_id)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
-        """The run's weights of now, for a sampler; the same id again is overwritten."""
+        """The run's weights of now, for a sampler; the same id again is overwritten. See WorkerConfig.full_sampling."""
         self._check_samples(run_id)
+        if self._config.full_sampling == "inflight" and self._models.runs_alone(run_id):
+            self._models.full.share(run_id, adapter_id)
+            return
         self._put(adapter_id, partial(self._models.copied, run_id))
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
@@ -334,11 +339,11 @@ def _unknown(run_id: str) -> str:
     return f"run {run_id} is not on this worker: create it or load its checkpoint"
 
 
-def _chunks(steps: Sequence[Step], most: int) -> Iterator[list[Step]]:
-    """In order, none longer than `most`, no run twice in one."""
+def _chunks(steps: Sequence[Step], most: int, is_alone: Callable[[str], bool]) -> Iterator[list[Step]]:
+    """In order, none longer than `most`, no run twice in one. is_alone: whether nobody else is to be with a run."""
     chunk: dict[str, Step] = {}
     for step in steps:
-        if len(chunk) == most or step.run_id in chunk:
+        if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
             yield list(chunk.values())
             chunk = {}
         chunk[step.run_id] = step
@@ -357,9 +362,9 @@ def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
         raise ValueError(f"{source} is not readable: {error}") from error
 
 
-def _residency(base: BaseModel, config: WorkerConfig) -> Residency:
+def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
     """Raises ValueError on a page_directory that cannot be written to."""
-    return Residency(base.device, config.adapter_slots, config.host_adapter_bytes, config.page_directory)
+    return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:

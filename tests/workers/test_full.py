@@ -63,8 +63,8 @@ def trained(worker: Worker, run_id: str, num_steps: int, first: int = 0) -> list
     return losses
 
 
-def a_worker(directory: Path, **knobs: int) -> Worker:
-    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))  # pyright: ignore
+def a_worker(directory: Path, **knobs: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))
 
 
 class Reference:
@@ -355,3 +355,46 @@ def test_a_checkpoint_of_another_kind_is_refused(case: str, tmp_path: Path) -> N
     with pytest.raises(OperationError, match=r"is incomplete: it has no model\.safetensors"):
         worker.load_run("full", str(tmp_path / "full"), True)
     assert torch.equal(worker._models.get("full").weights, before)
+
+
+def test_samples_in_flight_are_of_the_newest_weights(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path), max_full_models=1, full_sampling="inflight")
+    worker.create_run(RunSpec("full", FullConfig()))
+    worker.copy_adapter("full", "one")
+    before = sampled(worker, "one")[0].sequences[0]
+    trained(worker, "full", 3)
+    worker.copy_adapter("full", "other")
+    (one, other), (base,) = sampled(worker, "one", "other"), sampled(worker, None)
+    assert one.sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist() != before.tokens.tolist()
+    assert before.tokens.tolist() == base.sequences[0].tokens.tolist()
+    worker.drop_run("full")
+    worker.drop_adapter("one")
+    assert sampled(worker, "other")[0].sequences[0].tokens.tolist() == other.sequences[0].tokens.tolist()
+    worker.drop_adapter("other")
+    assert worker.memory()["full_models"] == 0
+
+
+def test_those_that_wait_on_disk_go_on_bit_equal(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    paged = a_worker(directory, full_slots=1, host_adapter_bytes=1, page_directory=str(tmp_path / "pages"))
+    unpaged = a_worker(directory, full_slots=9)
+    ids = ("one", "two", "three")
+    for worker in (paged, unpaged):
+        for number, run_id in enumerate(ids):
+            worker.create_run(RunSpec(run_id, FullConfig()))
+            trained(worker, run_id, 1, first=number)
+        requests = [supervised(run_id, some_data(7 + number)) for number, run_id in enumerate(ids)]
+        run(worker, *requests)
+        answers = worker.apply_steps(tuple(Step(run_id, ADAM) for run_id in ids))
+        assert all(isinstance(answer, dict) for answer in answers), answers
+        worker.copy_adapter("one", "sampler")
+    memory = paged.memory()
+    places = [memory[f"num_full_models_on_{place}"] for place in ("device", "host", "disk")]
+    assert places == [1, 0, 3] and memory["full_models_on_disk"] > 0
+    assert unpaged.memory()["num_full_models_on_device"] == 4
+    for run_id in (*ids, "sampler"):
+        with paged._models.resident([run_id]) as (one,), unpaged._models.resident([run_id]) as (other,):
+            assert torch.equal(one.weights, other.weights)
+    assert [each.sequences[0].tokens.tolist() for each in sampled(paged, "sampler", "sampler")] == [
+        each.sequences[0].tokens.tolist() for each in sampled(unpaged, "sampler", "sampler")
+    ]

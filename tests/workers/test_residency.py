@@ -407,7 +407,7 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_run(
         answers = worker.apply_steps(tuple(Step(f"run-{i}", AdamParams()) for i in (1, 0, 3)))
     assert [isinstance(answer, dict) for answer in answers] == [True, False, True]
     assert isinstance(answers[1], Failure) and answers[1].category == "server", answers[1]
-    assert f"an adapter cannot be brought back from disk: {error}" in answers[1].message
+    assert f"what a model has learned cannot be brought back from disk: {error}" in answers[1].message
     assert isinstance(stepped(worker, ["run-0"])[0], dict)
 
 
@@ -431,12 +431,12 @@ def test_an_adapter_that_cannot_be_brought_back_fails_its_own_samples(tiny_model
     worker.sample_slice(Slice(tuple(jobs), (), 0.0))
     for run_id in ("run-2", "run-3"):
         state(worker._models, run_id)
-    cut_off_page(worker._models, "run-0")
+    cut_off_page(worker._models.adapters, "run-0")
     result = worker.sample_slice(Slice((sample_job(4, "run-0"),), (), 0.0))
     assert set(result.finished) == {"job-0", "job-4"}
     for failure in result.finished.values():
         assert isinstance(failure, Failure) and failure.category == "server", failure
-        assert "an adapter cannot be brought back from disk: the page file ends" in failure.message
+        assert "what a model has learned cannot be brought back from disk: the page file ends" in failure.message
     assert finished(worker, []) == {job_id: tokens for job_id, tokens in expected.items() if job_id != "job-0"}
 
 

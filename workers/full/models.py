@@ -21,11 +21,11 @@ class FullModels(Holder[FullWeights]):
 
     def make_room(self, model_id: str, model: FullWeights) -> None:
         """As Holder. Raises OperationError also where there are as many as there may be."""
-        num_others = len(set(self).difference([model_id]))
+        num_others = len({id(self.get(each)) for each in self if each != model_id})
         if num_others >= self._most:
             raise OperationError(
                 f"there are {num_others} models with weights of their own, fully trained ones and copies of them for"
-                f" samplers, which is all that max_full_models allows: end one, or serve with --max-full-models"
-                f" {num_others + 1}"
+                f" samplers, which is all that max_full_models allows: end a session that has some, serve with"
+                f" --full-sampling inflight, whose samplers have no copies, or with --max-full-models {num_others + 1}"
             )
         super().make_room(model_id, model)

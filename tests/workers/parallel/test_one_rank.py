@@ -15,7 +15,7 @@ from trainhouse.workers.verbs import AdapterWeights, Failure, RunSpec, Step
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
 from .watched_worker import WATCHED
 
-LOST = "an adapter cannot be brought back from disk: input/output error"
+LOST = "what a model has learned cannot be brought back from disk: input/output error"
 NO_MEMORY = "no memory for an adapter: no memory for 1 TiB"
 LORA = LoraConfig(rank=4, seed=3)
 

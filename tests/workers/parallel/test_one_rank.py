@@ -16,7 +16,7 @@ from .training import ADAM, Layout, close, greedy, layout, next_losses, supervis
 from .watched_worker import WATCHED
 
 LOST = "what a model has learned cannot be brought back from disk: input/output error"
-NO_MEMORY = "no memory for an adapter: no memory for 1 TiB"
+NO_MEMORY = "no memory for what the model learns: no memory for 1 TiB"
 LORA = LoraConfig(rank=4, seed=3)
 
 SPECS = [

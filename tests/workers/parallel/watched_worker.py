@@ -10,7 +10,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
-from trainhouse.workers import checkpoint, optim
+from trainhouse.workers import optim
+from trainhouse.workers.checkpoint import tensor_files
 from trainhouse.workers.lora import Adapter, adapters
 from trainhouse.workers.optim import add_up
 from trainhouse.workers.pages import Page
@@ -101,7 +102,7 @@ class WatchedWorker(Worker):
         call = partial(getattr(self, method), *arguments)
         if self._mesh.rank != rank:
             return call()
-        with mock.patch.object(checkpoint, "safe_open", side_effect=SafetensorError("input/output error")):
+        with mock.patch.object(tensor_files, "safe_open", side_effect=SafetensorError("input/output error")):
             return call()
 
     def call_without_memory(self, rank: int, method: str, *arguments: object) -> object:

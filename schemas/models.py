@@ -1,5 +1,6 @@
 """Models, sessions and what the server can do."""
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
@@ -33,13 +34,26 @@ TrainingConfig = LoraConfig | FullConfig
 """What of a model is trained."""
 
 
+def training_of(values: Mapping[str, Any]) -> TrainingConfig:
+    """From the fields of one, as they were stored; those of LoRA do not say what they are."""
+    return (FullConfig if values.get("training") == "full" else LoraConfig).model_validate(values)
+
+
+def lora_of(training: TrainingConfig) -> LoraConfig | None:
+    """None: of a full model, which has none."""
+    return training if isinstance(training, LoraConfig) else None
+
+
 class OptimizerConfig(Wire):
     type: str = "adamw"
     version: int | None = None
 
 
 class CreateModelRequest(Wire):
-    """model_role and training are ours. training None: "lora" where there is a lora_config, else "full"."""
+    """model_role, training and seed are ours. training None: "lora" where there is a lora_config, else "full".
+
+    seed: of a full model; that of LoRA is in lora_config.
+    """
 
     session_id: str
     model_seq_id: int
@@ -49,6 +63,7 @@ class CreateModelRequest(Wire):
     optimizer_config: OptimizerConfig = OptimizerConfig()
     model_role: Role = "policy"
     training: Literal["lora", "full"] | None = None
+    seed: int | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -69,7 +84,10 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """lora_alpha, target_modules, max_context_length and model_role are ours."""
+    """lora_alpha, target_modules, max_context_length and model_role are ours.
+
+    Of a full model lora_rank and lora_alpha are 0, and target_modules is empty.
+    """
 
     model_id: str
     model_data: ModelData

@@ -21,7 +21,7 @@ from pathlib import Path
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import LoraConfig
+from ..schemas.models import TrainingConfig
 from .auth import Auth, Tenant
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
 from .mirror import Mirror
@@ -195,7 +195,7 @@ class Checkpoints:
             session_id=to.session_id,
             tenant_id=to.tenant_id,
             base_model=source.base_model,
-            lora=source.lora,
+            training=source.training,
             role=source.role,
             created_at=now,
             last_request_at=now,
@@ -212,10 +212,10 @@ class Checkpoints:
         session: SessionRecord,
         name: str,
         ttl_seconds: int | None,
-        write: Callable[[Path], Awaitable[LoraConfig]],
+        write: Callable[[Path], Awaitable[TrainingConfig]],
     ) -> CheckpointRecord:
         """A checkpoint, without optimizer, of a run that cannot be trained on: neither it nor its session, which has
-        ended already, is in the store yet. write: fills an empty directory, and answers what adapter that is.
+        ended already, is in the store yet. write: fills an empty directory, and answers what of a model that is.
 
         Idempotent as `copy`. Raises OperationError, also where `write` does.
         """
@@ -225,11 +225,11 @@ class Checkpoints:
         new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
         async with new_run, staging as staging:
             try:
-                lora = await write(staging)
+                training = await write(staging)
             except OperationError:
                 await self._files.drop_new_run(draft.directory)
                 raise
-            draft, run = replace(draft, lora=lora), replace(run, lora=lora)
+            draft, run = replace(draft, training=training), replace(run, training=training)
             bring = partial(self._files.publish, staging, draft.directory, _about(draft, None))
             await _to_the_end(self._publish(draft, bring, partial(self._store.insert_copy, session, run)))
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
@@ -356,7 +356,7 @@ class Checkpoints:
             public=False,
             user_metadata=user_metadata,
             base_model=run.base_model,
-            lora=run.lora,
+            training=run.training,
             role=run.role,
             has_optimizer=has_optimizer,
         )
@@ -459,7 +459,7 @@ def _about(draft: CheckpointRecord, request_id: str | None) -> Mapping[str, obje
         "format": MANIFEST_FORMAT,
         "tinker_path": draft.tinker_path,
         "base_model": draft.base_model,
-        "lora": draft.lora.model_dump(),
+        "training": draft.training.model_dump(),
         "role": draft.role,
         "has_optimizer": draft.has_optimizer,
         "created_at": draft.created_at,

@@ -115,6 +115,7 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
+    "max_full_models",
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
@@ -168,6 +169,7 @@ class ServerConfig:
     device: str = knob("auto", "auto, cpu, cuda:N; A,B: one for each model", common=True, check=DEVICES)
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
+    max_full_models: int = knob(4, "most models with weights of their own; 0: LoRA alone", check=NOT_NEGATIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec | None = knob(  # noqa: RUF009
         SINGLE, "ranks of each model, fsdp=2,tp=4 or auto", common=True

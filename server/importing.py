@@ -61,7 +61,7 @@ async def import_checkpoint(
         session_id=session.session_id,
         tenant_id=session.tenant_id,
         base_model=base_model,
-        lora=lora,
+        training=lora,
         created_at=session.created_at,
         last_request_at=session.created_at,
         user_metadata={"imported_from": "peft"},

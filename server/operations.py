@@ -20,12 +20,12 @@ from ..schemas.checkpoints import (
     SaveWeightsResponse,
 )
 from ..schemas.codec import encode_forward_backward_output
-from ..schemas.errors import OperationError
-from ..schemas.models import CreateModelRequest, CreateModelResponse
+from ..schemas.errors import OperationError, RequestError
+from ..schemas.models import CreateModelRequest, CreateModelResponse, FullConfig, TrainingConfig
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from ..workers.dispatch import WorkerDispatch
-from ..workers.verbs import RunInfo, RunSpec, Step
+from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
@@ -178,7 +178,7 @@ class Operations:
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
-        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.lora, run.role), tenant.name)
+        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.training, run.role), tenant.name)
         if operation.path is not None:
             await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
         self.infos[run.run_id] = info
@@ -197,7 +197,13 @@ class Operations:
 
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
         await self.discard(run)  # of an earlier try, for which the database had no room
-        await self.make(run, operation, again=False)
+        try:
+            await self.make(run, operation, again=False)
+        except WorkerLost:
+            raise
+        except (OperationError, RequestError):
+            await self.discard(run)  # it may be there without its checkpoint, and hold memory until its session ends
+            raise
         if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
             await self._store.insert_run(run)
         if operation.path is not None:
@@ -235,7 +241,7 @@ class Operations:
         return _json(SaveWeightsForSamplerResponse(path=path))
 
     async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest, request_id: str) -> Result:
-        """PEFT files, to be downloaded through the checkpoint's external_weights_urls."""
+        """PEFT files, or a full model's, to be downloaded through the checkpoint's external_weights_urls."""
         if operation.age_encryption_recipients:
             raise OperationError(
                 "age_encryption_recipients is not supported: leave it out, and encrypt what was downloaded"
@@ -321,6 +327,12 @@ class Operations:
                 f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, and run {run.run_id} is a {run.role}: "
                 f"load it into a {checkpoint.role}"
             )
+        if run.role != "reference" and type(run.training) is not type(checkpoint.training):
+            theirs, ours = (_kind(each) for each in (checkpoint.training, run.training))
+            raise OperationError(
+                f"{checkpoint.tinker_path} is of {theirs}, and run {run.run_id} is {ours}: create a model of it "
+                "(create_training_client_from_state)"
+            )
         if operation.optimizer and not checkpoint.has_optimizer:
             raise OperationError(
                 f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
@@ -328,6 +340,10 @@ class Operations:
             )
         async with self._checkpoints.reading(checkpoint) as files:
             return await self._loaded.keep(run.run_id, seq_id, files)
+
+
+def _kind(training: TrainingConfig) -> str:
+    return "a full model" if isinstance(training, FullConfig) else "a LoRA adapter"
 
 
 def _json(response: BaseModel) -> Result:

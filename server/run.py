@@ -227,6 +227,11 @@ class Run:
         return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
 
     @property
+    def is_usable(self) -> bool:
+        """It is not over, and it could be created, and made again."""
+        return self._unusable is None
+
+    @property
     def is_lost(self) -> bool:
         """It has begun, and is to be made again in the workers."""
         return self._state.is_lost and self._unusable is None

@@ -4,12 +4,12 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import RequestError
-from ..schemas.models import CreateModelRequest, LoraConfig, OptimizerConfig, Role
+from ..schemas.models import CreateModelRequest, FullConfig, LoraConfig, OptimizerConfig, Role, TrainingConfig
 from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
 from .bodies import Received
@@ -29,6 +29,8 @@ from .store import CheckpointRecord, RunRecord, Store, string_metadata
 logger = logging.getLogger(__name__)
 
 _HELD_SECONDS = 600.0
+_LORA_SEED, _FULL_SEED = "lora_seed", "full_seed"
+"""What is drawn where a request leaves it open."""
 
 
 class Runs:
@@ -81,23 +83,23 @@ class Runs:
         """The same session and model_seq_id answer the same. Raises RequestError."""
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
-        lora = request.lora_config or LoraConfig()
-        if lora.rank > (most := self._services.config.max_lora_rank):
+        asked = _asked(request)
+        if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.max_lora_rank):
             raise RequestError(
-                f"rank {lora.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
-                f"with --max-lora-rank {lora.rank}"
+                f"rank {asked.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
+                f"with --max-lora-rank {asked.rank}"
             )
         await self._services.sessions.require_open(tenant, request.session_id)
-        drawn = {} if lora.seed is not None else {"lora_seed": draw_seed()}
-        lora = lora.model_copy(update={"seed": drawn.get("lora_seed", lora.seed)})
-        shape = _Shape(request.base_model, lora, request.model_role)
+        seed = _LORA_SEED if isinstance(asked, LoraConfig) else _FULL_SEED
+        drawn = {} if asked.seed is not None else {seed: draw_seed()}
+        shape = _Shape(request.base_model, _accepted(request, drawn), request.model_role)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         return await self._create(record, CreateRun(), received, admission, drawn)
 
     async def create_from_checkpoint(
         self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
     ) -> Submitted:
-        """As `create`, with the checkpoint's base model and adapter shape, and its weights. Raises RequestError."""
+        """As `create`, with the checkpoint's base model and weights, and training what it has. Raises RequestError."""
         if request.session_id is None or request.model_seq_id is None:
             raise RequestError(
                 "load_weights needs model_id (and seq_id) of a live model, or session_id and model_seq_id of a new one"
@@ -107,7 +109,7 @@ class Runs:
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
-        shape = _Shape(base_model, checkpoint.lora, _role_from(checkpoint, request))
+        shape = _Shape(base_model, checkpoint.training, _role_from(checkpoint, request))
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
         creation = CreateRun(checkpoint.tinker_path, request.optimizer)
         return await self._create(record, creation, received, admission, {})
@@ -212,16 +214,13 @@ class Runs:
         entry = await self._services.journal.read(first.place)
         request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
-            lora = (request.lora_config or LoraConfig()).model_copy()
-            if "lora_seed" in header.drawn:
-                lora = lora.model_copy(update={"seed": header.drawn["lora_seed"]})
-            shape = _Shape(request.base_model, lora, request.model_role)
+            shape = _Shape(request.base_model, _accepted(request, header.drawn), request.model_role)
             return _record(tenant, session_id, int(number), shape, request)
         assert isinstance(request, LoadWeightsRequest)
         checkpoint = await self._checkpoints.known(request.path)
         if checkpoint is None:
             raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
-        shape = _Shape(checkpoint.base_model, checkpoint.lora, _role_from(checkpoint, request))
+        shape = _Shape(checkpoint.base_model, checkpoint.training, _role_from(checkpoint, request))
         return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
@@ -236,8 +235,22 @@ class Runs:
             if record.run_id in self._not_resumed or await self._store.get_run(record.run_id) is not None:
                 raise _not_live(record.run_id)
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
+            self._check_full(record)
             self._runs.setdefault(record.run_id, Run(record, self._services))
         return await self._runs[record.run_id].submit(0, operation, received, admission, drawn)
+
+    def _check_full(self, new: RunRecord) -> None:
+        """Before one more. Raises RequestError. What samplers hold beside these only the workers know."""
+        most = self._services.config.max_full_models
+        if isinstance(new.training, FullConfig) and self._num_full(new.base_model) >= most:
+            raise RequestError(
+                f"{new.base_model} has as many models with weights of their own as max_full_models {most} lets it: end "
+                f"the session of one, train LoRA, or start the server with --max-full-models {most + 1}"
+            )
+
+    def _num_full(self, base_model: str) -> int:
+        records = (run.record for run in self._runs.values() if run.is_usable)
+        return sum(isinstance(one.training, FullConfig) and one.base_model == base_model for one in records)
 
 
 def _not_live(run_id: str) -> RequestError:
@@ -251,6 +264,31 @@ def _not_live(run_id: str) -> RequestError:
 def _check_optimizer(optimizer: OptimizerConfig) -> None:
     if optimizer.type != "adamw":
         raise RequestError(f"optimizer {optimizer.type!r} is not supported: use adamw, the default")
+
+
+def _asked(request: CreateModelRequest) -> TrainingConfig:
+    """What of it is to be trained. Raises RequestError."""
+    if request.training == "full" and request.lora_config is not None:
+        raise RequestError(
+            "training is 'full' and there is a lora_config: leave out lora_config to train all weights, or training to "
+            "train LoRA"
+        )
+    if request.training != "lora" and request.lora_config is None:
+        return FullConfig(seed=request.seed)
+    if request.seed is not None:
+        raise RequestError(f"seed {request.seed} is of a full model: a LoRA's is lora_config.seed")
+    return request.lora_config or LoraConfig()
+
+
+def _accepted(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
+    """What of it is trained, with its seed. drawn: what the request left open.
+
+    By that an earlier version is known, which took LoRA where nothing was said.
+    """
+    if request.lora_config is None and _LORA_SEED not in drawn:
+        return FullConfig(seed=drawn.get(_FULL_SEED, request.seed))
+    lora = request.lora_config or LoraConfig()
+    return lora.model_copy(update={"seed": drawn.get(_LORA_SEED, lora.seed)})
 
 
 def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:
@@ -269,7 +307,7 @@ class _Shape:
     """What a model is made of."""
 
     base_model: str
-    lora: LoraConfig
+    training: TrainingConfig
     role: Role
 
 
@@ -286,7 +324,7 @@ def _record(
         session_id=session_id,
         tenant_id=tenant.id,
         base_model=shape.base_model,
-        lora=shape.lora,
+        training=shape.training,
         role=shape.role,
         created_at=now,
         last_request_at=now,

@@ -19,6 +19,7 @@ from ...schemas.checkpoints import (
     WeightsInfoRequest,
     WeightsInfoResponse,
 )
+from ...schemas.models import lora_of
 from ..auth import Tenant, TenantDependency
 from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
@@ -116,15 +117,16 @@ async def download_file(
 async def weights_info(
     request: WeightsInfoRequest, services: ServicesDependency, tenant: TenantDependency
 ) -> WeightsInfoResponse:
-    """What a checkpoint was trained on, and the shape of its adapter."""
+    """What a checkpoint was trained on, and the shape of its adapter, which a full model has none of."""
     checkpoint = await services.checkpoints.resolve(tenant, request.tinker_path)
+    lora = lora_of(checkpoint.training)
     return WeightsInfoResponse(
         base_model=checkpoint.base_model,
-        is_lora=True,
-        lora_rank=checkpoint.lora.rank,
-        train_unembed=checkpoint.lora.train_unembed,
-        train_mlp=checkpoint.lora.train_mlp,
-        train_attn=checkpoint.lora.train_attn,
+        is_lora=lora is not None,
+        lora_rank=lora and lora.rank,
+        train_unembed=lora and lora.train_unembed,
+        train_mlp=lora and lora.train_mlp,
+        train_attn=lora and lora.train_attn,
         model_role=checkpoint.role,
     )
 
@@ -167,9 +169,9 @@ async def import_weights(
         imported = Import(submit.content, base_model, name, ttl_seconds)
         session = _ended_session(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services, tenant, imported, session)
-    return ImportWeightsResponse(
-        tinker_path=checkpoint.tinker_path, base_model=checkpoint.base_model, lora=checkpoint.lora
-    )
+    lora = lora_of(checkpoint.training)
+    assert lora is not None, "only adapters are imported"
+    return ImportWeightsResponse(tinker_path=checkpoint.tinker_path, base_model=checkpoint.base_model, lora=lora)
 
 
 async def _destination(services: Services, tenant: Tenant, request: CopyWeightsRequest) -> str | None:

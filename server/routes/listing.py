@@ -16,6 +16,7 @@ from ...schemas.models import (
     SessionList,
     TrainingRun,
     TrainingRunList,
+    lora_of,
 )
 from ..auth import Tenant, TenantDependency
 from ..services import Services, ServicesDependency
@@ -153,8 +154,8 @@ async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunR
             training_run_id=run.run_id,
             base_model=run.base_model,
             model_owner=owners[run.tenant_id],
-            is_lora=True,
-            lora_rank=run.lora.rank,
+            is_lora=(lora := lora_of(run.training)) is not None,
+            lora_rank=lora and lora.rank,
             last_request_time=_time(run.last_request_at),
             last_checkpoint=last.get((run.run_id, "weights")),
             last_sampler_checkpoint=last.get((run.run_id, "sampler_weights")),

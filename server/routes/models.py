@@ -16,6 +16,7 @@ from ...schemas.models import (
     ServerCapabilities,
     SupportedModel,
     TokenizerFiles,
+    lora_of,
 )
 from ...workers.config import ServedModel
 from ..auth import TenantDependency
@@ -60,19 +61,23 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> 
 
 @router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))
 async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
-    """Of a live model, as soon as it has been created. The adapter's alpha sets its scale: alpha / rank."""
+    """Of a live model, as soon as it has been created. An adapter's alpha sets its scale: alpha / rank.
+
+    Of a full model lora_rank and lora_alpha are 0.
+    """
     run = await services.runs.get(tenant, request.model_id)
     base, info = services.dispatch.models[run.record.base_model], await run.info()
+    lora = lora_of(run.record.training)
     return GetInfoResponse(
         model_id=request.model_id,
         model_data=ModelData(
             arch=base.architecture, model_name=base.name, tokenizer_id=_tokenizer_id(services, base.name)
         ),
-        is_lora=True,
-        lora_rank=run.record.lora.rank,
+        is_lora=lora is not None,
+        lora_rank=lora.rank if lora else 0,
         model_name=base.name,
-        lora_alpha=run.record.lora.alpha,
-        target_modules=list(info.target_modules),
+        lora_alpha=lora.alpha if lora else 0.0,
+        target_modules=list(info.target_modules) if lora else [],
         max_context_length=base.max_context_length,
         model_role=run.record.role,
     )

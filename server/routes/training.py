@@ -90,7 +90,9 @@ _FORWARD_BACKWARD_BODY = json_or_protobuf_body(
     ),
 )
 async def create_model(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """A new LoRA adapter on a base model. Its id is `SESSION_ID:train:MODEL_SEQ_ID`.
+    """A new LoRA adapter on a base model, or, without `lora_config`, a full model: all weights are its own.
+
+    Its id is `SESSION_ID:train:MODEL_SEQ_ID`. `training`: `lora` (then `lora_config` may be left out) or `full`.
 
     `model_role`: `policy`; `critic`, whose head gives a value for each token; or `reference`, which stays as it is.
     """
@@ -157,7 +159,7 @@ async def save_weights_for_sampler(
     openapi_extra=json_body(SaveWeightsExternalRequest, {"model_id": MODEL_ID, "path": "export"}),
 )
 async def save_weights_external(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The adapter as PEFT files; the checkpoint's external_weights_urls says where to download them."""
+    """The adapter as PEFT files, a full model as Hugging Face's; external_weights_urls says where to download them."""
     decode = json_decoder(SaveWeightsExternalRequest)
     return await run_operation(request, services, tenant, "save_weights_external", decode)
 

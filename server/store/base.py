@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, Table, delete, func, insert, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
-from ...schemas.models import LoraConfig
+from ...schemas.models import FullConfig, LoraConfig, training_of
 from .records import (
     ApiKeyRecord,
     CheckpointCopyRecord,
@@ -517,13 +517,13 @@ def _row_values(record: object) -> dict[str, object]:
 
 
 def _column_value(value: object) -> object:
-    if isinstance(value, LoraConfig):
+    if isinstance(value, LoraConfig | FullConfig):
         return value.model_dump()
     return list(value) if isinstance(value, tuple) else value
 
 
 def _record(record_type: type[Record], row: Row) -> Record:
     values = dict(row._mapping)
-    if "lora" in values:
-        values["lora"] = LoraConfig.model_validate(values["lora"])
+    if "training" in values:
+        values["training"] = training_of(values["training"])
     return record_type(**{name: tuple(value) if isinstance(value, list) else value for name, value in values.items()})

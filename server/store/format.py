@@ -36,6 +36,11 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "ALTER TABLE runs ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
         "ALTER TABLE checkpoints ADD COLUMN role VARCHAR_C NOT NULL DEFAULT 'policy'",
     ),
+    # SQLite renames columns from 3.25 on. What a full model has there, an older trainhouse would take for LoRA.
+    5: (
+        "ALTER TABLE runs RENAME COLUMN lora TO training",
+        "ALTER TABLE checkpoints RENAME COLUMN lora TO training",
+    ),
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 

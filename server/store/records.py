@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import JsonValue
 
-from ...schemas.models import LoraConfig, Role
+from ...schemas.models import Role, TrainingConfig
 
 CheckpointKind = Literal["weights", "sampler_weights", "external_weights"]
 CopyState = Literal["waiting", "copied", "failed"]
@@ -72,13 +72,13 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. lora.seed is drawn."""
+    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. training.seed is drawn."""
 
     run_id: str
     session_id: str
     tenant_id: str
     base_model: str
-    lora: LoraConfig
+    training: TrainingConfig
     created_at: float
     last_request_at: float
     user_metadata: dict[str, str] | None = None
@@ -104,7 +104,7 @@ class CheckpointRecord:
     public: bool
     user_metadata: dict[str, str] | None
     base_model: str
-    lora: LoraConfig
+    training: TrainingConfig
     has_optimizer: bool
     role: Role = "policy"
 

@@ -56,7 +56,7 @@ async def test_a_checkpoint_is_published_with_sizes_and_hashes(api: Api) -> None
     record = await api.save(run, content=b"0123456789")
     manifest = json.loads((Path(record.directory) / "manifest.json").read_text())
     assert manifest["tinker_path"] == f"tinker://{run.run_id}/weights/a" == record.tinker_path
-    assert manifest["lora"]["rank"] == LORA.rank
+    assert manifest["training"]["rank"] == LORA.rank
     assert manifest["files"]["adapter_model.safetensors"] == {
         "size_bytes": 10,
         "sha256": hashlib.sha256(b"0123456789").hexdigest(),
@@ -451,7 +451,7 @@ async def test_a_copy_is_the_tenants_own_and_outlives_its_source(api: Api) -> No
     await (await api.client(ALICE)).delete(url(run, "weights/a"))
 
     record = await api.services.checkpoints.resolve(await api.tenant(BOB), path)
-    assert (record.kind, record.name, record.lora, record.user_metadata) == ("weights", "a", LORA, {"k": "v"})
+    assert (record.kind, record.name, record.training, record.user_metadata) == ("weights", "a", LORA, {"k": "v"})
     assert weights_of(record) == b"shared"
     copied_run = await api.services.store.get_run(record.run_id)
     session = await api.services.store.get_session(copied_run.session_id)

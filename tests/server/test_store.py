@@ -11,6 +11,7 @@ from typing import Literal
 import pytest
 from sqlalchemy import Connection, insert, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
+from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.server.store import (
     STORES,
     ApiKeyRecord,
@@ -173,7 +174,7 @@ def checkpoint(name: str = "a", directory: str = "/x", **values) -> CheckpointRe
         "public": False,
         "user_metadata": None,
         "base_model": "base",
-        "lora": LORA,
+        "training": LORA,
         "has_optimizer": True,
     }
     return CheckpointRecord(**(fields | values))
@@ -374,6 +375,20 @@ async def test_results_go_by_age(open_store: OpenStore) -> None:
     assert [await store.get_result(str(age)) is not None for age in range(4)] == [False, False, True, True]
 
 
+async def test_what_of_a_model_is_trained_is_kept(open_store: OpenStore) -> None:
+    store = await filled(open_store())
+    full = dataclasses.replace(RUN, run_id="s:train:1", training=FullConfig(seed=7))
+    await store.insert_run(full)
+    for run in (RUN, full):
+        await store.put_checkpoint(checkpoint(run_id=run.run_id, training=run.training), overwrite=False)
+    store.close()
+    again = open_store()
+    for run in (RUN, full):
+        saved = await again.get_checkpoint(run.run_id, "weights", "a")
+        assert saved is not None and saved.training == run.training
+        assert await again.get_run(run.run_id) == run
+
+
 async def test_a_newer_format_is_refused(open_store: OpenStore) -> None:
     store = open_store()
     newer = update(format_table).values(version=FORMAT_VERSION + 1)
@@ -393,7 +408,10 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
             "INSERT INTO sessions VALUES ('s', 't', 1, 1, NULL, NULL, NULL, '[]', NULL, NULL, NULL, NULL, NULL)"
         )
         connection.execute("INSERT INTO samplers VALUES ('s:0', 's', 't', 'tiny', 1.0, 'base', NULL, NULL, NULL)")
-        connection.execute("INSERT INTO runs VALUES ('s:train:0', 's', 't', 'tiny', '{}', 1, 1, NULL)")
+        lora = '{"rank": 3, "seed": 5}'
+        connection.execute("INSERT INTO runs VALUES ('s:train:0', 's', 't', 'tiny', ?, 1, 1, NULL)", [lora])
+        saved = "'s:train:0', 'weights', 'a', 't', '/x', 1, 1, NULL, 0, NULL, 'tiny', ?, 1"
+        connection.execute(f"INSERT INTO checkpoints VALUES ({saved})", [lora])
         for newer in range(2, version + 1):
             connection.executescript(for_dialect(";".join(MIGRATIONS[newer]), "sqlite"))
         connection.execute("INSERT INTO format VALUES (?)", [version])
@@ -403,6 +421,8 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
     assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
     run = await store.get_run("s:train:0")
     assert run is not None and run.role == "policy"
+    saved = await store.get_checkpoint("s:train:0", "weights", "a")
+    assert saved is not None and saved.training == run.training == LoraConfig(rank=3, seed=5)
     assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)
     assert (await store.insert_key("t", "new", 4.5, ("read",), 60)).key_id == 8
     assert await store.acquire_leases(["a"], "me", "http://me", 1.0, 1.0)

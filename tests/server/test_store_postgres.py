@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import Connection, event, insert, make_url, text
+from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.store import DatabaseUnreachable, PostgresStore, ResultRecord, TenantRecord, open_store
 from trainhouse.server.store import postgres as postgres_module
 from trainhouse.server.store.config import StoreConfig
@@ -71,10 +72,12 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
         "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
         "ALTER TABLE runs DROP COLUMN role",
         "ALTER TABLE checkpoints DROP COLUMN role",
+        "ALTER TABLE runs RENAME COLUMN training TO lora",
+        "ALTER TABLE checkpoints RENAME COLUMN training TO lora",
         "INSERT INTO tenants VALUES ('t', 't', 1)",
         "INSERT INTO sessions (session_id, tenant_id, created_at, last_heartbeat_at, tags) "
         "VALUES ('s', 't', 1, 1, '[]')",
-        "INSERT INTO runs VALUES ('r', 's', 't', 'tiny', '{}', 1, 1)",
+        """INSERT INTO runs VALUES ('r', 's', 't', 'tiny', '{"rank": 3}', 1, 1)""",
         "UPDATE format SET version = 2",
     ):
         await asyncio.wrap_future(store.write(lambda connection, back=back: connection.execute(text(back)) and None))
@@ -84,7 +87,7 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
     found = await asyncio.wrap_future(store.read(lambda connection: connection.execute(columns).scalars().all()))
     assert "kind" in found
     run = await store.get_run("r")
-    assert run is not None and run.role == "policy"
+    assert run is not None and run.role == "policy" and run.training == LoraConfig(rank=3)
     store.close()
 
 

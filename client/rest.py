@@ -104,7 +104,7 @@ class RestClient:
             raise ValueError(f"{path} is missing: name a directory that peft's save_pretrained wrote") from None
 
     def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
-        """Fetches the files of a checkpoint (an adapter that loads in PEFT) into `directory`."""
+        """Fetches the files of a checkpoint (an adapter that loads in PEFT, or a full model) into `directory`."""
         return self._connection.run(self._download(tinker_path, Path(directory)))
 
     async def _download(self, tinker_path: str, directory: Path) -> list[Path]:

@@ -106,6 +106,20 @@ class ServiceClient:
 
     create_lora_training_client = blocking(create_lora_training_client_async)
 
+    def create_full_training_client_async(
+        self,
+        base_model: str,
+        seed: int | None = None,
+        user_metadata: Metadata = None,
+        model_role: models.Role = "policy",
+    ) -> APIFuture[TrainingClient]:
+        """A model all of whose weights are its own, and are trained. seed: of a critic's head. See docs/full.md."""
+        fields = {"base_model": base_model, "training": "full", "seed": seed, "user_metadata": user_metadata}
+        fields["model_role"] = model_role
+        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+
+    create_full_training_client = blocking(create_full_training_client_async)
+
     def create_reference_client_async(
         self, base_model: str | None = None, path: str | None = None
     ) -> APIFuture[TrainingClient]:

@@ -154,7 +154,7 @@ class TrainingClient:
     def save_weights_external(
         self, name: str, ttl_seconds: int | None = None
     ) -> APIFuture[checkpoints.SaveWeightsExternalResponse]:
-        """The adapter in PEFT's format, for RestClient.download_checkpoint."""
+        """The adapter in PEFT's format, a full model in Hugging Face's, for RestClient.download_checkpoint."""
         request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
         return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
 

@@ -146,7 +146,7 @@ class Wire(BaseModel):
 
 
 class AdamParams(Wire):
-    """One step of AdamW as torch defines it. grad_clip_norm: global norm over the adapter, 0 = off."""
+    """One step of AdamW as torch defines it. grad_clip_norm: global norm over all that is trained, 0 = off."""
 
     # A misspelt one would train with a default.
     model_config = ConfigDict(extra="forbid")

@@ -47,6 +47,10 @@ class Adapters:
         # Behind that: who loads it anew meanwhile loads these weights.
         await self._dispatch.copy_adapter(run_id, adapter_id)
 
+    async def forget(self, adapter_id: str) -> None:
+        """What was taken for it, and did not reach the workers."""
+        await self._weights.remove(adapter_id)
+
     async def load(self, sampler: Sampler) -> "asyncio.Future[None] | None":
         """Once, for whoever comes first; returns that loading, None where there is nothing to load.
 

@@ -10,11 +10,12 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 
 from ..schemas.checkpoints import SaveWeightsForSamplerRequest
-from ..schemas.errors import RequestError
+from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import CreateSessionRequest
 from ..schemas.sampling import CreateSamplingSessionRequest, SampleRequest
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
+from ..workers.verbs import WorkerLost
 from .adapters import Adapters
 from .auth import Tenant
 from .checkpoints import Checkpoints
@@ -95,13 +96,24 @@ class Samplers:
         )
         adapter_id = record.adapter_id
         assert adapter_id is not None
-        await self._adapters.take(run.run_id, adapter_id)
+        await self._take(run.run_id, adapter_id)
         if sampler_id not in self._samplers:  # else a crash took the answer
             await self._add(record)
         for sampler in self._samplers.values():
             if sampler.record.adapter_id == adapter_id:  # those of an inflight one share it
                 sampler.adapter_id, sampler.loading = adapter_id, _done()
         return sampler_id
+
+    async def _take(self, run_id: str, adapter_id: str) -> None:
+        """What workers have no room for need not be on disk, unless other samplers follow it."""
+        try:
+            await self._adapters.take(run_id, adapter_id)
+        except WorkerLost:
+            raise
+        except OperationError:
+            if all(sampler.record.adapter_id != adapter_id for sampler in self._samplers.values()):
+                await self._adapters.forget(adapter_id)
+            raise
 
     async def _once(self, key: str | _Weights, create: Callable[[], Coroutine[None, None, str]]) -> str:
         """What `create` answers, whoever else asks for the same meanwhile."""

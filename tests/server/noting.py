@@ -18,8 +18,8 @@ from ..workers.recording_worker import RecordingWorker
 
 NOTING = "trainhouse.tests.server.noting"
 TARGETS = ("layers.0.mlp",)
-NO_ROOM = -1
-"""The seed of a run that cannot be created."""
+NO_ROOM, NO_ROOM_FOR_COPIES = -1, -2
+"""Seeds of runs that cannot be created, or copied to be sampled."""
 
 _NOTE = "training.json"
 
@@ -47,6 +47,10 @@ class NotingWorker(RecordingWorker):
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         if type(_noted(directory)) is not type(self._runs[run_id]):
             raise OperationError("it was saved by a model of another kind")
+
+    def copy_adapter(self, run_id: str, adapter_id: str) -> None:
+        if self._runs[run_id].seed == NO_ROOM_FOR_COPIES:
+            raise OperationError("there is no room for a copy")
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         self._runs[adapter_id] = _noted(directory)

@@ -81,6 +81,7 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
         ),
         ({"device": "gpu"}, "device is 'gpu': expected auto, cpu, cuda"),
         ({"max_lora_rank": "0"}, "max_lora_rank is 0: expected at least 1"),
+        ({"max_full_models": "-1"}, "max_full_models is -1: expected at least 0"),
         ({"slice_milliseconds": "nan"}, "slice_milliseconds is nan: expected above 0"),
         ({"long_poll_seconds": "60"}, "long_poll_seconds is 60.0: expected from 0 to 44"),
         ({"max_body_bytes": "1TiB"}, "--max-body-bytes is '1TiB': expected a number of bytes, such as"),
@@ -216,16 +217,14 @@ def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) ->
 
 
 def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
-    config = load_config(
-        {"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", "threads": "3", "kv_cache_bytes": "5"},
-        {},
-        None,
-    )
+    of_workers = {"threads": "3", "kv_cache_bytes": "5", "max_full_models": "0"}
+    config = load_config({"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", **of_workers}, {}, None)
     dispatch = config.dispatch_config()
     assert isinstance(dispatch, DispatchConfig)
     assert (dispatch.pool, dispatch.ray_address) == ("ray", "auto")
     assert [model.model.name for model in dispatch.models] == ["a", "b"]
-    assert [(model.threads, model.kv_cache_bytes) for model in dispatch.models] == [(3, 5), (3, 5)]
+    knobs = [(model.threads, model.kv_cache_bytes, model.max_full_models) for model in dispatch.models]
+    assert knobs == [(3, 5, 0), (3, 5, 0)]
 
 
 def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_path: Path) -> None:

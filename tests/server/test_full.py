@@ -13,7 +13,7 @@ from trainhouse.server.config import ServerConfig
 from trainhouse.server.journal import Header, Journal, read_journal
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .noting import NO_ROOM, TARGETS, noting
+from .noting import NO_ROOM, NO_ROOM_FOR_COPIES, TARGETS, noting
 from .real import ALICE, BOB, MODEL, Run, Server, running_server, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
@@ -208,6 +208,15 @@ async def test_full_models_are_limited_and_only_live_ones_count(config: ServerCo
         await server.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)
         created = await server.post("create_model", third | {"base_model": MODEL}, BOB)
         assert "error" not in await server.result(created["request_id"], BOB)
+
+
+async def test_weights_of_a_sampler_that_found_no_room_do_not_stay_on_disk(server: Server) -> None:
+    kept, refused = await create(server), await create(server, seed=NO_ROOM_FOR_COPIES)
+    await kept.do("save_weights_for_sampler")
+    failed = await refused.do("save_weights_for_sampler")
+    assert failed["error"] == "there is no room for a copy"
+    (left,) = (server.services.config.state_dir / "ephemeral").iterdir()
+    assert kept.session_id in left.name
 
 
 async def test_without_room_for_full_models_there_is_lora_alone(config: ServerConfig, dispatch: WorkerDispatch) -> None:

@@ -1,8 +1,6 @@
 """Full fine-tuning against an outside judge, TRL: `make test-trl`.
 
-`judged` is what any side's ten steps are to agree with, by `assert_agree`; here the naive loop's do. The server's go
-beside them: for each batch `forward_backward(batch, "cross_entropy")` and `optim_step(ADAM, gradient_scale="mean")`,
-its loss over the batch's summed weights, in the end its checkpoint by `weights_of`.
+`judged` is what any side's ten steps are to agree with, by `assert_agree`: those of a naive loop, and of our server.
 """
 
 import os
@@ -14,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.client import AdamParams
+from trainhouse.client import AdamParams, ServiceClient
 
+from ..live import live_server
 from .ten_steps import TOLERANCE, Trained, assert_agree, judged_steps, random_batches, reference_steps, weights_of
 
 pytestmark = pytest.mark.full
@@ -75,6 +74,30 @@ def test_a_naive_loop_agrees_with_trl(
     batches[-1][-1].loss_fn_inputs["weights"][-1] = 0
     with pytest.raises(AssertionError):
         assert_agree(reference_steps(ours, batches, ADAM), judged(kind))
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel"),
+    [
+        *(("qwen3", spec) for spec in ("single", "fsdp=2")),
+        ("qwen3_tied", "single"),
+        *(("qwen3_moe", spec) for spec in ("single", "fsdp=2", "fsdp=2,ep=2")),
+    ],
+)
+def test_our_server_agrees_with_trl(
+    kind: str, parallel: str, judged: Callable[[str], Trained], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with live_server({"tiny": tiny_models[kind]}, tmp_path / "state", parallel=parallel) as server:
+        service = ServiceClient(base_url=server.url, api_key="tml-judged")
+        client = service.create_full_training_client("tiny")
+        losses = []
+        for batch in random_batches():
+            output = client.forward_backward(batch, "cross_entropy").result(60)
+            client.optim_step(ADAM, gradient_scale="mean").result(60)
+            losses.append(output.metrics["loss:sum"] / float(sum(datum.loss_fn_inputs["weights"].sum() for datum in batch)))
+        path = client.save_state("ten-steps").result(60).path
+        service.create_rest_client().download_checkpoint(path, tmp_path / "saved").result(60)
+    assert_agree(Trained(losses, weights_of(tmp_path / "saved")), judged(kind))
 
 
 @pytest.mark.parametrize(

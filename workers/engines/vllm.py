@@ -79,10 +79,12 @@ class Vllm:
     async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
         async def save(directory: Path) -> None:
             await self._training.submit(run_id, tenant_id, Verb("save_run", (run_id, str(directory), False)))
+            _check_adapter(directory)
 
         await self._adapters.put(adapter_id, save)
 
     async def load_adapter(self, adapter_id: str, directory: Path) -> None:
+        _check_adapter(directory)
         await self._adapters.put(adapter_id, partial(link_files, directory))
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -203,6 +205,15 @@ class Vllm:
 
         await self._adapters.put(_BARE, save)
         self._bare = _BARE
+
+
+def _check_adapter(directory: Path) -> None:
+    """Raises OperationError where it is a model with weights of its own."""
+    if not (directory / "adapter_config.json").exists():
+        raise OperationError(
+            "vLLM is given adapters, and this model has weights of its own: sample it from a server with --sampler "
+            "native"
+        )
 
 
 def _asks_of(job: SampleJob) -> list[Ask]:

@@ -115,7 +115,7 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
-    "max_full_models",
+    *("full_slots", "max_full_models", "full_sampling"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
@@ -169,7 +169,6 @@ class ServerConfig:
     device: str = knob("auto", "auto, cpu, cuda:N; A,B: one for each model", common=True, check=DEVICES)
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
-    max_full_models: int = knob(4, "most models with weights of their own; 0: LoRA alone", check=NOT_NEGATIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)
     parallel: ParallelSpec | None = knob(  # noqa: RUF009
         SINGLE, "ranks of each model, fsdp=2,tp=4 or auto", common=True
@@ -193,7 +192,12 @@ class ServerConfig:
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
     pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)
     adapter_slots: int = knob(64, "adapters on the device at a time; others wait in host memory", check=POSITIVE)
-    host_adapter_bytes: int = knob(4 << 30, "host memory for adapters; others wait on disk", check=POSITIVE)
+    full_slots: int = knob(2, "models with weights of their own on the device at a time", check=POSITIVE)
+    max_full_models: int = knob(32, "most models with weights of their own; 0: LoRA alone", check=NOT_NEGATIVE)
+    full_sampling: Literal["snapshot", "inflight"] = knob(
+        "snapshot", "of full models, a copy of the weights; inflight: those of now"
+    )
+    host_adapter_bytes: int = knob(4 << 30, "of host memory for these; others wait on disk", check=POSITIVE)
     kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
     sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
     sampler_workers: int = knob(

@@ -15,7 +15,7 @@ MODEL = "tiny/qwen3"
 @pytest.fixture
 def service(tiny_models: dict[str, Path], tmp_path: Path) -> Iterator[ServiceClient]:
     with (
-        live_server({MODEL: tiny_models["qwen3"]}, tmp_path, module=NOTING) as server,
+        live_server({MODEL: tiny_models["qwen3"]}, tmp_path, module=NOTING, max_full_models=4) as server,
         ServiceClient(server.url, "tml-full") as client,
     ):
         yield client

@@ -217,14 +217,14 @@ def test_only_loopback_addresses_count_as_loopback(host: str, loopback: bool) ->
 
 
 def test_the_workers_and_the_dispatch_get_the_knobs_that_they_name() -> None:
-    of_workers = {"threads": "3", "kv_cache_bytes": "5", "max_full_models": "0"}
+    of_workers = {"threads": "3", "kv_cache_bytes": "5", "full_slots": "3", "max_full_models": "0"}
     config = load_config({"base_models": ["a", "b"], "pool": "ray", "ray_address": "auto", **of_workers}, {}, None)
     dispatch = config.dispatch_config()
     assert isinstance(dispatch, DispatchConfig)
     assert (dispatch.pool, dispatch.ray_address) == ("ray", "auto")
     assert [model.model.name for model in dispatch.models] == ["a", "b"]
-    knobs = [(model.threads, model.kv_cache_bytes, model.max_full_models) for model in dispatch.models]
-    assert knobs == [(3, 5, 0), (3, 5, 0)]
+    for model in dispatch.models:
+        assert (model.threads, model.kv_cache_bytes, model.full_slots, model.max_full_models) == (3, 5, 3, 0)
 
 
 def test_tenants_have_weights_by_their_names_and_adapters_a_place_on_disk(tmp_path: Path) -> None:

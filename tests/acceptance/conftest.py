@@ -15,16 +15,17 @@ import pytest
 
 from .crashing import Crashing, Trained, train
 
-Undisturbed = Callable[[int], list[Trained]]
-"""By the number of steps."""
+Undisturbed = Callable[..., list[Trained]]
+"""By the number of steps, and what is trained (see training_script)."""
 
 
 @pytest.fixture(scope="session")
 def undisturbed(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Undisturbed:
     @cache
-    def trained(num_steps: int) -> list[Trained]:
+    def trained(num_steps: int, training: str = "lora") -> list[Trained]:
+        package = "tinker" if training == "lora" else "trainhouse"  # only our client makes others
         with Crashing(tiny_models["qwen3"], tmp_path_factory.mktemp("calm")).running() as calm:
-            return train(calm, num_steps, {})
+            return train(calm, num_steps, {}, package, training=training)
 
     return trained
 

@@ -140,11 +140,16 @@ class Trained:
 
 
 def train(
-    crashing: Crashing, num_steps: int, faults: Faults, package: str = "tinker", url: str | None = None
+    crashing: Crashing,
+    num_steps: int,
+    faults: Faults,
+    package: str = "tinker",
+    url: str | None = None,
+    training: str = "lora",
 ) -> list[Trained]:
-    """Of each tenant. url: another way to the server."""
+    """Of each tenant. url: another way to the server. training: see training_script."""
     module = "trainhouse.tests.acceptance.training_script"
-    arguments = [sys.executable, "-m", module, url or crashing.url, str(num_steps), package]
+    arguments = [sys.executable, "-m", module, url or crashing.url, str(num_steps), package, training]
     by_line = {f"step {step}\n": fault for step, fault in faults.items()}
     lines = []
     with subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as script:
@@ -165,7 +170,13 @@ def train(
 def _trained(state_dir: Path, said: dict) -> Trained:
     run_id = said["path"].removeprefix("tinker://").split("/")[0].replace(":", "_")
     (saved,) = (state_dir / "checkpoints" / run_id / "weights").glob("end.*")
-    return Trained(said["losses"], said["early"], said["late"], load_file(saved / "adapter_model.safetensors"))
+    weights = {
+        name: each
+        for stem in ("adapter_model", "model")
+        for path in saved.glob(f"{stem}*.safetensors")
+        for name, each in load_file(path).items()
+    }
+    return Trained(said["losses"], said["early"], said["late"], weights)
 
 
 def assert_same(found: list[Trained], wanted: list[Trained]) -> None:

@@ -52,6 +52,21 @@ def test_thirteen_crashes_in_forty_steps(
 
 
 @pytest.mark.full
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("manner", ["local", "fsdp=2"])
+def test_a_model_with_weights_of_its_own_does_not_notice(
+    manner: str, tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path
+) -> None:
+    """Nor does the adapter beside it. Both sample what they sampled before."""
+    with Crashing(tiny_models["qwen3"], tmp_path, OPTIONS | MANNERS[manner]).running() as crashing:
+        faults = striking(crashing, faults_of(12, worker=2, server=2, both=1))
+        found = train(crashing, 12, faults, "trainhouse", training="full")
+        assert "the worker died" in crashing.log
+    assert_same(found, undisturbed(12, "full"))
+    assert "model.embed_tokens.weight" in found[0].weights and "model.embed_tokens.weight" not in found[1].weights
+
+
+@pytest.mark.full
 @pytest.mark.timeout(900)
 def test_one_of_two_ranks_dies_now_and_then(
     tiny_models: dict[str, Path], undisturbed: Undisturbed, tmp_path: Path

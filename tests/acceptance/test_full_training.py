@@ -94,7 +94,9 @@ def test_our_server_agrees_with_trl(
         for batch in random_batches():
             output = client.forward_backward(batch, "cross_entropy").result(60)
             client.optim_step(ADAM, gradient_scale="mean").result(60)
-            losses.append(output.metrics["loss:sum"] / float(sum(datum.loss_fn_inputs["weights"].sum() for datum in batch)))
+            losses.append(
+                output.metrics["loss:sum"] / float(sum(datum.loss_fn_inputs["weights"].sum() for datum in batch))
+            )
         path = client.save_state("ten-steps").result(60).path
         service.create_rest_client().download_checkpoint(path, tmp_path / "saved").result(60)
     assert_agree(Trained(losses, weights_of(tmp_path / "saved")), judged(kind))

@@ -1,7 +1,8 @@
 """A user's training script: two tenants train at once in pipelined steps, and sample their weights on the way.
 
-python -m trainhouse.tests.acceptance.training_script URL STEPS PACKAGE: by the package tinker (the official SDK) or
-trainhouse (our client). Says "step N" after each of the first tenant, in the end the results of both as JSON.
+python -m trainhouse.tests.acceptance.training_script URL STEPS PACKAGE TRAINING: by the package tinker (the official
+SDK) or trainhouse (our client). TRAINING: "lora", or "full" = the first tenant has all weights trained. Says "step N"
+after each of the first tenant, in the end the results of both as JSON.
 """
 
 import importlib
@@ -21,19 +22,26 @@ ROW = 12
 AHEAD = 2
 
 
-def main(url: str, num_steps: int, package: str) -> None:
+def main(url: str, num_steps: int, package: str, training: str) -> None:
     # At a fault all tenants are at the same step: none may be at its end, however long another one paused.
     in_step = Barrier(len(SEEDS))
     with ThreadPoolExecutor(len(SEEDS)) as tenants:
         module = importlib.import_module(package)
-        trained = [tenants.submit(train, module, url, seed, num_steps, in_step) for seed in SEEDS]
+        kinds = (training, "lora")
+        trained = [
+            tenants.submit(train, module, url, seed, num_steps, in_step, kind)
+            for seed, kind in zip(SEEDS, kinds, strict=True)
+        ]
         print(json.dumps([each.result() for each in trained]), flush=True)
 
 
-def train(package: Any, url: str, seed: int, num_steps: int, in_step: Barrier) -> dict[str, object]:
-    adam = package.AdamParams(learning_rate=1e-2)
+def train(package: Any, url: str, seed: int, num_steps: int, in_step: Barrier, training: str) -> dict[str, object]:
+    adam = package.AdamParams(learning_rate=1e-2 if training == "lora" else 1e-3)
     with package.ServiceClient(base_url=url, api_key=f"tml-tenant{seed}") as service:
-        client = made(service.create_lora_training_client(MODEL, rank=4, seed=seed))
+        if training == "full":
+            client = made(service.create_full_training_client(MODEL))
+        else:
+            client = made(service.create_lora_training_client(MODEL, rank=4, seed=seed))
         losses, pending, sampler, early = [], [], None, []
         for step in range(num_steps):
             in_step.wait(240)
@@ -76,4 +84,4 @@ def sample(package: Any, sampler: Any) -> list[float]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], sys.argv[4])

@@ -197,7 +197,7 @@ class ServerConfig:
     full_sampling: Literal["snapshot", "inflight"] = knob(
         "snapshot", "of full models, a copy of the weights; inflight: those of now"
     )
-    host_adapter_bytes: int = knob(4 << 30, "of host memory for these; others wait on disk", check=POSITIVE)
+    host_adapter_bytes: int = knob(4 << 30, "host memory for adapters and full models; then disk", check=POSITIVE)
     kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
     sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
     sampler_workers: int = knob(

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.config import WorkerConfig
@@ -53,8 +54,8 @@ class RecordingWorker:
 
     def create_run(self, spec: RunSpec) -> RunInfo:
         self._num_calls += 1
-        if spec.lora.rank > self._config.max_lora_rank:
-            raise OperationError(f"rank {spec.lora.rank} is too high")
+        if isinstance(spec.training, LoraConfig) and spec.training.rank > self._config.max_lora_rank:
+            raise OperationError(f"rank {spec.training.rank} is too high")
         return RunInfo(0, ())
 
     def drop_run(self, run_id: str) -> None:

@@ -53,7 +53,7 @@ def test_an_adapter_that_comes_again_is_overwritten_in_place(workers: tuple[Work
     sampling.import_adapter("copy", replace(exported, weights=exported.weights / 2))
     assert not np.allclose(logprobs(sampling, "copy"), before, atol=1e-3)
     assert sampling.memory()["num_adapters_on_device"] == 1
-    sampling.import_adapter("copy", replace(exported, lora=exported.lora.model_copy(update={"alpha": 16.0})))
+    sampling.import_adapter("copy", replace(exported, training=exported.training.model_copy(update={"alpha": 16.0})))
     assert sampling.memory()["num_adapters_on_device"] == 1
 
 

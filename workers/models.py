@@ -61,9 +61,11 @@ class Models:
             model.weights.copy_(source.weights)
         return model
 
-    def make_room(self, model_id: str, model: Learner) -> None:
-        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and where there are as
-        many of its kind as there may be."""
+    def make_room(self, model_id: str, model: Learner, is_copy: bool) -> None:
+        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and for a copy where there
+        are as many as there may be: a run is not kept from its place by what could wait."""
+        if is_copy and isinstance(model, FullWeights):
+            self.full.check_room(model_id)
         self._holder_of(model).make_room(model_id, model)
 
     def put(self, model_id: str, model: Learner) -> Learner:

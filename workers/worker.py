@@ -185,11 +185,11 @@ class Worker:
         if self._config.full_sampling == "inflight" and self._models.runs_alone(run_id):
             self._models.full.share(run_id, adapter_id)
             return
-        self._put(adapter_id, partial(self._models.copied, run_id))
+        self._put(adapter_id, partial(self._models.copied, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only."""
-        self._put(adapter_id, partial(read_new, self._models, Path(directory)))
+        self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
@@ -208,7 +208,7 @@ class Worker:
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
-        self._put(adapter_id, partial(self._imported, exported))
+        self._put(adapter_id, partial(self._imported, exported), is_copy=True)
 
     def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
         """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts."""
@@ -283,12 +283,12 @@ class Worker:
             raise OperationError(failure.message, failure.category)
         return done[0]
 
-    def _put(self, model_id: str, make: Callable[[], Learner]) -> Learner:
+    def _put(self, model_id: str, make: Callable[[], Learner], is_copy: bool = False) -> Learner:
         """See Models.put. Where one rank cannot make it, all have what they had before."""
 
         def make_with_room() -> Learner:
             model = make()
-            self._models.make_room(model_id, model)
+            self._models.make_room(model_id, model, is_copy)
             return model
 
         return self._models.put(model_id, self._made(make_with_room))

@@ -42,8 +42,8 @@ def _write_config(model: FullWeights, directory: Path) -> None:
     config.dtype = "float32"
     if model.program.scores == "values":
         architecture: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
-        config.architectures = [architecture.__name__] if architecture is not None else None
-        config.num_labels = 1
+        names = [architecture.__name__] if architecture is not None else None
+        config.update({"architectures": names, "num_labels": 1})
     config.save_pretrained(directory)
 
 

@@ -11,7 +11,10 @@ from .weights import FullWeights
 
 class FullModels(Holder[FullWeights]):
     def __init__(self, base: BaseModel, most: int, residency: Residency | None = None) -> None:
-        """most: how many there may be. residency: None = all of them stay on the device."""
+        """most: how many there may be before one more copy; who lets runs be created bounds their number.
+
+        residency: None = all of them stay on the device.
+        """
         super().__init__(residency or Residency(base.device))
         self._base, self._most = base, most
 
@@ -19,8 +22,8 @@ class FullModels(Holder[FullWeights]):
         """One with zero weights and no id yet."""
         return FullWeights(full, self._base, program)
 
-    def make_room(self, model_id: str, model: FullWeights) -> None:
-        """As Holder. Raises OperationError also where there are as many as there may be."""
+    def check_room(self, model_id: str) -> None:
+        """For a copy of this id. Raises OperationError where there are as many as there may be."""
         num_others = len({id(self.get(each)) for each in self if each != model_id})
         if num_others >= self._most:
             raise OperationError(
@@ -28,4 +31,3 @@ class FullModels(Holder[FullWeights]):
                 f" samplers, which is all that max_full_models allows: end a session that has some, serve with"
                 f" --full-sampling inflight, whose samplers have no copies, or with --max-full-models {num_others + 1}"
             )
-        super().make_room(model_id, model)

@@ -32,10 +32,11 @@ def padded(rows: list[list[int]]) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class LocalLoop:
-    def __init__(self, directory: Path, rank: int) -> None:
+    def __init__(self, directory: Path, rank: int | None) -> None:
+        """rank: None = all weights are trained."""
         base = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32)
-        config = LoraConfig(r=rank, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS)
-        self.model = get_peft_model(base, config)
+        config = LoraConfig(r=rank or 0, lora_alpha=32, lora_dropout=0.0, target_modules=TARGETS)
+        self.model = base if rank is None else get_peft_model(base, config)
         trainable = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
         self.optimizer = torch.optim.AdamW(trainable, lr=1e-4, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.0)
 

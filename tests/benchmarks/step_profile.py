@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from ...schemas.models import LoraConfig
+from ...schemas.models import FullConfig, LoraConfig
 from ...schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from ...workers.config import ServedModel, WorkerConfig
 from ...workers.verbs import Failure, Part, Pass, RunSpec, Step
@@ -36,6 +36,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--training", choices=["lora", "full"], default="lora", help="full: of all weights")
     parser.add_argument("--table", action="store_true", help="torch's profile of our step by operator")
     parser.add_argument("--side", choices=["worker", "local"], help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -49,7 +50,7 @@ def main() -> None:
     ):
         model = tiny_model("qwen3", Path(scratch) / "model", **SHAPE)
         for side in (worker, local):
-            side.ask({"model": str(model), "threads": options.threads})
+            side.ask({"model": str(model), "threads": options.threads, "training": options.training})
         for name, rows in batches().items():
             report(name, num_tokens(rows), worker, local, options.rounds)
             if options.table:
@@ -83,7 +84,8 @@ def serve(side: str) -> None:
 
 def worker_steps(setup: dict) -> Callable[[Rows], TrainStep]:
     worker = Worker(WorkerConfig(ServedModel(MODEL, setup["model"]), device="cpu", threads=setup["threads"]))
-    worker.create_run(RunSpec("run", LoraConfig(rank=RANK, seed=0, train_unembed=False)))
+    lora = LoraConfig(rank=RANK, seed=0, train_unembed=False)
+    worker.create_run(RunSpec("run", FullConfig() if setup["training"] == "full" else lora))
 
     def make(rows: Rows) -> TrainStep:
         request = ForwardBackwardRequest("run", 1, tuple(map(datum, rows)), "cross_entropy")
@@ -104,7 +106,7 @@ def datum(row: list[int]) -> Datum:
 
 
 def local_steps(setup: dict) -> Callable[[Rows], TrainStep]:
-    loop = LocalLoop(Path(setup["model"]), RANK)
+    loop = LocalLoop(Path(setup["model"]), None if setup["training"] == "full" else RANK)
 
     def make(rows: Rows) -> TrainStep:
         batch = padded(rows)

@@ -209,7 +209,7 @@ class Vllm:
 
 def _check_adapter(directory: Path) -> None:
     """Raises OperationError where it is a model with weights of its own."""
-    if not (directory / "adapter_config.json").exists():
+    if any(directory.glob("model*.safetensors")):
         raise OperationError(
             "vLLM is given adapters, and this model has weights of its own: sample it from a server with --sampler "
             "native"

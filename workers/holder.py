@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Generic, TypeVar
 
-from .learner import Learner
+from .learner import STEP, Learner
 from .residency import Residency
 
 Model = TypeVar("Model", bound=Learner)
@@ -29,13 +29,13 @@ class Holder(Generic[Model]):
             raise KeyError(f"no model {model_id!r} on this rank") from None
 
     @contextmanager
-    def resident(self, model_ids: Sequence[str]) -> Iterator[list[Model]]:
-        """Inside, these are on the device, at most as many as the residency has slots.
+    def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Model]]:
+        """Inside, the wanted vectors of these are on the device, of at most as many as the residency has slots.
 
         Raises KeyError, and OperationError when one cannot be brought there.
         """
         models = [self.get(model_id) for model_id in model_ids]
-        with self._residency.held(models):
+        with self._residency.held(models, wanted):
             yield models
 
     def make_room(self, model_id: str, model: Model) -> None:

@@ -29,6 +29,11 @@ SEED_MASK = (1 << 64) - 1
 # What has been learned; the other vectors are gradients.
 LEARNED = ("weights", "exp_avg", "exp_avg_sq")
 
+# Vectors that work on it needs: a forward pass, sampling or a copy; a backward pass; a step, which needs all.
+FORWARD: frozenset[str] = frozenset({"weights"})
+BACKWARD = FORWARD | {"scratch", "accumulator"}
+STEP = BACKWARD | {"exp_avg", "exp_avg_sq"}
+
 
 @dataclass
 class Window:
@@ -67,9 +72,10 @@ class Vector:
 class Learner(ABC):
     """weights, and on first use scratch, accumulator, exp_avg and exp_avg_sq: float32 [P].
 
-    They are to be had only while it is on the device (see Residency), and are other tensors when it comes back: hold
-    the learner, not its tensors. training, program: what of the model is learned, and which kind of model it is.
-    window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen. place: where it is.
+    They are to be had only while it is on the device (see Residency), those that were asked for, and are other tensors
+    when it comes back: hold the learner, not its tensors. training, program: what of the model is learned, and which
+    kind of model it is. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen. place:
+    where it is.
     """
 
     training: TrainingConfig
@@ -87,6 +93,8 @@ class Learner(ABC):
         self.num_steps = 0
         self._arrange, self._dtype = arrange, dtype
         self._cast: _Cast | None = None
+        # Those that stayed behind when it came to the device.
+        self._parked: dict[str, Tensor] = {}
         self._vectors = {"weights": self._viewed(torch.zeros(layout.size, device=device))}
         self._operation_open = False
         self._lane_scratch: dict[int, Vector] = {}
@@ -110,7 +118,20 @@ class Learner(ABC):
     def num_bytes(self) -> int:
         """Bytes of all vectors in memory, the device's or the host's."""
         own = sum(vector.tensor.nbytes for vector in (*self._vectors.values(), *self._lane_scratch.values()))
-        return own + (self._cast.num_bytes if self._cast else 0)
+        return own + self.num_parked_bytes + (self._cast.num_bytes if self._cast else 0)
+
+    @property
+    def num_parked_bytes(self) -> int:
+        """Of those vectors that are in host memory while it is on the device."""
+        return sum(vector.nbytes for vector in self._parked.values())
+
+    def has_here(self, name: str) -> bool:
+        """Whether this vector is on the device."""
+        return self.place == "device" and name in self._vectors
+
+    def parks_any(self, wanted: frozenset[str]) -> bool:
+        """Whether some of these vectors are."""
+        return not wanted.isdisjoint(self._parked)
 
     @property
     def weights(self) -> Tensor:
@@ -136,10 +157,11 @@ class Learner(ABC):
     @property
     def has_moments(self) -> bool:
         """Whether there are exp_avg and exp_avg_sq; where there are none, they are zeros."""
-        return "exp_avg" in self._vectors
+        return "exp_avg" in self._vectors or "exp_avg" in self._parked
 
     def _vector(self, name: str) -> Vector:
-        assert self.place == "device", f"the adapter is on {self.place}: enter Adapters.resident first"
+        assert self.place == "device", f"the model is on {self.place}: enter Models.resident first"
+        assert name not in self._parked, f"{name} of the model has stayed on the host: enter Models.resident with it"
         vector = self._vectors.get(name)
         if vector is None:
             vector = self._vectors[name] = self._viewed(torch.zeros_like(self._vectors["weights"].tensor))
@@ -211,15 +233,18 @@ class Learner(ABC):
     def clear_window(self) -> None:
         """Discards the accumulated gradients; their memory is the next operation's scratch."""
         accumulator = self._vectors.pop("accumulator", None)
+        self._parked.pop("accumulator", None)
         if accumulator is not None and not self._operation_open:
             self._vectors["scratch"] = accumulator
         self.window = Window()
 
     def clear_optimizer(self) -> None:
         """As before the first step."""
+        num_changes = self.num_changes
         for name in ("exp_avg", "exp_avg_sq"):
-            vector = self._vectors.pop(name, None)
-            self._earlier_changes += 1 + (vector.tensor._version if vector else 0)
+            self._vectors.pop(name, None)
+            self._parked.pop(name, None)
+        self._earlier_changes = 1 + num_changes - self._changes_here()
         self.num_steps = 0
 
     # Moving: who moves a learner (see Residency) takes its live vectors and gives them back elsewhere.
@@ -238,11 +263,14 @@ class Learner(ABC):
         """The vectors that mean anything."""
         gradients = {"accumulator": bool(self.window.num_operations), "scratch": self._operation_open}
         names = (*LEARNED, *(name for name, is_live in gradients.items() if is_live))
-        return {name: self._vectors[name].tensor for name in names if name in self._vectors}
+        here = {name: vector.tensor for name, vector in self._vectors.items()} | self._parked
+        return {name: here[name] for name in names if name in here}
 
-    def move(self, vectors: Mapping[str, Tensor], place: Place) -> None:
-        """From now on these are its vectors, at `place`; whatever views there are of others are made anew."""
+    def move(self, vectors: Mapping[str, Tensor], place: Place, parked: Mapping[str, Tensor] | None = None) -> None:
+        """From now on these are its vectors, at `place`; whatever views there are of others are made anew. parked:
+        those that stay in host memory meanwhile."""
         num_changes = self.num_changes
+        self._parked = dict(parked or {})
         kept = {id(vector.tensor): vector for vector in self._vectors.values()}
         self._vectors = {name: kept.get(id(tensor)) or self._viewed(tensor) for name, tensor in vectors.items()}
         self.place = place
@@ -251,7 +279,8 @@ class Learner(ABC):
             self._cast = None
 
     def _changes_here(self) -> int:
-        return sum(self._vectors[name].tensor._version for name in LEARNED if name in self._vectors)
+        here = {name: vector.tensor for name, vector in self._vectors.items()} | self._parked
+        return sum(here[name]._version for name in LEARNED if name in here)
 
     def _gradients(self) -> Vector:
         """That take those of this thread's lane."""

@@ -7,7 +7,7 @@ from typing import Any
 from ..schemas.models import FullConfig, TrainingConfig
 from .full import FullModels, FullWeights
 from .holder import Holder
-from .learner import Learner
+from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
 from .model import BaseModel
 from .programs import Program
@@ -32,14 +32,16 @@ class Models:
         return self._holder(model_id).get(model_id)
 
     @contextmanager
-    def resident(self, model_ids: Sequence[str]) -> Iterator[list[Learner]]:
-        """Inside, these are on the device, adapters at most as many as there are slots.
+    def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Learner]]:
+        """Inside, the wanted vectors of these are on the device, of at most as many as there are slots. Adapters, which
+        are small, come as a whole.
 
         Raises KeyError, and OperationError when one cannot be brought there.
         """
         with ExitStack() as held:
-            for holder in (self.adapters, self.full):
-                held.enter_context(holder.resident([each for each in model_ids if self._holder(each) is holder]))
+            for holder, of_kind in ((self.adapters, STEP), (self.full, wanted)):
+                own = [model_id for model_id in model_ids if self._holder(model_id) is holder]
+                held.enter_context(holder.resident(own, of_kind))
             yield [self.get(model_id) for model_id in model_ids]
 
     def build(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
@@ -56,14 +58,14 @@ class Models:
 
     def copied(self, model_id: str) -> Learner:
         """Its weights alone, as one that has no id yet. Raises as `resident`."""
-        with self.resident([model_id]) as (source,):
+        with self.resident([model_id], FORWARD) as (source,):
             model = self.build(source.training)
             model.weights.copy_(source.weights)
         return model
 
     def make_room(self, model_id: str, model: Learner, is_copy: bool) -> None:
-        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and for a copy where there
-        are as many as there may be: a run is not kept from its place by what could wait."""
+        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`, and for a copy where
+        there are as many as there may be: a run is not kept from its place by what could wait."""
         if is_copy and isinstance(model, FullWeights):
             self.full.check_room(model_id)
         self._holder_of(model).make_room(model_id, model)

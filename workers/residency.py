@@ -5,6 +5,7 @@ its bytes are spent. On a CPU device and host are the same memory, so there movi
 """
 
 import logging
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..schemas.errors import OperationError
-from .learner import Learner
+from .learner import STEP, Learner
 from .memory import is_out_of_memory
 from .pages import Page, PageFile
 
@@ -52,6 +53,7 @@ class Residency:
         self._on_disk: dict[Learner, None] = {}
         self._saved: dict[Learner, Saved] = {}
         self._held: frozenset[Learner] = frozenset()
+        self._moved_bytes, self._moving_seconds = 0, 0.0
 
     def add(self, adapter: Learner) -> None:
         """A new one, made on the device."""
@@ -69,22 +71,26 @@ class Residency:
         self._forget_page(adapter)
 
     @contextmanager
-    def held(self, adapters: Sequence[Learner]) -> Iterator[None]:
-        """Inside, these are on the device. Raises OperationError when one cannot be brought there."""
+    def held(self, adapters: Sequence[Learner], wanted: frozenset[str] = STEP) -> Iterator[None]:
+        """Inside, these are on the device, at least the wanted vectors of each. Raises OperationError when one cannot
+        be brought there."""
         before = self._held
         self._held = before.union(adapters)
         assert self._slots is None or len(self._held) <= self._slots, (
             f"{len(self._held)} adapters wanted on the device at a time, more than its {self._slots} slots"
         )
         try:
-            self._bring(adapters)
+            self._bring(adapters, wanted)
             yield
         finally:
             self._held = before
 
     def memory(self) -> dict[str, int]:
-        """Bytes of adapters, in memory and by place, and how many are there."""
-        on_device, on_host = sum(adapter.num_bytes for adapter in self._on_device), sum(self._on_host.values())
+        """Bytes of adapters, in memory and by place, and how many are there; bytes that have come and gone since the
+        start, and the time that this took."""
+        parked = sum(adapter.num_parked_bytes for adapter in self._on_device)
+        on_device = sum(adapter.num_bytes for adapter in self._on_device) - parked
+        on_host = sum(self._on_host.values()) + parked
         return {
             "adapters": on_device + on_host,
             "adapters_on_device": on_device,
@@ -93,13 +99,17 @@ class Residency:
             "num_adapters_on_device": len(self._on_device),
             "num_adapters_on_host": len(self._on_host),
             "num_adapters_on_disk": len(self._on_disk),
+            "adapters_moved_bytes": self._moved_bytes,
+            "adapters_moved_milliseconds": round(1000 * self._moving_seconds),
         }
 
-    def _bring(self, adapters: Sequence[Learner]) -> None:
+    def _bring(self, adapters: Sequence[Learner], wanted: frozenset[str]) -> None:
         absent = [adapter for adapter in dict.fromkeys(adapters) if adapter not in self._on_device]
         self._free_slots(len(absent))
-        for adapter in absent:
-            self._to_device(adapter)
+        for adapter in dict.fromkeys(adapters):
+            if adapter in absent or adapter.parks_any(wanted):
+                with self._timed():
+                    self._to_device(adapter, wanted)
         for adapter in adapters:
             self._on_device[adapter] = self._on_device.pop(adapter)
 
@@ -108,7 +118,8 @@ class Residency:
             return
         num_leaving = len(self._on_device) + num_coming - self._slots
         for adapter in [each for each in self._on_device if each not in self._held][: max(num_leaving, 0)]:
-            self._to_host(adapter)
+            with self._timed():
+                self._to_host(adapter)
         self._bound_host()
 
     def _bound_host(self) -> None:
@@ -122,22 +133,30 @@ class Residency:
             surplus -= num_bytes
 
     def _to_host(self, adapter: Learner) -> None:
+        if self._device.type != "cpu":
+            self._moved_bytes += adapter.num_bytes - adapter.num_parked_bytes
         adapter.move({name: _on_host(vector) for name, vector in adapter.live().items()}, "host")
         del self._on_device[adapter]
         self._on_host[adapter] = adapter.num_bytes
 
-    def _to_device(self, adapter: Learner) -> None:
+    def _to_device(self, adapter: Learner, wanted: frozenset[str]) -> None:
+        """The wanted vectors, beside those that are there."""
         try:
-            vectors = self._read(adapter) if adapter in self._on_disk else adapter.live()
+            there = self._read(adapter) if adapter in self._on_disk else adapter.live()
+            parked = {name: each for name, each in there.items() if not (name in wanted or adapter.has_here(name))}
             # The copy of a pinned vector is in order with what the device does next; torch keeps the vector until then.
-            vectors = {name: vector.to(self._device, non_blocking=True) for name, vector in vectors.items()}
+            vectors = {
+                name: vector.to(self._device, non_blocking=True) for name, vector in there.items() if name not in parked
+            }
         except Exception as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
             raise OperationError(
                 f"what a model has learned cannot be brought back from {adapter.place}: {error}", "server"
             ) from None
-        adapter.move(vectors, "device")
+        if self._device.type != "cpu" or adapter in self._on_disk:
+            self._moved_bytes += sum(each.nbytes for name, each in vectors.items() if not adapter.has_here(name))
+        adapter.move(vectors, "device", parked)
         self._on_host.pop(adapter, None)
         self._on_disk.pop(adapter, None)
         self._on_device[adapter] = None
@@ -170,6 +189,14 @@ class Residency:
         vectors = {name: torch.empty(adapter.vector_size, pin_memory=pinned) for name in saved.names}
         self._pages.read(saved.page, list(vectors.values()))
         return vectors
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        started = time.monotonic()
+        try:
+            yield
+        finally:
+            self._moving_seconds += time.monotonic() - started
 
     def _forget_page(self, adapter: Learner) -> None:
         saved = self._saved.pop(adapter, None)

@@ -20,7 +20,7 @@ from .checkpoint import Learned, read_new, read_saved, save
 from .config import WorkerConfig
 from .full import FullModels
 from .landmark import Landmark
-from .learner import Learner
+from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
 from .memory import memory_for, tune_allocator
 from .model import BaseModel, resolve_device
@@ -141,8 +141,8 @@ class Worker:
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
-        with self._resident(run_id) as model:
-            learned = Learned.by(model, self._mesh)
+        with self._resident(run_id, STEP if optimizer else FORWARD) as model:
+            learned = Learned.by(model, self._mesh, optimizer=optimizer)
             self._on_all(partial(save, learned, Path(directory), optimizer=optimizer, base_name=self._name))
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
@@ -198,7 +198,7 @@ class Worker:
     def export_adapter(self, run_id: str) -> AdapterWeights:
         """The run's weights of now, for other workers of this base model."""
         self._check_samples(run_id)
-        with self._resident(run_id) as model:
+        with self._resident(run_id, FORWARD) as model:
             return AdapterWeights(model.training, self._whole_weights(model))
 
     def read_adapter(self, directory: str) -> AdapterWeights:
@@ -308,10 +308,10 @@ class Worker:
         return model.layout.whole_vector(model.weights, self._mesh).cpu().numpy()
 
     @contextmanager
-    def _resident(self, run_id: str) -> Iterator[Learner]:
+    def _resident(self, run_id: str, wanted: frozenset[str] = STEP) -> Iterator[Learner]:
         self._check_run(run_id)
         with ExitStack() as held:
-            (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id])))
+            (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id], wanted)))
             yield model
 
     def _check_samples(self, run_id: str) -> None:

@@ -1,6 +1,7 @@
 """Full fine-tuning against transformers and torch.optim.AdamW: every gradient, and the weights after steps."""
 
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -403,3 +404,98 @@ def test_those_that_wait_on_disk_go_on_bit_equal(tmp_path: Path) -> None:
     assert [each.sequences[0].tokens.tolist() for each in sampled(paged, "sampler", "sampler")] == [
         each.sequences[0].tokens.tolist() for each in sampled(unpaged, "sampler", "sampler")
     ]
+
+
+def on_device(worker: Worker) -> float:
+    """Of models with weights of their own: vectors of all parameters."""
+    memory = worker.memory()
+    size = 4 * worker._models.get("one").vector_size
+    assert (memory["full_models_on_device"] + memory["full_models_on_host"]) % size == 0
+    return memory["full_models_on_device"] / size
+
+
+def test_each_verb_brings_back_what_it_needs_and_nothing_else(tmp_path: Path) -> None:
+    """Vectors on the device behind each verb of one model, while another one has the device in between."""
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker, undisturbed = a_worker(directory, full_slots=1), a_worker(directory)
+    saved = [tmp_path / name for name in ("state", "weights")]
+    for path in saved:
+        path.mkdir()
+    for each in (worker, undisturbed):
+        each.create_run(RunSpec("one", FullConfig()))
+        each.create_run(RunSpec("other", FullConfig()))
+
+    def backward(each: Worker, seed: int) -> None:
+        run(each, supervised("one", some_data(seed)))
+
+    weights, gradients, moments = 1, 1, 2
+    table: list[tuple[str, Callable[[Worker], object], int]] = [
+        ("forward", lambda each: run(each, supervised("one", some_data(1), True)), weights),
+        ("forward_backward", lambda each: backward(each, 1), weights + gradients),
+        ("optim_step", lambda each: stepped(each, "one"), weights + gradients + moments),
+        ("sample", lambda each: sampled(each, "one"), weights),
+        ("forward_backward", lambda each: backward(each, 2), weights + gradients),
+        ("forward beside gradients", lambda each: run(each, supervised("one", some_data(1), True)), weights),
+        ("export", lambda each: each.export_adapter("one"), weights),
+        ("a second forward_backward", lambda each: backward(each, 3), weights + 2 * gradients),
+        ("optim_step", lambda each: stepped(each, "one"), weights + gradients + moments),
+        ("save weights", lambda each: each.save_run("one", str(saved[1]), optimizer=False), weights),
+        ("save state", lambda each: each.save_run("one", str(saved[0]), optimizer=True), weights + moments),
+    ]
+    for verb, act, num_vectors in table:
+        run(worker, supervised("other", some_data(9), True))
+        assert on_device(worker) == weights, "that of the other one"
+        act(worker)
+        assert on_device(worker) == num_vectors, verb
+    # What is there needs not come again: sampling right behind a step leaves the optimizer where it is.
+    stepped_again = [backward, lambda each, _: stepped(each, "one"), lambda each, _: sampled(each, "one")]
+    for act in stepped_again:
+        act(worker, 4)
+    assert on_device(worker) == weights + gradients + moments
+    for _, act, _ in table[:9]:
+        act(undisturbed)
+    backward(undisturbed, 4), stepped(undisturbed, "one")
+    with worker._models.resident(["one"]) as (one,), undisturbed._models.resident(["one"]) as (other,):
+        assert torch.equal(one.weights, other.weights) and torch.equal(one.exp_avg_sq, other.exp_avg_sq)
+
+
+def test_ten_switches_take_no_more_memory_than_one(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"), full_slots=1, host_adapter_bytes=1)
+    for run_id in ("one", "other"):
+        worker.create_run(RunSpec(run_id, FullConfig()))
+    found = []
+    for step in range(10):
+        for run_id in ("one", "other"):
+            trained(worker, run_id, 1, first=step)
+        found.append({name: value for name, value in worker.memory().items() if "moved" not in name})
+    assert all(each == found[1] for each in found[1:])
+    memory = worker.memory()
+    assert memory["full_models_moved_bytes"] > 0 and memory["full_models_moved_milliseconds"] > 0
+
+
+def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"), full_slots=1, host_adapter_bytes=1)
+    for run_id in ("one", "other"):
+        worker.create_run(RunSpec(run_id, FullConfig()))
+        trained(worker, run_id, 1)
+    with worker._models.resident(["one"]) as (model,):
+        wanted = model.exp_avg.clone()
+    run(worker, supervised("other", some_data(3), True))
+    read, calls = os.preadv, []
+
+    def broken(*arguments: Any) -> int:
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise OSError("input/output error")
+        return read(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", broken)
+        (answer,) = worker.run_pass(Pass((Part(0, supervised("one", some_data(3))),)))
+    assert isinstance(answer, Failure) and "input/output error" in answer.message and len(calls) == 2
+    with worker._models.resident(["one"]) as (model,):
+        assert torch.equal(model.exp_avg, wanted)
+    worker.clear_gradients("one")
+    assert trained(worker, "one", 1, first=4)

@@ -66,10 +66,11 @@ class Learned:
     num_parts: int = 1
 
     @staticmethod
-    def by(model: Learner, mesh: Mesh) -> "Learned":
-        """Of a model on the device, without its gradients. All ranks ask at once, here as in `with_window`."""
+    def by(model: Learner, mesh: Mesh, optimizer: bool = True) -> "Learned":
+        """Of a model on the device, without its gradients. All ranks ask at once, here as in `with_window`. optimizer:
+        whether with its moments."""
         live = model.live()
-        return _learned(model, [name for name in LEARNED if name in live], mesh)
+        return _learned(model, [name for name in LEARNED[: None if optimizer else 1] if name in live], mesh)
 
     @staticmethod
     def with_window(model: Learner, mesh: Mesh) -> "Learned":

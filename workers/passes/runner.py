@@ -15,7 +15,7 @@ from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
 from ..heads import HEADS
 from ..lanes import Lanes
-from ..learner import Learner
+from ..learner import BACKWARD, FORWARD, Learner
 from ..lora import Adapter, Segment
 from ..lora.segment import within
 from ..memory import bounded_memory
@@ -137,7 +137,7 @@ class PassRunner:
         by_run: dict[str, Learner] = {}
         for task in tasks:
             try:
-                (by_run[task.run_id],) = held.enter_context(self._models.resident([task.run_id]))
+                (by_run[task.run_id],) = held.enter_context(self._models.resident([task.run_id], _wanted(task)))
             except OperationError as error:
                 task.give_up(Failure(error.message, error.category))
         return by_run
@@ -163,7 +163,7 @@ class PassRunner:
         """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
         run_ids = list(dict.fromkeys(task.run_id for task in tasks))
         try:
-            with bounded_memory(self._base.device), self._models.resident(run_ids) as models:
+            with bounded_memory(self._base.device), self._models.resident(run_ids, _wanted(*tasks)) as models:
                 by_run = dict(zip(run_ids, models, strict=True))
                 self._refuse_diverged(tasks, by_run)
                 usable = [task for task in tasks if not task.computed]
@@ -215,7 +215,7 @@ class PassRunner:
         if verdict.failure is not None or not isinstance(begun, Task):
             assert verdict.failure is not None
             return self._failed(part, verdict.failure)
-        with self._models.resident([begun.run_id]) as (model,):
+        with self._models.resident([begun.run_id], _wanted(begun)) as (model,):
             if part.last:
                 self._open.pop(part.operation_id, None)
                 return begun.complete(model, verdict.totals)
@@ -299,6 +299,11 @@ class PassRunner:
             _zero_failed(micro_batch, tasks, gradient, share)
             if hidden.requires_grad:
                 hidden.backward(gradient)
+
+
+def _wanted(*tasks: Task) -> frozenset[str]:
+    """Vectors of their models."""
+    return FORWARD if all(task.forward_only for task in tasks) else BACKWARD
 
 
 def _failure_of(begun: Task | Failure) -> Failure | None:

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 from ...schemas.errors import OperationError
 from ..config import WorkerConfig
+from ..learner import FORWARD
 from ..model import BaseModel
 from ..models import Models
 from ..operation import ModelLimits
@@ -68,7 +69,7 @@ class InTurn:
         """To the device, on all ranks; or why not."""
         own = None
         try:
-            held.enter_context(self._models.resident([model_id]))
+            held.enter_context(self._models.resident([model_id], FORWARD))
         except OperationError as error:
             own = Failure(error.message, error.category)
         [failure] = self._mesh.found([own])

@@ -21,6 +21,7 @@ from ...schemas.errors import Category, OperationError
 from ...schemas.sampling import SampleResponse
 from ..config import WorkerConfig
 from ..heads import LogprobHead
+from ..learner import FORWARD
 from ..lora import Adapter, Plan, Segment
 from ..model import BaseModel
 from ..models import Models
@@ -175,7 +176,7 @@ class NativeSampler:
     def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
         """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
         try:
-            held.enter_context(self._models.resident(adapter_ids))
+            held.enter_context(self._models.resident(adapter_ids, FORWARD))
             return adapter_ids
         except OperationError as error:
             if len(adapter_ids) == 1:

@@ -115,7 +115,7 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
-    *("full_slots", "max_full_models", "full_sampling"),
+    *("full_slots", "max_full_models", "full_sampling", "base_quantization"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
@@ -167,6 +167,7 @@ class ServerConfig:
         "auto", "float32, bfloat16; auto: bfloat16 on CUDA", common=True
     )
     device: str = knob("auto", "auto, cpu, cuda:N; A,B: one for each model", common=True, check=DEVICES)
+    base_quantization: Literal["none", "nf4"] = knob("none", "nf4: frozen weights in 4 bits, for LoRA alone")
     threads: int = knob(0, "CPU threads per worker; 0 = cores / workers", common=True, check=NOT_NEGATIVE)
     max_lora_rank: int = knob(256, "largest LoRA rank that a run may ask for", common=True, check=POSITIVE)
     max_context_length: int | None = knob(None, "longest sequence in tokens (default: the model's)", check=POSITIVE)

@@ -10,6 +10,7 @@ if TYPE_CHECKING:  # what only plans must not load what pools need
     from .pools import KeptAt
 
 ZeroStage = Literal["3", "2"]
+Quantization = Literal["none", "nf4"]
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,8 @@ class WorkerConfig:
     """One rank's knobs; the server's config fills them, `Worker(config)` reads them.
 
     dtype: "auto" = bfloat16 on CUDA, float32 on CPU. device: "auto" = CUDA where there is one.
+    base_quantization: of what adapters adapt: "nf4" = the frozen weights are held in 4 bits, and made whole for each
+        product.
     threads: intra-operation CPU threads, 0 = cores / ranks.
     micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
     prefill_chunk_tokens: most tokens of prompts that are run between two steps of decoding.
@@ -65,6 +68,7 @@ class WorkerConfig:
     model: ServedModel
     device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    base_quantization: Quantization = "none"
     threads: int = 0
     max_lora_rank: int = 256
     max_context_length: int | None = None

@@ -4,6 +4,7 @@ Of each expert rows are sorted by adapter, so that all adapters' terms are group
 Fedus et al., Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
 """
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -14,6 +15,7 @@ from .fused import swiglu
 from .grouped import GroupedRows
 from .parallel.collectives import exchanged, summed
 from .parallel.mesh import Team
+from .quantized import whole
 
 if TYPE_CHECKING:
     from .lora.experts import ExpertPlan, ExpertTerms
@@ -50,6 +52,10 @@ class RoutedExperts:
     def adapt(self, active: "Active", name: str) -> None:
         """From now on adapters add their terms. name: of the experts in the causal LM."""
         self._active, self._name = active, name
+
+    def quantize(self, quantize: Callable[..., None]) -> None:
+        """quantize: parameters of a module, by name."""
+        quantize(self._experts, "gate_up_proj", "down_proj")
 
     def forward(self, x: Tensor, are_alike: bool) -> Tensor:
         """x [tokens, hidden] -> the same. are_alike: whether all ranks of the team have the same tokens."""
@@ -185,12 +191,12 @@ class _ExpertMlp(torch.autograd.Function):
         ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: "ExpertTerms | None"
     ) -> Tensor:
         rows, groups = pairs.gathered(x), pairs.groups
-        features = groups.times(rows, experts.gate_up_proj.mT)
+        features = groups.times(rows, whole(experts.gate_up_proj).mT)
         if terms is not None:
             terms.add_gate_up(features, rows)
         del rows
         hidden = swiglu(*features.chunk(2, dim=-1))
-        y = groups.times(hidden, experts.down_proj.mT)
+        y = groups.times(hidden, whole(experts.down_proj).mT)
         if terms is not None:
             terms.add_down(y, hidden)
         ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
@@ -205,7 +211,7 @@ class _ExpertMlp(torch.autograd.Function):
         gate, up = features.chunk(2, dim=-1)
         active = silu(gate)
         of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
-        grad_hidden = pairs.groups.times(grad, ctx.experts.down_proj)
+        grad_hidden = pairs.groups.times(grad, whole(ctx.experts.down_proj))
         if of_down is not None:
             pairs.groups.add_outer([of_down], grad, active * up)
         if terms is not None:
@@ -217,7 +223,7 @@ class _ExpertMlp(torch.autograd.Function):
         if of_gate_up is not None:
             pairs.groups.add_outer([of_gate_up], features, pairs.gathered(x))
         wants_x = ctx.needs_input_grad[0]
-        grad_rows = pairs.groups.times(features, ctx.experts.gate_up_proj) if wants_x else None
+        grad_rows = pairs.groups.times(features, whole(ctx.experts.gate_up_proj)) if wants_x else None
         if terms is not None:
             terms.gate_up_backward(features, pairs.gathered(x), grad_rows)
         return pairs.spread(grad_rows) if grad_rows is not None else None, None, None, None, None

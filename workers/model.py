@@ -37,6 +37,7 @@ from .parallel.spec import ParallelSpec
 from .parallel.styles import placement_of
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
+from .quantized import QuantizedWeight, check_quantization, replace_parameter
 from .threads import Threads
 from .trunk import Merge, fused_trunk
 
@@ -62,7 +63,8 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
-    source: where it was loaded from. spec: the ranks that have it together. sequence_split: of those along sp.
+    num_parameters: of all ranks together. source: where it was loaded from. spec: the ranks that have it together.
+    sequence_split: of those along sp.
     shards_activations: whether those along tp share out what lies between linear layers, in training.
     unembedding: [vocab, hidden], possibly tied to the embedding. head_name, embedding_name: of these parameters.
     """
@@ -71,6 +73,9 @@ class BaseModel:
         """mesh: the ranks that have it together, None = one."""
         mesh = self._mesh = mesh or Mesh()
         self.spec, self.source = mesh.spec, config.model.source
+        check_quantization(config.base_quantization)
+        self._quantization = config.base_quantization
+        self._quantized: list[QuantizedWeight] = []
         placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
@@ -80,6 +85,7 @@ class BaseModel:
         self.splits = placed.splits
         self._sharded, self._left = placed.sharded, placed.left
         self.config: PreTrainedConfig = self.model.config
+        self.num_parameters = self.model.num_parameters()
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
@@ -155,6 +161,21 @@ class BaseModel:
         return bool(self._sharded)
 
     @property
+    def is_quantized(self) -> bool:
+        return self._quantization != "none"
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all weights on this rank."""
+        parameters = {id(parameter): parameter.nbytes for parameter in self.model.parameters()}
+        return sum(parameters.values()) + sum(weight.nbytes for weight in self._quantized)
+
+    def quantize(self, module: nn.Module, *names: str) -> None:
+        """These parameters of the module, where the base is quantised."""
+        if self.is_quantized:
+            self._quantized += [replace_parameter(module, name) for name in names]
+
+    @property
     def keeping_team(self) -> Team:
         """Those that share out what `is_kept_in_parts`."""
         return self._mesh.keeping_team
@@ -210,7 +231,7 @@ class BaseModel:
             self._fused.checkpoint(lambda: LayerInputs(host, again()))
         if self.is_sharded:
             self._fused.shard(self._sharded_layers())
-        else:
+        elif not self.is_quantized:
             self._fused.merge(merge)
 
     @contextmanager

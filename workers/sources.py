@@ -122,7 +122,7 @@ def _check_layout(model: WorkerConfig, is_local: bool) -> None:
     if num_devices is not None:
         num_devices -= first_device(model.device)
     served, longest = read_model(model.model), model.max_context_length
-    check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations)
+    check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations, model.base_quantization)
 
 
 def _check_samplers(config: DispatchConfig) -> None:

@@ -106,7 +106,7 @@ class Worker:
             device=str(self._base.device),
             vocab_size=self._limits.vocab_size,
             max_context_length=self._limits.max_context_length,
-            num_parameters=self._base.model.num_parameters(),
+            num_parameters=self._base.num_parameters,
             eos_token_ids=self._base.eos_token_ids,
         )
 
@@ -228,9 +228,8 @@ class Worker:
 
         kv_cache_held: of the cache's bytes those of samples under way; the others are prefixes and slots that wait.
         """
-        tensors = {id(tensor): tensor.nbytes for tensor in self._base.model.parameters()}
         own = {
-            "base_weights": sum(tensors.values()),
+            "base_weights": self._base.num_bytes,
             "kv_cache": self._sampler.cache_bytes(),
             "kv_cache_held": self._sampler.held_bytes(),
         }

@@ -19,7 +19,12 @@ class FullModels(Holder[FullWeights]):
         self._base, self._most = base, most
 
     def build(self, full: FullConfig, program: Program) -> FullWeights:
-        """One with zero weights and no id yet."""
+        """One with zero weights and no id yet. Raises OperationError where the base model has been quantised."""
+        if self._base.is_quantized:
+            raise OperationError(
+                "all weights of a model can be trained where its base model is whole: train LoRA, or serve without"
+                " --base-quantization"
+            )
         return FullWeights(full, self._base, program)
 
     def check_room(self, model_id: str) -> None:

@@ -126,11 +126,13 @@ def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
     for name, module in list(base.model.named_modules()):
         if (experts := base.experts.get(name)) is not None:
             experts.adapt(active, name)
+            experts.quantize(base.quantize)
             of_experts = _expert_targets(name, experts, base.splits)
             yield from (replace(target, is_repeated=base.is_repeated(f"{name}.down_proj")) for target in of_experts)
         parent_name, _, kind = name.rpartition(".")
         if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
+        base.quantize(module, "weight")
         setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
         target = _target(name, module, base.splits.get(f"{name}.weight", {}))
         yield replace(target, is_repeated=base.is_repeated(f"{name}.weight"))

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from ..layer_inputs import Again
 from ..model import BaseModel
 from ..product import Product, add_product, laid_out
+from ..quantized import FrozenWeight, whole
 from .experts import ExpertPlan
 from .factors import Site
 from .plan import Plan
@@ -21,10 +22,12 @@ from .terms import Terms
 class LoraLinear(nn.Module):
     """A frozen linear layer plus, on each active segment, its adapter's low-rank term."""
 
+    weight: FrozenWeight
+
     def __init__(self, base: nn.Linear, name: str, active: "Active") -> None:
         super().__init__()
         self.weight = base.weight
-        if not active.is_sharded:
+        if isinstance(self.weight, Tensor) and not active.is_sharded:
             self.weight.data = laid_out(base.weight.data)
         self.bias = base.bias
         self.active = active
@@ -99,7 +102,7 @@ class Active:
         """Puts in force what is now, on whichever thread."""
         return partial(self.in_force, self.plan)
 
-    def apply(self, site: Site, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def apply(self, site: Site, x: Tensor, weight: FrozenWeight, bias: Tensor | None) -> Tensor:
         """x W^T + bias plus the adapters' terms, for x [1, tokens, in] or [tokens, in]."""
         rows = x if x.dim() == 2 else x.flatten(0, -2)
         y = self._product(rows, weight, bias, self._plan_terms(site, rows.shape[0]))
@@ -113,9 +116,9 @@ class Active:
         )
         return terms
 
-    def _product(self, rows: Tensor, weight: Tensor, bias: Tensor | None, terms: Terms | None) -> Tensor:
+    def _product(self, rows: Tensor, weight: FrozenWeight, bias: Tensor | None, terms: Terms | None) -> Tensor:
         if not torch.is_grad_enabled():
-            y = self.product(rows, weight, bias)
+            y = self.product(rows, whole(weight), bias)
             if terms is not None:
                 terms.add_to(y, rows)
             return y
@@ -134,41 +137,42 @@ class _LoraProduct(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         anchor: Tensor | None,
-        weight: Tensor,
+        weight: FrozenWeight,
         bias: Tensor | None,
         terms: Terms | None,
         product: Product,
     ) -> Tensor:
-        ctx.terms, ctx.product, ctx.bias = terms, product, bias
+        ctx.terms, ctx.product, ctx.weight, ctx.bias = terms, product, weight, bias
+        ctx.save_for_backward(x if terms is not None or weight.requires_grad else None)
         if terms is None:
-            ctx.save_for_backward(x if weight.requires_grad else None, weight)
-            return product(x, weight, bias)
-        ctx.save_for_backward(x, weight)
+            return product(x, whole(weight), bias)
         addend, ctx.reduced = terms.forward(x)
-        return product(x, weight, bias, addend)
+        return product(x, whole(weight), bias, addend)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         grad = grads[0].contiguous()
-        x, weight = ctx.saved_tensors
-        if weight.requires_grad:
-            add_product(weight.grad, grad, x)
+        (x,) = ctx.saved_tensors
+        if ctx.weight.requires_grad:
+            add_product(ctx.weight.grad, grad, x)
         if ctx.bias is not None and ctx.bias.requires_grad:
             ctx.bias.grad.add_(grad.sum(0, dtype=torch.float32))
         wants_x, addend = ctx.needs_input_grad[0], None
         if ctx.terms is not None:
             addend = ctx.terms.backward(grad, x, ctx.reduced, wants_x)
-        grad_x = ctx.product(grad, weight.t(), None, addend) if wants_x else None
+        grad_x = ctx.product(grad, whole(ctx.weight).t(), None, addend) if wants_x else None
         return grad_x, None, None, None, None, None
 
 
 def _merge(linears: Sequence[LoraLinear]) -> tuple[Tensor, Tensor | None]:
     """The weights of all in one tensor, and the biases; absent ones are zeros where others have one."""
-    weight = _merge_parameters([linear.weight for linear in linears])
+    weights = [linear.weight for linear in linears if isinstance(linear.weight, Tensor)]
+    weight = _merge_parameters(weights)
     if all(linear.bias is None for linear in linears):
         return weight, None
     biases = [
-        linear.weight.new_zeros(linear.weight.shape[0]) if linear.bias is None else linear.bias for linear in linears
+        each.new_zeros(each.shape[0]) if linear.bias is None else linear.bias
+        for each, linear in zip(weights, linears, strict=True)
     ]
     return weight, _merge_parameters(biases)
 

@@ -27,6 +27,7 @@ def check_layout(
     max_context_length: int | None = None,
     dtype: str = "auto",
     activations: str = "keep",
+    quantization: str = "none",
 ) -> None:
     """num_devices: those that there are, one for each rank; None = not known. Raises ValueError."""
     if model.refusal is not None:
@@ -36,6 +37,11 @@ def check_layout(
     _check_context(model, max_context_length)
     _check_family(spec, model)
     _check_activations(activations, model)
+    if quantization != "none" and spec.fsdp > 1:
+        raise ValueError(
+            f"fsdp={spec.fsdp}: ranks along fsdp gather weights, and those of --base-quantization {quantization} are "
+            "made whole where they lie: share them out by tp or ep, or leave the base as it is"
+        )
     if isinstance(model, ModelShape):
         _check_replicated(spec, model)
         _check_tensor(spec, model)

@@ -1,0 +1,65 @@
+"""Frozen weights in 4 bits each (NF4), made whole for as long as a product with them takes.
+
+Dettmers et al., QLoRA (2023), https://arxiv.org/abs/2305.14314, by bitsandbytes.
+"""
+
+from importlib.util import find_spec
+from typing import Any
+
+from torch import Tensor, nn
+
+from .config import Quantization
+
+# Numbers that share a scale.
+_BLOCK = 64
+
+
+class QuantizedWeight:
+    """In blocks of 64 numbers, each with the largest of them as float32: 4.5 bits a number."""
+
+    requires_grad = False
+    grad = None
+
+    def __init__(self, weight: Tensor) -> None:
+        self.shape = weight.shape
+        rows = weight.flatten(0, -2).contiguous()
+        self._packed, self._state = _functional().quantize_4bit(rows, blocksize=_BLOCK, quant_type="nf4")
+
+    @property
+    def nbytes(self) -> int:
+        return self._packed.nbytes + self._state.absmax.nbytes
+
+    def whole(self) -> Tensor:
+        """In the dtype that it had."""
+        return _functional().dequantize_4bit(self._packed, self._state).view(self.shape)
+
+
+FrozenWeight = Tensor | QuantizedWeight
+
+
+def whole(weight: FrozenWeight) -> Tensor:
+    return weight if isinstance(weight, Tensor) else weight.whole()
+
+
+def check_quantization(quantization: Quantization) -> None:
+    """Raises ValueError where what it needs is not installed."""
+    if quantization != "none" and find_spec("bitsandbytes") is None:
+        raise ValueError(
+            f"base_quantization {quantization} needs bitsandbytes, which is not installed: pip install"
+            " 'trainhouse[quantization]'"
+        )
+
+
+def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
+    """By its quantised values, which are no parameter."""
+    weight = module.get_parameter(name).data
+    delattr(module, name)
+    quantized = QuantizedWeight(weight)
+    setattr(module, name, quantized)
+    return quantized
+
+
+def _functional() -> Any:
+    import bitsandbytes.functional
+
+    return bitsandbytes.functional

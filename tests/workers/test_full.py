@@ -19,7 +19,7 @@ from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Sl
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
-from ..tiny import KINDS, tiny_model
+from ..tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_model
 from .adapted import relative_error
 from .test_critic import of_values, plain_loss, some_values
 
@@ -108,7 +108,10 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(getattr(model, vector), matrix.key) for matrix in model.layout.matrices}
 
 
-@pytest.mark.parametrize("kind", KINDS)
+MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FAMILY_KINDS, "cohere2")]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, *MORE])
 def test_every_gradient_and_three_steps_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
     directory = tiny_model(kind, tmp_path)
     worker, reference = a_worker(directory, micro_batch_tokens=32), Reference(directory)

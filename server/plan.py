@@ -13,9 +13,10 @@ from ..workers.config import ServedModel
 from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices
 from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, lighter, remedies, usable_bytes
-from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens
+from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens, num_learned
 from ..workers.parallel.families import FAMILIES
-from ..workers.parallel.load import Load
+from ..workers.parallel.learned import bytes_per_number
+from ..workers.parallel.load import Load, Training
 from ..workers.parallel.parameters import Parameters, num_parameters, parameters
 from ..workers.parallel.shape import Model, ModelShape, model_of, read_model
 from ..workers.parallel.spec import SINGLE, ParallelSpec
@@ -26,7 +27,13 @@ WRONGLY_USED = 2
 
 _LEAST_DEVICE_BYTES = 1 << 20
 
-_NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "lora_rank")
+_NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "full_slots", "lora_rank")
+
+# By what is trained: knobs that say nothing then, and what they are about.
+_OF_OTHERS = {
+    "lora": (("full_slots",), "models with weights of their own"),
+    "full": (("lora_rank", "adapter_slots"), "adapters"),
+}
 
 
 @dataclass(frozen=True)
@@ -89,9 +96,11 @@ def _parser() -> argparse.ArgumentParser:
         ("max-context-length", "N", "longest sequence in tokens (the model's)"),
         ("micro-batch-tokens", "N", f"as of serve ({Load.micro_batch_tokens})"),
         ("head-chunk-tokens", "N", f"as of serve ({Load.head_chunk_tokens})"),
+        ("training", "lora|full", f"what is trained: adapters, or all weights ({Load.training})"),
         ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
         ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
         ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
+        ("full-slots", "N", f"as of serve, with --training full ({Load.full_slots})"),
         ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
         ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
         ("zero-stage", "3|2", f"as of serve ({Load.zero_stage})"),
@@ -158,12 +167,13 @@ def as_json(plan: Plan) -> dict[str, object]:
         "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
         "memory": {
             "base": memory.base,
-            "adapters": asdict(memory.adapters) | {"total": memory.adapters.total},
+            "learned": asdict(memory.learned) | {"total": memory.learned.total},
             "kv_cache": memory.kv_cache,
             "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
             "activations": asdict(memory.activations) | {"total": memory.activations.total},
             "gathered": memory.gathered,
             "arriving": memory.arriving,
+            "gathered_gradients": memory.gathered_gradients,
             "sampling": memory.sampling,
             "step": memory.step,
             "work": memory.work,
@@ -189,8 +199,18 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
         zero_stage=_one_of(options, "zero_stage", ("3", "2")),
         activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
         samples=not options.train_only,
+        training=_training(options),
         **{name: value for name, value in given.items() if value is not None},
     )
+
+
+def _training(options: argparse.Namespace) -> Training:
+    training: Training = "full" if _one_of(options, "training", ("lora", "full")) == "full" else "lora"
+    knobs, things = _OF_OTHERS[training]
+    for knob in knobs:
+        if getattr(options, knob) is not None:
+            raise ConfigError(f"{_flag(knob)} is about {things}, which --training {training} has none of: leave it out")
+    return training
 
 
 def _choice(shape: ModelShape, loads: list[Load], device_bytes: int | None, num_devices: int | None) -> Choice:
@@ -274,12 +294,11 @@ def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
 
 def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     memory, load = plan.memory, plan.load
-    adapters, activations = memory.adapters, memory.activations
+    learned, activations = memory.learned, memory.activations
     yield "base parameters", gigabytes(memory.base), ""
-    of_adapters = f"weights {gigabytes(adapters.weights)}, gradients {gigabytes(adapters.gradients)}, "
-    of_adapters += f"optimizer {gigabytes(adapters.optimizer)}, copies {gigabytes(adapters.copies)}"
-    slots = f"{load.adapter_slots} adapter{'s' if load.adapter_slots > 1 else ''} of rank {load.lora_rank}"
-    yield slots, gigabytes(adapters.total), of_adapters
+    of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
+    of_learned += f"optimizer {gigabytes(learned.optimizer)}, copies {gigabytes(learned.copies)}"
+    yield _learned(plan), gigabytes(learned.total), of_learned
     tokens = kv_cache_tokens(plan.shape, plan.spec, load)
     yield (
         "key/value cache",
@@ -294,11 +313,22 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     if memory.gathered:
         what = "a layer" if load.zero_stage == "3" else "all layers"
         yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
+    if memory.gathered_gradients:
+        yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, on their way"
     if memory.sampling:
         yield "all layers gathered to sample", gigabytes(memory.sampling), "when no pass runs"
     if memory.step:
         yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
     yield "at most at a time", gigabytes(memory.total), ""
+
+
+def _learned(plan: Plan) -> str:
+    load = plan.load
+    plural = "s" if load.slots > 1 else ""
+    if load.training == "lora":
+        return f"{load.slots} adapter{plural} of rank {load.lora_rank}"
+    billions = num_learned(plan.shape, plan.spec, load) / load.slots / 1e9
+    return f"{load.slots} model{plural} of {billions:.2f} billion weights, {bytes_per_number(load).total} bytes each"
 
 
 def _verdict(plan: Plan) -> Iterator[str]:

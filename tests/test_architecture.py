@@ -33,7 +33,7 @@ TORCH_FREE_WORKERS = {
     "parallel",
 }
 TORCH_FREE_LAYOUTS = {
-    *("checks", "choice", "estimate", "families", "load", "parameters", "sequence_split", "shape", "spec"),
+    *("checks", "choice", "estimate", "families", "learned", "load", "parameters", "sequence_split", "shape", "spec"),
     "styles",
 }
 

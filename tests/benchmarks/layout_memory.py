@@ -91,7 +91,7 @@ def _parts_loaded(outcome: Outcome, whole: int) -> float:
 
 def _planned(outcome: Outcome) -> int:
     """What a pass makes, the gradients of its operation included."""
-    return outcome.planned.work + outcome.planned.adapters.weights
+    return outcome.planned.work + outcome.planned.learned.weights
 
 
 def _distance(outcome: Outcome) -> float:

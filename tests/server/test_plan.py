@@ -57,7 +57,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     plan = planned(capsys, "Qwen3-30B-A3B", "--parallel=fsdp=2,ep=4,tp=2", "--max-context-length=4096")
     memory = plan["memory"]
     assert memory["base"] == sum(each["bytes"] for each in plan["parameters"])
-    assert memory["total"] == memory["base"] + memory["adapters"]["total"] + memory["kv_cache"] + memory["work"]
+    assert memory["total"] == memory["base"] + memory["learned"]["total"] + memory["kv_cache"] + memory["work"]
     (experts,) = (each for each in plan["parameters"] if each["pattern"].endswith("experts.gate_up_proj"))
     assert experts["shape"] == [128, 2 * 768, 2048] and experts["own_shape"] == [32, 768, 2048]
     assert (experts["count"], experts["fsdp"]) == (48, 2)
@@ -67,7 +67,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
         assert (name, value) in {
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
             ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
-            ("zero_stage", "3"), ("activations", "keep"), ("samples", True),
+            ("zero_stage", "3"), ("activations", "keep"), ("samples", True), ("full_slots", 2), ("training", "lora"),
         }  # fmt: skip
 
 
@@ -134,6 +134,10 @@ def test_auto_says_why(capsys: pytest.CaptureFixture[str]) -> None:
         ("--tp-activations=some", "--tp-activations is 'some': expected sharded or whole"),
         ("--activations=none", "--activations is 'none': expected keep, recompute or offload"),
         ("--device-memory=80", "--device-memory 80 is 80 bytes: give a unit, such as 80GB"),
+        ("--training=some", "--training is 'some': expected lora or full"),
+        ("--training=full --lora-rank=8", "--lora-rank is about adapters, which --training full has none of: leave it"),
+        ("--training=full --adapter-slots=1", "--adapter-slots is about adapters, which --training full has none of"),
+        ("--full-slots=1", "--full-slots is about models with weights of their own, which --training lora has none of"),
         ("--zero-stage=2 --parallel=tp=2", "--zero-stage 2 is about fsdp, which the layout tp=2 has none of"),
         ("--base-model=M=m --base-model=N=n", "--base-model is given twice: one model is planned at a time"),
         ("--parallel=tp=two", "--parallel: tp=two is no number of ranks; give one such as tp=2"),
@@ -158,6 +162,33 @@ def test_what_weighs_most_is_the_remedy(capsys: pytest.CaptureFixture[str]) -> N
     few = ["--adapter-slots=1", "--lora-rank=8", "--kv-cache-bytes=8GiB"]
     assert "): lower --kv-cache-bytes" in refused(capsys, 1, *arguments, *few)
     assert ", or take more devices" in refused(capsys, 1, *arguments, *few, "--num-devices=8")
+
+
+def test_full_fine_tuning_is_planned_by_what_it_has(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("--training=full", "--max-context-length=4096", "--device-memory=80GB", "--train-only")
+    plan = planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", "--full-slots=1", *arguments)
+    kept = sum(each["bytes"] for each in plan["parameters"]) // 2
+    names = ("weights", "gradients", "optimizer", "copies", "total")
+    assert [plan["memory"]["learned"][name] / kept for name in names] == [4, 8, 8, 2, 22]
+    twice = planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", *arguments, fits=False)
+    assert twice["memory"]["learned"]["total"] == 2 * plan["memory"]["learned"]["total"]
+    assert "--full-slots 1" in twice["remedies"]
+    for remedy in twice["remedies"]:
+        given = [each for each in arguments if each.split("=")[0] not in remedy]
+        assert planned(capsys, "Llama-3.1-8B", "--parallel=tp=8", *given, *remedy.split())["fits"]
+
+
+def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[str]) -> None:
+    model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
+    knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
+    text = said(capsys, model, *knobs, "--full-slots=1")
+    assert "layout: tp=8, 8 ranks" in text
+    assert re.search(r"^1 model of 1\.92 billion weights, 22 bytes each +42\.3 GB", text, re.MULTILINE)
+    assert re.search(r"no fewer ranks do: \S+ would need \d+\.\d GB on each", text)
+    sharded = said(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
+    assert re.search(r"^its gradients +1\.7 GB +and another layer's, on their way$", sharded, re.MULTILINE)
+    message = refused(capsys, 1, model, *knobs, "--num-devices=2", "--full-slots=1")
+    assert "models' own weights" in message and "): use larger devices, or take more devices" in message
 
 
 def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -201,7 +232,7 @@ def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: 
         ((layout, way),) = re.findall(r"devices: (\S+) with --activations (\S+) needs least", captured.err)
     plan = planned(capsys, model, f"--parallel={layout}", f"--activations={way}", *arguments, fits=status == 0)
     memory = plan["memory"]
-    parts = [memory["base"], memory["adapters"]["total"], memory["activations"]["total"], memory["total"]]
+    parts = [memory["base"], memory["learned"]["total"], memory["activations"]["total"], memory["total"]]
     shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
     verdict = "fits" if plan["fits"] else "does not fit"
     return f"| {model} | {kilotokens}k | {slots} | {nodes} | `{layout}` | {way} | {shown} | {verdict} |"

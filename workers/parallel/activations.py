@@ -36,9 +36,10 @@ def activations(shape: ModelShape, spec: ParallelSpec, load: Load) -> Activation
     """Of the largest micro-batch."""
     tokens = -(-load.tokens // spec.sp)
     of_pass = _Pass(shape, spec, load)
+    at_work = _window_scores(shape, spec, load) + _expert_gradients(shape, spec, load)
     return Activations(
         kept=int(tokens * of_pass.kept()),
-        working=int(tokens * of_pass.working()) + _window_scores(shape, spec, load),
+        working=int(tokens * of_pass.working()) + at_work,
         head=int(tokens * of_pass.head()) + _logits(shape, spec, load),
         host=int(tokens * of_pass.host()),
     )
@@ -51,6 +52,7 @@ class _Pass:
         self._shape, self._spec, self._load = shape, spec, load
         self._own = OwnFeatures.of(shape, spec)
         self._number = load.number_bytes
+        self._is_full = load.training == "full"
         self._stream_parts = spec.tp if load.tp_activations == "sharded" else 1
         # A state of the residual stream, and the inverse of its norm.
         self._stream = (self._number * shape.hidden + _FLOAT32) / self._stream_parts
@@ -61,13 +63,14 @@ class _Pass:
     def kept(self) -> float:
         """For the way back.
 
-        The first sum of the residual stream is the embedding, which nothing needs again; the last norm keeps one more,
-        and its result. Behind them: cosines and sines, tokens, positions.
+        The first sum of the residual stream is the embedding, which nothing needs again but a gradient of its own; the
+        last norm keeps one more, and its result. Behind them: cosines and sines, tokens, positions.
         """
         shape = self._shape
         rotations = 2 if shape.family.rotates_by_kind else 1
         rotation = rotations * _FLOAT32 * (shape.head_dim + shape.head_dim // 2) + 4 * _INT64
-        return self._kept_of_layers() + self._stream + rotation
+        embedding = self._stream if self._is_full and self._load.activations == "keep" else 0
+        return self._kept_of_layers() + embedding + self._stream + rotation
 
     def host(self) -> float:
         return self._shape.num_layers * self._input if self._load.activations == "offload" else 0.0
@@ -129,13 +132,13 @@ class _Pass:
     def _kept_by_experts(self, experts: Experts) -> float:
         """Of each expert that a token takes: gate and up, what adapters' first matrices make of the inputs of three
         linear layers, and the result before its weight."""
-        numbers = 2 * self._own.expert_features + 3 * self._load.lora_rank + self._shape.hidden
+        numbers = 2 * self._own.expert_features + 3 * self._load.adapting_rank + self._shape.hidden
         of_each = self._number * numbers + (3 if self._spec.ep_of("experts") == 1 else 5) * _INT64
         return self._norms + self._inputs(0) + experts.per_token * of_each + _FLOAT32 * experts.num
 
     def _inputs(self, num_linears: int) -> float:
-        """Of linear layers that adapters adapt, and what their first matrices make of it."""
-        return self._number * (self._shape.hidden + num_linears * self._load.lora_rank)
+        """Of linear layers that are trained, and what adapters' first matrices make of it."""
+        return self._number * (self._shape.hidden + num_linears * self._load.adapting_rank)
 
     def _norm_way_back(self) -> float:
         """In float32: the gradient, a product with it and, of another dtype, the state."""
@@ -146,7 +149,7 @@ class _Pass:
         """What the norm has kept is gone; its gradient is gathered, and next comes that of the features."""
         gathered = self._shape.hidden * self._number if self._stream_parts > 1 else 0
         # On some processors the sum of two products is not made where the first one lies.
-        products = 2 if self._load.dtype == "float32" else 1
+        products = 2 if self._load.dtype == "float32" and not self._is_full else 1
         return gathered + products * self._number * (self._own.features if self._shape.num_dense_layers else 0)
 
     def _experts_at_work(self) -> float:
@@ -173,6 +176,15 @@ def _logits(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
     numbers = rows * shape.vocab
     casting = 0 if load.dtype == "float32" else load.number_bytes + _FLOAT32
     return numbers * (2 * _FLOAT32 + casting)
+
+
+def _expert_gradients(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+    """Of a layer's experts, before they are added up in float32: kernels that take all experts at once give them in the
+    numbers of the base."""
+    if load.training != "full" or load.dtype == "float32":
+        return 0
+    own = OwnFeatures.of(shape, spec)
+    return load.number_bytes * own.experts * 2 * own.expert_features * shape.hidden
 
 
 def _window_scores(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:

@@ -68,18 +68,28 @@ def layout_that_fits(
     least = least_layout(shape, loads[-1], num_devices)
     memory = least.memory
     where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
+    learned = "adapters" if least.load.training == "lora" else "models' own weights"
+    heaviest = _heaviest(memory, least.load, usable_bytes(device_bytes))
+    remedy = f"lower {' or '.join(heaviest)}" if heaviest else "use larger devices"
+    raise ValueError(
+        f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
+        f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, {learned} "
+        f"{gigabytes(memory.learned.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
+        f"{gigabytes(memory.work)}): {remedy}{more}"
+    )
+
+
+def _heaviest(memory: Memory, load: Load, usable: int) -> list[str]:
+    """Knobs of what takes more than a tenth, the most first; none where what is in one slot is too much."""
+    if memory.learned.total // load.slots > usable:
+        return []
     knobs = {
-        "--adapter-slots": memory.adapters.total,
+        _slots_flag(load): memory.learned.total if load.slots > 1 else 0,
         "--kv-cache-bytes": memory.kv_cache,
         "--micro-batch-tokens and --max-context-length": memory.work,
     }
-    heaviest = sorted((knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__)
-    remedy = f"lower {' or '.join(reversed(heaviest))}" if heaviest else "use larger devices"
-    raise ValueError(
-        f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
-        f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, adapters "
-        f"{gigabytes(memory.adapters.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
-        f"{gigabytes(memory.work)}): {remedy}{more}"
+    return sorted(
+        (knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__, reverse=True
     )
 
 
@@ -95,13 +105,17 @@ class Remedy:
 def remedies(
     shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None = None
 ) -> list[Remedy]:
-    """Each of them is enough. Where no change alone is, each comes with a single adapter slot."""
+    """Each of them is enough. Where no change alone is, each comes with a single slot."""
     found = list(_single_changes(shape, spec, load, device_bytes, num_devices))
-    if found or load.adapter_slots == 1:
+    if found or load.slots == 1:
         return found
-    load = replace(load, adapter_slots=1)
+    load = load.with_slots(1)
     found = _single_changes(shape, spec, load, device_bytes, num_devices)
-    return [replace(remedy, words=f"--adapter-slots 1 {remedy.words}") for remedy in found]
+    return [replace(remedy, words=f"{_slots_flag(load)} 1 {remedy.words}") for remedy in found]
+
+
+def _slots_flag(load: Load) -> str:
+    return "--" + load.slots_knob.replace("_", "-")
 
 
 def _single_changes(
@@ -111,8 +125,8 @@ def _single_changes(
         most = _most(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
         return changed(most) if most else None
 
-    if fewer := largest(load.adapter_slots - 1, lambda number: replace(load, adapter_slots=number)):
-        yield Remedy(f"--adapter-slots {fewer.adapter_slots}", spec, fewer)
+    if fewer := largest(load.slots - 1, load.with_slots):
+        yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
     if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
         yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
     if shorter := largest(load.tokens // 256, lambda number: load.shorter(256 * number)):

@@ -1,11 +1,13 @@
 """Memory: the bytes that each rank of a layout needs, from a model's config alone. Imports no torch."""
 
+from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
 from .activations import Activations, activations
+from .learned import LearnedBytes, bytes_per_number
 from .load import Load
-from .parameters import OwnFeatures, Parameters, adapter_size, parameters
+from .parameters import OwnFeatures, Parameters, adapter_size, full_size, parameters
 from .shape import ModelShape
 from .spec import ParallelSpec
 
@@ -13,34 +15,21 @@ _FLOAT32 = 4
 
 
 @dataclass(frozen=True)
-class AdapterBytes:
-    """Of all adapters on a device. gradients: of a window, and of an operation under way. copies: in the base's dtype,
-    and stacked for the products of a micro-batch."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    copies: int
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.copies
-
-
-@dataclass(frozen=True)
 class Memory:
     """Bytes on each rank: of what stays, and of the work that comes in turns.
 
-    gathered: layers whose weights other ranks have parts of, and are whole at a time. arriving: the next of them, in
-    one piece, from which it is copied. sampling: all such layers. step: the exchange of gradients.
+    learned: what is in all slots. gathered: layers whose weights other ranks have parts of, and are whole at a time.
+    arriving: the next of them, in one piece, from which it is copied. gathered_gradients: of a layer that runs back,
+    and of the one behind it on the way to other ranks. sampling: all such layers. step: the exchange of gradients.
     """
 
     base: int
-    adapters: AdapterBytes
+    learned: LearnedBytes
     kv_cache: int
     activations: Activations
     gathered: int
     arriving: int
+    gathered_gradients: int
     sampling: int
     step: int
 
@@ -48,27 +37,36 @@ class Memory:
     def work(self) -> int:
         """The most that is needed at a time beside what stays."""
         # What scores the last hidden states runs while the last layer stays for its way back.
-        return max(self.activations.total + self.gathered + self.arriving, self.sampling, self.step)
+        layers = self.gathered + self.arriving + self.gathered_gradients
+        return max(self.activations.total + layers, self.sampling, self.step)
 
     @property
     def total(self) -> int:
-        return self.base + self.adapters.total + self.kv_cache + self.work
+        return self.base + self.learned.total + self.kv_cache + self.work
 
 
 def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
     """Of the rank that needs most. The layout is one that `check_layout` lets pass."""
     table = parameters(shape, spec)
-    adapters = load.adapter_slots * adapter_size(shape, spec, load.lora_rank)
+    numbers, is_full = num_learned(shape, spec, load), load.training == "full"
+    of_layer = _gathered(table, one_layer=True)
     return Memory(
         base=sum(each.kept for each in table) * load.number_bytes,
-        adapters=_adapters(adapters, load),
+        learned=bytes_per_number(load).times(numbers),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
         gathered=_gathered(table, one_layer=load.zero_stage == "3") * load.number_bytes,
-        arriving=_gathered(table, one_layer=True) * load.number_bytes,
+        arriving=of_layer * load.number_bytes,
+        gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
-        step=_FLOAT32 * adapters if spec.num_ranks > 1 else 0,
+        step=_FLOAT32 * (load.slots * _largest_region(table) if is_full else numbers) if spec.num_ranks > 1 else 0,
     )
+
+
+def num_learned(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
+    """Numbers that a rank has of what is trained."""
+    is_full = load.training == "full"
+    return load.slots * (full_size(shape, spec) if is_full else adapter_size(shape, spec, load.lora_rank))
 
 
 def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
@@ -82,12 +80,9 @@ def _gathered(table: list[Parameters], one_layer: bool) -> int:
     return sum(prod(each.own_shape) * (1 if one_layer else each.count) for each in table if each.fsdp > 1)
 
 
-def _adapters(numbers: int, load: Load) -> AdapterBytes:
-    cast = load.number_bytes if load.number_bytes < _FLOAT32 else 0
-    stacked = load.number_bytes if load.adapter_slots > 1 else 0
-    return AdapterBytes(
-        weights=numbers * _FLOAT32,
-        gradients=2 * numbers * _FLOAT32,
-        optimizer=2 * numbers * _FLOAT32,
-        copies=numbers * (cast + stacked),
-    )
+def _largest_region(table: list[Parameters]) -> int:
+    """Numbers of those that ranks along the same axes have parts of: their gradients are exchanged together."""
+    regions: Counter[tuple[bool, bool, bool]] = Counter()
+    for each in table:
+        regions[each.own_shape != each.shape, each.style == "grouped", each.fsdp > 1] += each.kept
+    return max(regions.values())

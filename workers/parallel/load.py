@@ -1,9 +1,11 @@
 """Load: what a rank does with its part of a base model. Imports no torch."""
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Literal
 
 from ..config import WorkerConfig
+
+Training = Literal["lora", "full"]
 
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
 
@@ -13,7 +15,8 @@ class Load:
     """What a rank does with the base model, as the worker's knobs of these names say.
 
     dtype: of the base. longest: tokens of the longest sequence, which runs alone where it is longer than a micro-batch.
-    lora_rank: of all adapters, which adapt what can be adapted of the trunk. samples: whether the rank does, too.
+    training: what is in all slots: "lora" = adapters, "full" = models with weights of their own. lora_rank: of all
+    adapters, which adapt what can be adapted of the trunk. samples: whether the rank does, too.
     """
 
     longest: int
@@ -22,11 +25,13 @@ class Load:
     head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
     lora_rank: int = 32  # that of the SDK
     adapter_slots: int = WorkerConfig.adapter_slots
+    full_slots: int = WorkerConfig.full_slots
     kv_cache_bytes: int = WorkerConfig.kv_cache_bytes
     tp_activations: str = WorkerConfig.tp_activations
     zero_stage: str = WorkerConfig.zero_stage
     activations: str = WorkerConfig.activations
     samples: bool = True
+    training: Training = "lora"
 
     @staticmethod
     def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
@@ -43,6 +48,23 @@ class Load:
     @property
     def number_bytes(self) -> int:
         return BYTES_PER_NUMBER[self.dtype]
+
+    @property
+    def slots_knob(self) -> str:
+        """Of how many are on the device at a time."""
+        return "adapter_slots" if self.training == "lora" else "full_slots"
+
+    @property
+    def slots(self) -> int:
+        return getattr(self, self.slots_knob)
+
+    def with_slots(self, number: int) -> "Load":
+        return replace(self, **{self.slots_knob: number})
+
+    @property
+    def adapting_rank(self) -> int:
+        """Of what is added to every product; 0 = nothing."""
+        return self.lora_rank if self.training == "lora" else 0
 
     def shorter(self, tokens: int) -> "Load":
         """With at most so many tokens in a micro-batch."""

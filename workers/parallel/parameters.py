@@ -1,4 +1,4 @@
-"""Parameters: those of a base model and of its adapters, and what of them a rank of a layout has.
+"""Parameters: those of a base model and of what is trained, and what of them a rank of a layout has.
 
 Mirrors what tensor.py and fsdp.py share out; tests compare it with them, and with models. Imports no torch.
 """
@@ -11,7 +11,7 @@ from .shape import ModelShape
 from .spec import ParallelSpec
 from .styles import Style, placement_of
 
-# The matrices of an adapter start at multiples of so many numbers.
+# What is learned starts, matrix by matrix, at multiples of so many numbers.
 _ALIGNMENT = 16
 
 
@@ -121,7 +121,16 @@ def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:
     """Numbers of one of the vectors of an adapter: the parts of its matrices that a rank has."""
     matrices = (features for linear in _linears(shape, spec) for features in linear)
-    return sum(-(-lora_rank * features // _ALIGNMENT) * _ALIGNMENT for features in matrices)
+    return sum(_aligned(lora_rank * features) for features in matrices)
+
+
+def full_size(shape: ModelShape, spec: ParallelSpec) -> int:
+    """Numbers of one of the vectors of a model with weights of its own: what of each parameter a rank keeps."""
+    return sum(each.count * _aligned(each.kept // each.count) for each in parameters(shape, spec))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
 def _linears(shape: ModelShape, spec: ParallelSpec) -> Iterator[tuple[int, int]]:

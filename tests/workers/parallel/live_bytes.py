@@ -2,14 +2,15 @@
 
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, UntypedStorage
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
 class LiveBytes(TorchDispatchMode):
-    """Of tensors made inside, not of views of others. peak: the most. What kernels take for themselves is not seen."""
+    """Of tensors made inside, not of views of others; it may be entered again. peak: the most since `restart`. What
+    kernels take for themselves is not seen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -21,14 +22,26 @@ class LiveBytes(TorchDispatchMode):
         self._take((args, kwargs), are_new=False)
         results = func(*args, **(kwargs or {}))
         self._take(results, are_new=True)
-        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
-        self.peak = max(self.peak, sum(num_bytes for _, num_bytes in self._seen.values()))
+        self.peak = max(self.peak, self.count())
         return results
+
+    def count(self) -> int:
+        """Those that are alive now."""
+        self._seen = {key: entry for key, entry in self._seen.items() if not entry[0].expired()}
+        return sum(num_bytes for _, num_bytes in self._seen.values())
+
+    def restart(self) -> None:
+        self.peak = self.count()
 
     def _take(self, values: Any, are_new: bool) -> None:
         for tensor in tree_leaves(values):
             if isinstance(tensor, Tensor):
-                storage = tensor.untyped_storage()
-                known = self._seen.get(storage._cdata)
-                if known is None or known[0].expired():
-                    self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if are_new else 0
+                for storage in _storages(tensor):
+                    known = self._seen.get(storage._cdata)
+                    if known is None or known[0].expired():
+                        self._seen[storage._cdata] = StorageWeakRef(storage), storage.nbytes() if are_new else 0
+
+
+def _storages(tensor: Tensor) -> list[UntypedStorage]:
+    parts = [tensor._indices(), tensor._values()] if tensor.is_sparse else [tensor]
+    return [part.untyped_storage() for part in parts]

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.spec import ParallelSpec
@@ -19,6 +19,8 @@ from trainhouse.workers.verbs import Part, Pass, RunSpec
 HANG_SECONDS = 600.0
 LORA = LoraConfig(rank=8, seed=0, train_unembed=False)
 LENGTH, VOCAB = 512, 512
+MEASURING = "trainhouse.tests.workers.parallel.measuring_worker:MeasuringWorker"
+ACCOUNTING = "trainhouse.tests.workers.parallel.measuring_worker:AccountingWorker"
 
 
 @dataclass
@@ -54,18 +56,19 @@ def _datum(random: np.random.Generator, length: int) -> Datum:
 
 
 @contextmanager
-def measured(model: Path, spec: ParallelSpec, **knobs: Any) -> Iterator[Measured]:
+def measured(
+    model: Path, spec: ParallelSpec, training: TrainingConfig = LORA, worker: str = MEASURING, **knobs: Any
+) -> Iterator[Measured]:
     """With a run, after its first pass, which makes what is made once."""
     config = WorkerConfig(ServedModel("m", str(model)), device="cpu", threads=1, parallel=spec, **knobs)
     configs = tuple(replace(config, rank=rank) for rank in range(spec.num_ranks))
-    worker = "trainhouse.tests.workers.parallel.measuring_worker:MeasuringWorker"
     with asyncio.Runner() as runner:
         pool = LocalPool(PoolSpec(worker, configs))
         ranks = Ranks(pool, spec)
         runner.run(ranks.start())
         try:
             where = Measured(runner, pool, ranks, spec)
-            where.of_each("create_run", RunSpec("run", LORA))
+            where.of_each("create_run", RunSpec("run", training))
             where.pass_over(LENGTH)
             yield where
         finally:

@@ -1,8 +1,9 @@
-"""A worker that tells what it holds, and counts what is alive during a pass."""
+"""Workers that tell what they hold, and count what is alive during a pass."""
 
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import TrainingConfig
+from trainhouse.workers.config import WorkerConfig
 from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.verbs import Pass
+from trainhouse.workers.verbs import Failure, Pass, RunInfo, RunSpec, Step
 from trainhouse.workers.worker import Worker
 
 from .live_bytes import LiveBytes
@@ -25,5 +26,33 @@ class MeasuringWorker(Worker):
         # Adapted layers hold the weight that they have from the model.
         return {name: tuple(parameter.shape) for name, parameter in named}
 
-    def adapter_size(self, lora: LoraConfig) -> int:
-        return self._models.build(lora).vector_size
+    def model_size(self, training: TrainingConfig) -> int:
+        return self._models.build(training).vector_size
+
+
+class AccountingWorker(Worker):
+    """Counts what runs have made, in whichever call."""
+
+    def __init__(self, config: WorkerConfig) -> None:
+        self._live = LiveBytes()
+        super().__init__(config)
+
+    def create_run(self, spec: RunSpec) -> RunInfo:
+        with self._live:
+            return super().create_run(spec)
+
+    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+        self._live.restart()
+        with self._live:
+            return super().run_pass(work)
+
+    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        with self._live:
+            return super().apply_steps(steps)
+
+    def alive(self) -> int:
+        return self._live.count()
+
+    def peak(self) -> int:
+        """At most during the last pass."""
+        return self._live.peak

@@ -146,13 +146,16 @@ def growth(where: Measured, shape: ModelShape, load: Load, fewer: int, more: int
     return tuple((after - before) / (more - fewer) for before, after in (peaks, planned))  # pyright: ignore
 
 
-KNOBS = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
+KNOBS: dict[str, Any] = {"micro_batch_tokens": 1 << 14, "head_chunk_tokens": 64}
 LOAD = Load(longest=LENGTH, head_chunk_tokens=64, lora_rank=LORA.rank, adapter_slots=1)
 
 
+# Minutes on processors that have no instructions for it.
+SLOW_IN_BFLOAT16 = [pytest.mark.full, pytest.mark.timeout(1800)]
+
+
 def in_bfloat16(kind: str) -> Any:
-    """Minutes on processors that have no instructions for it."""
-    return pytest.param(kind, "bfloat16", marks=[pytest.mark.full, pytest.mark.timeout(1800)])
+    return pytest.param(kind, "bfloat16", marks=SLOW_IN_BFLOAT16)
 
 
 @pytest.mark.parametrize(("kind", "dtype"), [("qwen3", "float32"), in_bfloat16("llama"), in_bfloat16("qwen3_moe")])
@@ -220,12 +223,12 @@ def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, knobs: di
         table = by_name(parameters(shape, spec), shape)
         planned = {name: (each.own_shape[0] // each.fsdp, *each.own_shape[1:]) for name, each in table.items()}
         assert where.of_each("shapes") == [planned] * spec.num_ranks
-        sizes = where.of_each("adapter_size", LORA)
+        sizes = where.of_each("model_size", LORA)
         assert sizes == [adapter_size(shape, spec, LORA.rank)] * spec.num_ranks
         found, grows = growth(where, shape, load, 2048, 4096)
         assert 0.9 * found < grows < 1.1 * found
         of_pass = estimate(shape, spec, replace(load, micro_batch_tokens=2048, samples=False))
-        scratch = of_pass.adapters.weights  # the gradients of an operation
+        scratch = of_pass.learned.weights  # the gradients of an operation
         assert 0.9 * where.peak(2048) < of_pass.work + scratch < 1.1 * where.peak(2048)
 
 
@@ -233,17 +236,15 @@ def test_an_adapter_takes_what_is_planned(tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models["qwen3"])
     load = replace(LOAD, dtype="bfloat16")
     with measured(tiny_models["qwen3"], SINGLE, dtype="bfloat16") as where:
-        assert where.of_each("adapter_size", LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
+        assert where.of_each("model_size", LORA) == [adapter_size(shape, SINGLE, LORA.rank)]
         where.of_each("apply_steps", (Step("run", AdamParams()),))
         for _ in range(2):  # a window, and the gradients of an operation
             where.pass_over(LENGTH)
         (memory,) = where.of_each("memory")
     planned = estimate(shape, SINGLE, load)
-    assert memory["adapters_on_device"] == planned.adapters.total
+    assert memory["adapters_on_device"] == planned.learned.total
     assert memory["base_weights"] == planned.base
-    assert (
-        memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).adapters.total
-    )
+    assert memory["adapters_on_device"] != estimate(shape, SINGLE, replace(load, lora_rank=LORA.rank + 1)).learned.total
 
 
 # What follows from the numbers

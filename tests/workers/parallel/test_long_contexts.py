@@ -36,7 +36,7 @@ def test_long_sequences_take_what_is_planned(split: str, way: str, tmp_path: Pat
         for length in (16384, 32768):
             peak = where.peak(length, length)
             of_pass = estimate(shape, SPEC, replace(LOAD, longest=length, activations=way))
-            planned = of_pass.work + of_pass.adapters.weights  # the gradients of an operation
+            planned = of_pass.work + of_pass.learned.weights  # the gradients of an operation
             print(f"| {length // 1024}k | {split} | {way} | {peak / 1e6:.1f} | {planned / 1e6:.1f} |")
             assert 0.85 * peak < planned < 1.15 * peak
             # A number for each pair of a rank's tokens would be far more.

@@ -1,0 +1,170 @@
+"""What a plan says of full fine-tuning is what ranks have."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainhouse.schemas.models import FullConfig
+from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.parallel.activations import activations
+from trainhouse.workers.parallel.choice import smallest_layout, usable_bytes
+from trainhouse.workers.parallel.estimate import Memory, estimate
+from trainhouse.workers.parallel.learned import LearnedBytes, bytes_per_number
+from trainhouse.workers.parallel.load import Load
+from trainhouse.workers.parallel.parameters import full_size, num_parameters, parameters
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.verbs import Step
+
+from .measuring import ACCOUNTING, Measured, measured
+from .test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
+
+FULL = FullConfig(seed=0)
+LENGTH = 256
+LOAD = Load(
+    longest=LENGTH, micro_batch_tokens=LENGTH, head_chunk_tokens=64, samples=False, training="full", full_slots=1
+)
+
+DTYPES = ("float32", "bfloat16")
+
+
+def near(planned: float, found: float) -> bool:
+    return 0.9 * found < planned < 1.1 * found
+
+
+def stepped(where: Measured) -> None:
+    where.of_each("apply_steps", (Step("run", AdamParams()),))
+
+
+def held(where: Measured) -> int:
+    """By the rank that has most of what the run has made."""
+    return max(where.of_each("alive"))
+
+
+@pytest.mark.parametrize("kind", ALL_KINDS)
+def test_its_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
+    shape = shape_at(tiny_models[kind])
+    with measured(tiny_models[kind], SINGLE, FULL) as where:
+        assert where.of_each("model_size", FULL) == [full_size(shape, SINGLE)]
+    assert full_size(shape, SINGLE) >= num_parameters(shape)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_it_takes_what_is_planned(dtype: str, tiny_models: dict[str, Path]) -> None:
+    planned = estimate(shape_at(tiny_models["qwen3"]), SINGLE, replace(LOAD, dtype=dtype)).learned
+    with measured(tiny_models["qwen3"], SINGLE, FULL, dtype=dtype) as where:
+        stepped(where)
+        for _ in range(2):  # a window, and the gradients of an operation
+            where.pass_over(LENGTH, LENGTH)
+        assert [each["full_models_on_device"] for each in where.of_each("memory")] == [planned.total]
+
+
+# Kind, layout and dtype.
+RANKS = [
+    ("qwen3", "single", "float32"),
+    pytest.param("qwen3", "single", "bfloat16", marks=SLOW_IN_BFLOAT16),
+    pytest.param("qwen3_moe", "single", "float32", marks=pytest.mark.full),
+    pytest.param("qwen3_moe", "single", "bfloat16", marks=SLOW_IN_BFLOAT16),
+]
+
+
+@pytest.mark.parametrize(("kind", "layout", "dtype"), RANKS)
+def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, tmp_path: Path) -> None:
+    model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
+    planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype))
+    learned = planned.learned
+    of_window = learned.weights + learned.gradients // 2 + learned.copies
+    with measured(model, spec, FULL, ACCOUNTING, dtype=dtype, **KNOBS) as where:
+        assert near(of_window, held(where))
+        assert not near(of_window - learned.gradients // 2, held(where))
+        stepped(where)
+        assert near(of_window + learned.optimizer, held(where))
+        assert not near(of_window, held(where))
+        where.pass_over(LENGTH, LENGTH)
+        found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.of_each("memory"))
+    assert near(planned.total, found)
+    for forgotten in (learned.weights, learned.gradients // 2, learned.optimizer):
+        assert not near(planned.total - forgotten, found)
+
+
+def test_its_activations_grow_with_the_tokens_as_planned(tmp_path: Path) -> None:
+    check_growth(scaled_model("qwen3", tmp_path), "float32", {})
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("kind", "dtype", "knobs"),
+    [
+        *((kind, "float32", {}) for kind in ("llama", "qwen3_moe", "phi3", "olmo2", "gemma3", "mixtral")),
+        *((kind, "float32", {"activations": "recompute"}) for kind in ("qwen3", "qwen3_moe")),
+        *(pytest.param(kind, "bfloat16", {}, marks=SLOW_IN_BFLOAT16) for kind in ("llama", "qwen3_moe")),
+    ],
+    ids=str,
+)
+def test_activations_of_all_families_grow_as_planned(
+    kind: str, dtype: str, knobs: dict[str, Any], tmp_path: Path
+) -> None:
+    check_growth(scaled_model(kind, tmp_path), dtype, knobs)
+
+
+def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
+    shape, load = shape_at(model), replace(LOAD, dtype=dtype, **knobs)
+    with measured(model, SINGLE, FULL, dtype=dtype, **KNOBS, **knobs) as where:
+        where.pass_over(LENGTH, LENGTH)  # which makes the gradients that later operations use again
+        found, planned = growth(where, shape, load, 512, 1536)
+    assert near(planned, found), (found, planned)
+    if "activations" not in knobs:  # of one layer at a time
+        assert not near(planned * (shape.num_layers - 1) / shape.num_layers, found)
+
+
+# What follows from the numbers
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_parameter_takes_24_bytes_with_that_of_the_base(dtype: str) -> None:
+    load = replace(LOAD, dtype=dtype)
+    assert load.number_bytes + bytes_per_number(load).total == 24
+
+
+def test_ranks_have_parts_of_every_vector() -> None:
+    shape, load = public("Qwen3-30B-A3B"), LOAD
+    alone = estimate(shape, SINGLE, load).learned
+    for layout in ("tp=2", "ep=2", "fsdp=2"):
+        assert parts(estimate(shape, ParallelSpec.parse(layout), load).learned, alone) == pytest.approx(4 * [0.5], 0.1)
+    for layout in ("sp=2", "replicas=2"):
+        assert estimate(shape, ParallelSpec.parse(layout), load).learned == alone
+
+
+def parts(own: LearnedBytes, whole: LearnedBytes) -> list[float]:
+    names = ("weights", "gradients", "optimizer", "copies")
+    return [getattr(own, name) / getattr(whole, name) for name in names]
+
+
+def test_layers_that_are_gathered_have_gradients_of_two() -> None:
+    shape, spec = public("Llama-3.1-8B"), ParallelSpec(fsdp=4)
+    of_layer = sum(each.size // each.count for each in parameters(shape, spec) if each.fsdp > 1)
+    planned = estimate(shape, spec, replace(LOAD, longest=32768))
+    assert planned.gathered_gradients == 2 * 4 * of_layer
+    assert planned.work == planned.activations.total + 2 * planned.gathered + planned.gathered_gradients
+    assert estimate(shape, spec, replace(LOAD, training="lora")).gathered_gradients == 0
+    assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_gradients == 0
+
+
+def test_passes_keep_no_more_than_with_adapters_but_the_embedding() -> None:
+    shape = public("Llama-3.1-8B")
+    full, lora = (activations(shape, SINGLE, replace(LOAD, training=each, lora_rank=1)) for each in ("full", "lora"))
+    of_state = (2 * shape.hidden + 4) * LOAD.tokens
+    assert 0.9 * of_state < full.kept - lora.kept < of_state
+
+
+def test_the_smallest_layout_is_chosen_for_it() -> None:
+    shape, device = public("Llama-3.1-8B"), 80 * 10**9
+    loads = [replace(LOAD, training=each, adapter_slots=1) for each in ("full", "lora")]
+    full, lora = (smallest_layout(shape, load, device) for load in loads)
+    assert full is not None and lora is not None and lora.spec == SINGLE
+    assert full.spec.num_ranks > 1 and full.memory.total <= usable_bytes(device)
+    assert full.smaller is not None and fits_not(full.smaller.memory, device)
+
+
+def fits_not(memory: Memory, device_bytes: int) -> bool:
+    return memory.total > usable_bytes(device_bytes)

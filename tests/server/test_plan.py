@@ -202,6 +202,7 @@ def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixt
 # The document
 
 KNOBS = ("--lora-rank=32", "--kv-cache-bytes=4GB", "--device-memory=80GB")
+FULL_KNOBS = ("--training=full", "--full-slots=1", "--train-only", "--device-memory=80GB", "--max-context-length=8192")
 
 
 def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
@@ -220,9 +221,21 @@ def rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
                 yield row(capsys, model, slots, length, nodes)
 
 
+def full_rows(capsys: pytest.CaptureFixture[str]) -> Iterator[str]:
+    """Of that of full fine-tuning."""
+    for model, numbers in (("Llama-3.1-8B", (1, 2)), ("Qwen3-30B-A3B", (1, 2, 4)), ("Llama-3.1-70B", (4, 8))):
+        for nodes in numbers:
+            yield f"| all of {model} | {nodes} | {chosen_cells(capsys, model, nodes, FULL_KNOBS)}"
+
+
 def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: int, nodes: int) -> str:
-    longest = f"--max-context-length={kilotokens * 1024}"
-    arguments = (*KNOBS, f"--adapter-slots={slots}", longest, f"--num-devices={8 * nodes}")
+    knobs = (*KNOBS, f"--adapter-slots={slots}", f"--max-context-length={kilotokens * 1024}")
+    return f"| {model} | {kilotokens}k | {slots} | {nodes} | {chosen_cells(capsys, model, nodes, knobs)}"
+
+
+def chosen_cells(capsys: pytest.CaptureFixture[str], model: str, nodes: int, knobs: tuple[str, ...]) -> str:
+    """What auto finds, in GB."""
+    arguments = (*knobs, f"--num-devices={8 * nodes}")
     status = main([f"--base-model=M={CONFIGS / model}.json", "--parallel=auto", "--json", *arguments])
     captured = capsys.readouterr()
     if status == 0:
@@ -235,15 +248,18 @@ def row(capsys: pytest.CaptureFixture[str], model: str, slots: int, kilotokens: 
     parts = [memory["base"], memory["learned"]["total"], memory["activations"]["total"], memory["total"]]
     shown = " | ".join(f"{part / 1e9:.1f}" for part in parts)
     verdict = "fits" if plan["fits"] else "does not fit"
-    return f"| {model} | {kilotokens}k | {slots} | {nodes} | `{layout}` | {way} | {shown} | {verdict} |"
+    return f"`{layout}` | {way} | {shown} | {verdict} |"
 
 
 def test_the_document_says_what_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     expected = list(rows(capsys))
     found = re.findall(r"^\| (?:Qwen3|Llama)\S* \|.*\|$", DOCUMENT, re.MULTILINE)
     assert found == expected, "\n" + "\n".join(expected)
+    expected = list(full_rows(capsys))
+    found = re.findall(r"^\| all of .*\|$", DOCUMENT, re.MULTILINE)
+    assert found == expected, "\n" + "\n".join(expected)
 
 
 def test_the_document_names_every_flag() -> None:
-    for knob in KNOBS:
+    for knob in (*KNOBS, *FULL_KNOBS):
         assert knob.replace("=", " ", 1) in DOCUMENT

@@ -49,6 +49,22 @@ def test_its_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Pa
     assert full_size(shape, SINGLE) >= num_parameters(shape)
 
 
+LAYOUTS = [
+    *(("qwen3", layout) for layout in ("tp=2", "sp=2", "fsdp=2", "fsdp=2,tp=2", "fsdp=2,sp=2")),
+    *(("qwen3_moe", layout) for layout in ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2")),
+    *((kind, "tp=2") for kind in ("phi3", "gemma3", "olmo2")),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("kind", "layout"), LAYOUTS)
+def test_ranks_have_the_parts_that_are_planned(kind: str, layout: str, tiny_models: dict[str, Path]) -> None:
+    shape, spec = shape_at(tiny_models[kind]), ParallelSpec.parse(layout)
+    with measured(tiny_models[kind], spec) as where:
+        assert where.of_each("model_size", FULL) == [full_size(shape, spec)] * spec.num_ranks
+    assert spec.num_kept_parts * spec.tp * spec.ep == 1 or full_size(shape, spec) < 0.9 * full_size(shape, SINGLE)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_it_takes_what_is_planned(dtype: str, tiny_models: dict[str, Path]) -> None:
     planned = estimate(shape_at(tiny_models["qwen3"]), SINGLE, replace(LOAD, dtype=dtype)).learned
@@ -82,6 +98,7 @@ def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, tmp_path
         assert not near(of_window, held(where))
         where.pass_over(LENGTH, LENGTH)
         found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.of_each("memory"))
+    print(f"| {kind} | {layout} | {dtype} | {found / 1e6:.1f} | {planned.total / 1e6:.1f} |")
     assert near(planned.total, found)
     for forgotten in (learned.weights, learned.gradients // 2, learned.optimizer):
         assert not near(planned.total - forgotten, found)
@@ -112,7 +129,10 @@ def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
     with measured(model, SINGLE, FULL, dtype=dtype, **KNOBS, **knobs) as where:
         where.pass_over(LENGTH, LENGTH)  # which makes the gradients that later operations use again
         found, planned = growth(where, shape, load, 512, 1536)
-    assert near(planned, found), (found, planned)
+    print(
+        f"| {shape.model_type}, {dtype}{''.join(f', {knob}' for knob in knobs.values())} | {found:.0f} | {planned:.0f} |"
+    )
+    assert near(planned, found)
     if "activations" not in knobs:  # of one layer at a time
         assert not near(planned * (shape.num_layers - 1) / shape.num_layers, found)
 

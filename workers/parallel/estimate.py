@@ -59,7 +59,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         arriving=of_layer * load.number_bytes,
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
-        step=_FLOAT32 * (load.slots * _largest_region(table) if is_full else numbers) if spec.num_ranks > 1 else 0,
+        step=_FLOAT32 * (_largest_region(table) if is_full else numbers) if spec.num_ranks > 1 else 0,
     )
 
 
@@ -81,7 +81,8 @@ def _gathered(table: list[Parameters], one_layer: bool) -> int:
 
 
 def _largest_region(table: list[Parameters]) -> int:
-    """Numbers of those that ranks along the same axes have parts of: their gradients are exchanged together."""
+    """Numbers of those that ranks along the same axes have parts of: the gradients of one model's are exchanged at a
+    time."""
     regions: Counter[tuple[bool, bool, bool]] = Counter()
     for each in table:
         regions[each.own_shape != each.shape, each.style == "grouped", each.fsdp > 1] += each.kept

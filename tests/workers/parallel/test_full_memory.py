@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.training import AdamParams
+from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.activations import activations
 from trainhouse.workers.parallel.choice import smallest_layout, usable_bytes
 from trainhouse.workers.parallel.estimate import Memory, estimate
@@ -15,6 +16,7 @@ from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.parameters import full_size, num_parameters, parameters
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.verbs import Step
+from trainhouse.workers.worker import Worker
 
 from .measuring import ACCOUNTING, Measured, measured
 from .test_estimate import ALL_KINDS, KNOBS, SLOW_IN_BFLOAT16, growth, public, scaled_model, shape_at
@@ -44,9 +46,8 @@ def held(where: Measured) -> int:
 @pytest.mark.parametrize("kind", ALL_KINDS)
 def test_its_vectors_are_as_long_as_planned(kind: str, tiny_models: dict[str, Path]) -> None:
     shape = shape_at(tiny_models[kind])
-    with measured(tiny_models[kind], SINGLE, FULL) as where:
-        assert where.of_each("model_size", FULL) == [full_size(shape, SINGLE)]
-    assert full_size(shape, SINGLE) >= num_parameters(shape)
+    worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models[kind])), device="cpu", threads=1))
+    assert worker._models.build(FULL).vector_size == full_size(shape, SINGLE) >= num_parameters(shape)
 
 
 LAYOUTS = [
@@ -129,9 +130,7 @@ def check_growth(model: Path, dtype: str, knobs: dict[str, Any]) -> None:
     with measured(model, SINGLE, FULL, dtype=dtype, **KNOBS, **knobs) as where:
         where.pass_over(LENGTH, LENGTH)  # which makes the gradients that later operations use again
         found, planned = growth(where, shape, load, 512, 1536)
-    print(
-        f"| {shape.model_type}, {dtype}{''.join(f', {knob}' for knob in knobs.values())} | {found:.0f} | {planned:.0f} |"
-    )
+    print(f"| {', '.join((shape.model_type, dtype, *knobs.values()))} | {found:.0f} | {planned:.0f} |")
     assert near(planned, found)
     if "activations" not in knobs:  # of one layer at a time
         assert not near(planned * (shape.num_layers - 1) / shape.num_layers, found)

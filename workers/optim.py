@@ -14,7 +14,7 @@ from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .learner import Learner, Window
 from .memory import memory_for
-from .parallel.mesh import Mesh
+from .parallel.mesh import Mesh, Team
 from .verbs import Failure, Step
 
 _NORM_PART = 1 << 14
@@ -84,10 +84,19 @@ def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
             for repeated in adapter.layout.repeated:
                 adapter.accumulator[repeated].zero_()
     for axes in _axes(adapters):
-        regions = [_region(adapter, axes) for adapter in adapters]
-        whole = mesh.beside(*axes).sum(torch.cat(regions))
-        for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
-            region.copy_(summed)
+        team, regions = mesh.beside(*axes), [_region(adapter, axes) for adapter in adapters]
+        if team.size > 1:
+            _add_up_regions(regions, team)
+
+
+def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
+    """One alone where it lies, which may be as large as all weights of a model."""
+    if len(regions) == 1:
+        team.sum(regions[0])
+        return
+    whole = team.sum(torch.cat(list(regions)))
+    for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
+        region.copy_(summed)
 
 
 def leave_to_first(adapter: Learner, mesh: Mesh) -> None:

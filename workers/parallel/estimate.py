@@ -1,6 +1,5 @@
 """Memory: the bytes that each rank of a layout needs, from a model's config alone. Imports no torch."""
 
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
@@ -59,7 +58,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         arriving=of_layer * load.number_bytes,
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
-        step=_FLOAT32 * (_largest_region(table) if is_full else numbers) if spec.num_ranks > 1 else 0,
+        step=_FLOAT32 * numbers if spec.num_ranks > 1 and not is_full else 0,
     )
 
 
@@ -78,12 +77,3 @@ def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
 def _gathered(table: list[Parameters], one_layer: bool) -> int:
     """Numbers of those that are gathered for use: of one layer, or of all."""
     return sum(prod(each.own_shape) * (1 if one_layer else each.count) for each in table if each.fsdp > 1)
-
-
-def _largest_region(table: list[Parameters]) -> int:
-    """Numbers of those that ranks along the same axes have parts of: the gradients of one model's are exchanged at a
-    time."""
-    regions: Counter[tuple[bool, bool, bool]] = Counter()
-    for each in table:
-        regions[each.own_shape != each.shape, each.style == "grouped", each.fsdp > 1] += each.kept
-    return max(regions.values())

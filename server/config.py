@@ -115,7 +115,7 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
-    *("full_slots", "max_full_models", "full_sampling", "base_quantization"),
+    *("full_slots", "max_full_models", "full_sampling", "base_quantization", "optimizer_states"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
@@ -199,6 +199,7 @@ class ServerConfig:
         "snapshot", "of full models, a copy of the weights; inflight: those of now"
     )
     host_adapter_bytes: int = knob(4 << 30, "host memory for adapters and full models; then disk", check=POSITIVE)
+    optimizer_states: Literal["float32", "8bit"] = knob("float32", "how AdamW's states of full models are held")
     kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
     sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
     sampler_workers: int = knob(

@@ -31,8 +31,8 @@ _NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "full_sl
 
 # By what is trained: knobs that say nothing then, and what they are about.
 _OF_OTHERS = {
-    "lora": (("full_slots",), "models with weights of their own"),
-    "full": (("lora_rank", "adapter_slots"), "adapters"),
+    "lora": (("full_slots", "optimizer_states"), "models with weights of their own"),
+    "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
 }
 
 
@@ -101,6 +101,8 @@ def _parser() -> argparse.ArgumentParser:
         ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
         ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
         ("full-slots", "N", f"as of serve, with --training full ({Load.full_slots})"),
+        ("base-quantization", "none|nf4", f"as of serve ({Load.base_quantization})"),
+        ("optimizer-states", "float32|8bit", f"as of serve, with --training full ({Load.optimizer_states})"),
         ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
         ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
         ("zero-stage", "3|2", f"as of serve ({Load.zero_stage})"),
@@ -130,7 +132,8 @@ def plan_of(options: argparse.Namespace) -> Plan:
     spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
     model = _model(parse_served_model(options.base_model[0]))
     dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
-    check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations)
+    quantization = options.base_quantization or Load.base_quantization
+    check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations, quantization)
     if not isinstance(model, ModelShape):
         raise ValueError(f"{model.name}: nothing is known of {model.model_type} models, but of {', '.join(FAMILIES)}")
     load = _load(options, model, longest, dtype)
@@ -198,6 +201,8 @@ def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, d
         tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
         zero_stage=_one_of(options, "zero_stage", ("3", "2")),
         activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
+        base_quantization=_one_of(options, "base_quantization", ("none", "nf4")),
+        optimizer_states=_one_of(options, "optimizer_states", ("float32", "8bit")),
         samples=not options.train_only,
         training=_training(options),
         **{name: value for name, value in given.items() if value is not None},

@@ -11,6 +11,7 @@ if TYPE_CHECKING:  # what only plans must not load what pools need
 
 ZeroStage = Literal["3", "2"]
 Quantization = Literal["none", "nf4"]
+OptimizerStates = Literal["float32", "8bit"]
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class WorkerConfig:
     max_full_models: most of these that there may be, copies of them for samplers included.
     full_sampling: what a sampler of such a model has: "snapshot" = a copy of its weights; "inflight" = its weights as
         they are when a token is drawn.
+    optimizer_states: how AdamW's moments of such models are held; those of adapters are float32.
     page_directory: for the adapters on disk; None = that of the system for temporary files.
     parallel, rank: the ranks that hold the model together, and which of them this one is.
     is_local: whether all of them are on this machine.
@@ -80,6 +82,7 @@ class WorkerConfig:
     full_slots: int = 2
     max_full_models: int = 32
     full_sampling: Literal["snapshot", "inflight"] = "snapshot"
+    optimizer_states: OptimizerStates = "float32"
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
     parallel: ParallelSpec = SINGLE

@@ -16,6 +16,7 @@ from torch import Tensor
 from ..schemas.models import TrainingConfig
 from .lanes import current_lane
 from .layout import Layout
+from .moments import MOMENTS, Moments
 from .programs import Program
 
 # Where a learner's vectors are. On a CPU the device and the host are the same memory.
@@ -26,13 +27,14 @@ Arrange = Callable[[Tensor], Any]
 
 SEED_MASK = (1 << 64) - 1
 
-# What has been learned; the other vectors are gradients.
-LEARNED = ("weights", "exp_avg", "exp_avg_sq")
+# What the optimizer keeps, and with it what has been learned; the other vectors are gradients.
+ADAMW = ("exp_avg", "exp_avg_sq")
+LEARNED = ("weights", *ADAMW)
 
 # Vectors that work on it needs: a forward pass, sampling or a copy; a backward pass; a step, which needs all.
 FORWARD: frozenset[str] = frozenset({"weights"})
 BACKWARD = FORWARD | {"scratch", "accumulator"}
-STEP = BACKWARD | {"exp_avg", "exp_avg_sq"}
+STEP = BACKWARD.union(ADAMW)
 
 
 @dataclass
@@ -82,6 +84,9 @@ class Learner(ABC):
 
     # What neighbours in a micro-batch had better agree in: which layers it adapts, and by which rank.
     likeness: tuple[tuple[bool, ...], int] = (), 0
+
+    # How exp_avg and exp_avg_sq are held.
+    moments: Moments = MOMENTS["float32"]
 
     def __init__(
         self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
@@ -148,6 +153,7 @@ class Learner(ABC):
 
     @property
     def exp_avg(self) -> Tensor:
+        """As `moments` holds it, as exp_avg_sq."""
         return self._vector("exp_avg").tensor
 
     @property
@@ -164,7 +170,9 @@ class Learner(ABC):
         assert name not in self._parked, f"{name} of the model has stayed on the host: enter Models.resident with it"
         vector = self._vectors.get(name)
         if vector is None:
-            vector = self._vectors[name] = self._viewed(torch.zeros_like(self._vectors["weights"].tensor))
+            weights = self._vectors["weights"].tensor
+            new = self.moments.zeros(weights) if name in ADAMW else torch.zeros_like(weights)
+            vector = self._vectors[name] = self._viewed(new)
         return vector
 
     @abstractmethod
@@ -238,10 +246,23 @@ class Learner(ABC):
             self._vectors["scratch"] = accumulator
         self.window = Window()
 
+    def fill_moment(self, name: str, fill: Callable[[Tensor], None]) -> None:
+        """name: of ADAMW. fill: writes its values to float32 [P]."""
+        held = self._vector(name).tensor
+        values = self.moments.whole(held, name, self.layout.size)
+        fill(values)
+        if values is not held:
+            self.moments.hold(held, name, values)
+
+    def in_float32(self, name: str) -> Tensor:
+        """One of the live vectors [P]; a copy, where it is held otherwise."""
+        vector = self.live()[name]
+        return self.moments.whole(vector, name, self.layout.size) if name in ADAMW else vector
+
     def clear_optimizer(self) -> None:
         """As before the first step."""
         num_changes = self.num_changes
-        for name in ("exp_avg", "exp_avg_sq"):
+        for name in ADAMW:
             self._vectors.pop(name, None)
             self._parked.pop(name, None)
         self._earlier_changes = 1 + num_changes - self._changes_here()

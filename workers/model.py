@@ -37,7 +37,7 @@ from .parallel.spec import ParallelSpec
 from .parallel.styles import placement_of
 from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
-from .quantized import QuantizedWeight, check_quantization, replace_parameter
+from .quantized import QuantizedWeight, check_installed, replace_parameter
 from .threads import Threads
 from .trunk import Merge, fused_trunk
 
@@ -73,7 +73,8 @@ class BaseModel:
         """mesh: the ranks that have it together, None = one."""
         mesh = self._mesh = mesh or Mesh()
         self.spec, self.source = mesh.spec, config.model.source
-        check_quantization(config.base_quantization)
+        check_installed("base_quantization", config.base_quantization, "none")
+        check_installed("optimizer_states", config.optimizer_states, "float32")
         self._quantization = config.base_quantization
         self._quantized: list[QuantizedWeight] = []
         placed = Placed(mesh)

@@ -14,6 +14,7 @@ from ..schemas.errors import OperationError
 from ..schemas.training import AdamParams
 from .learner import Learner, Window
 from .memory import memory_for
+from .moments import EightBitMoments
 from .parallel.mesh import Mesh, Team
 from .verbs import Failure, Step
 
@@ -222,7 +223,7 @@ def _adamw(updates: Sequence[Update]) -> None:
         update.adapter.num_steps += 1
     for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
         learning_rate, beta1, beta2, weight_decay, eps = key
-        _fused_adamw(
+        _step_together(
             [update.adapter for update in group],
             lr=learning_rate,
             beta1=beta1,
@@ -235,6 +236,20 @@ def _adamw(updates: Sequence[Update]) -> None:
 def _hyper_parameters(update: Update) -> tuple[float, ...]:
     params = update.params
     return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
+
+
+def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> None:
+    """Those whose moments are float32 in one call, the others each by itself."""
+    in_float32 = []
+    for learner in learners:
+        if isinstance(learner.moments, EightBitMoments):
+            vectors = learner.weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
+            learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
+            increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
+        else:
+            in_float32.append(learner)
+    if in_float32:
+        _fused_adamw(in_float32, **hyper_parameters)
 
 
 def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None:

@@ -104,8 +104,8 @@ def _joined(pages: list[Page]) -> list[Page]:
 
 
 def _bytes(vector: Tensor) -> memoryview:
-    assert vector.dtype == torch.float32 and vector.is_contiguous()
-    return vector.numpy().data.cast("B")
+    assert vector.is_contiguous()
+    return vector.view(torch.uint8).numpy().data.cast("B")
 
 
 def _write_all(file: int, data: memoryview, offset: int) -> None:

@@ -8,8 +8,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .config import Quantization
-
 # Numbers that share a scale.
 _BLOCK = 64
 
@@ -23,7 +21,7 @@ class QuantizedWeight:
     def __init__(self, weight: Tensor) -> None:
         self.shape = weight.shape
         rows = weight.flatten(0, -2).contiguous()
-        self._packed, self._state = _functional().quantize_4bit(rows, blocksize=_BLOCK, quant_type="nf4")
+        self._packed, self._state = functional().quantize_4bit(rows, blocksize=_BLOCK, quant_type="nf4")
 
     @property
     def nbytes(self) -> int:
@@ -31,7 +29,7 @@ class QuantizedWeight:
 
     def whole(self) -> Tensor:
         """In the dtype that it had."""
-        return _functional().dequantize_4bit(self._packed, self._state).view(self.shape)
+        return functional().dequantize_4bit(self._packed, self._state).view(self.shape)
 
 
 FrozenWeight = Tensor | QuantizedWeight
@@ -41,12 +39,11 @@ def whole(weight: FrozenWeight) -> Tensor:
     return weight if isinstance(weight, Tensor) else weight.whole()
 
 
-def check_quantization(quantization: Quantization) -> None:
-    """Raises ValueError where what it needs is not installed."""
-    if quantization != "none" and find_spec("bitsandbytes") is None:
+def check_installed(knob: str, value: str, needs_nothing: str) -> None:
+    """Raises ValueError where what a knob of this value needs is not installed."""
+    if value != needs_nothing and find_spec("bitsandbytes") is None:
         raise ValueError(
-            f"base_quantization {quantization} needs bitsandbytes, which is not installed: pip install"
-            " 'trainhouse[quantization]'"
+            f"{knob} {value} needs bitsandbytes, which is not installed: pip install 'trainhouse[quantization]'"
         )
 
 
@@ -59,7 +56,8 @@ def replace_parameter(module: nn.Module, name: str) -> QuantizedWeight:
     return quantized
 
 
-def _functional() -> Any:
+def functional() -> Any:
+    """Of bitsandbytes."""
     import bitsandbytes.functional
 
     return bitsandbytes.functional

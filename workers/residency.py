@@ -6,7 +6,7 @@ its bytes are spent. On a CPU device and host are the same memory, so there movi
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,10 +23,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """An adapter's page. num_changes: those that it holds (see Learner.num_changes)."""
+    """A learner's page. vectors: by name, those that it has, on the meta device. num_changes: those that it holds (see
+    Learner.num_changes)."""
 
     page: Page
-    names: tuple[str, ...]
+    vectors: Mapping[str, Tensor]
     num_changes: int
 
 
@@ -181,12 +182,15 @@ class Residency:
             torch.cuda.synchronize(self._device)
         vectors = adapter.live()
         page = self._pages.write(list(vectors.values()))
-        self._saved[adapter] = Saved(page, tuple(vectors), adapter.num_changes)
+        shapes = {name: vector.to("meta") for name, vector in vectors.items()}
+        self._saved[adapter] = Saved(page, shapes, adapter.num_changes)
 
     def _read(self, adapter: Learner) -> dict[str, Tensor]:
         saved = self._saved[adapter]
         pinned = self._device.type == "cuda"
-        vectors = {name: torch.empty(adapter.vector_size, pin_memory=pinned) for name in saved.names}
+        vectors = {
+            name: torch.empty(each.shape, dtype=each.dtype, pin_memory=pinned) for name, each in saved.vectors.items()
+        }
         self._pages.read(saved.page, list(vectors.values()))
         return vectors
 
@@ -208,4 +212,4 @@ def _on_host(vector: Tensor) -> Tensor:
     """Pinned, so that it is copied while the device goes on; who reads it on the host waits for the device first."""
     if vector.device.type == "cpu":
         return vector
-    return torch.empty(vector.shape, pin_memory=True).copy_(vector, non_blocking=True)
+    return torch.empty(vector.shape, dtype=vector.dtype, pin_memory=True).copy_(vector, non_blocking=True)

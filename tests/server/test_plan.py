@@ -68,6 +68,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
             ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
             ("zero_stage", "3"), ("activations", "keep"), ("samples", True), ("full_slots", 2), ("training", "lora"),
+                ("base_quantization", "none"), ("optimizer_states", "float32"),
         }  # fmt: skip
 
 

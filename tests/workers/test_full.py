@@ -15,6 +15,7 @@ from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.learner import ADAMW
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
@@ -502,3 +503,49 @@ def test_a_move_that_fails_half_way_leaves_the_model_where_it_was(
         assert torch.equal(model.exp_avg, wanted)
     worker.clear_gradients("one")
     assert trained(worker, "one", 1, first=4)
+
+
+def test_states_of_eight_bits_train_nearly_as_those_of_float32(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    ours, theirs = a_worker(directory, optimizer_states="8bit"), a_worker(directory)
+    for worker in (ours, theirs):
+        worker.create_run(RunSpec("full", FullConfig()))
+    at_first = ours._models.get("full").weights.clone()
+    losses = [trained(worker, "full", 8) for worker in (ours, theirs)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3) and losses[0] != losses[1]
+    one, other = (worker._models.get("full") for worker in (ours, theirs))
+    moved = [model.weights - at_first for model in (one, other)]
+    assert 0 < relative_error(moved[0], moved[1]) < 0.1
+    assert relative_error(moved[0] * 1.2, moved[1]) > 0.1
+    for name in ADAMW:
+        assert 0 < relative_error(one.in_float32(name), other.in_float32(name)) < 0.05, name
+    size = one.vector_size
+    assert one.exp_avg.nbytes == one.exp_avg_sq.nbytes == size + 4 * -(-size // 256)
+    # The base, weights, gradients (one vector, two while an operation runs), and two moments.
+    assert ours.memory()["full_models"] == 4 * 2 * size + 2 * one.exp_avg.nbytes
+
+
+def test_states_of_eight_bits_are_saved_paged_and_snapshotted_as_they_are(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    knobs = {"optimizer_states": "8bit", "full_slots": 1, "host_adapter_bytes": 1}
+    worker = a_worker(directory, **knobs)
+    for run_id in ("full", "other"):
+        worker.create_run(RunSpec(run_id, FullConfig()))
+        trained(worker, run_id, 2)
+    for name in ("saved", "snapshot"):
+        (tmp_path / name).mkdir()
+    worker.save_run("full", str(tmp_path / "saved"), optimizer=True)
+    worker.begin_snapshot(1, "full", str(tmp_path / "snapshot"))
+    while not worker.ended_snapshots():
+        pass
+    run(worker, supervised("other", some_data(1), True))
+    losses = [trained(worker, "full", 3, first=5)]
+    for name in ("saved", "snapshot"):
+        worker.load_run("full", str(tmp_path / name), True)
+        losses.append(trained(worker, "full", 3, first=5))
+    assert losses[0] == pytest.approx(losses[1], rel=1e-6) == losses[2]
+    # In files they are what they stand for, which other servers go on with.
+    plain = a_worker(directory)
+    plain.create_run(RunSpec("full", FullConfig()))
+    plain.load_run("full", str(tmp_path / "saved"), True)
+    assert trained(plain, "full", 3, first=5) == pytest.approx(losses[0], rel=1e-3)

@@ -11,8 +11,6 @@ from ..learner import LEARNED, Learner, Window
 from ..lora import Adapter
 from ..parallel.mesh import Mesh
 
-MOMENTS = ("exp_avg", "exp_avg_sq")
-
 
 class Tensors(Protocol):
     """Whole ones, by their names in files."""
@@ -87,11 +85,11 @@ class Learned:
 
 
 def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:
-    live, layout = model.live(), model.layout
+    layout = model.layout
     if isinstance(model, Adapter) or mesh.is_single:
-        vectors = {name: Flat(layout.whole, layout.whole_vector(live[name], mesh)) for name in names}
+        vectors = {name: Flat(layout.whole, layout.whole_vector(model.in_float32(name), mesh)) for name in names}
         return Learned(model, vectors, model.num_steps, part=mesh.rank)
-    vectors = {name: Apart(_dealt(layout, live[name], mesh)) for name in names}
+    vectors = {name: Apart(_dealt(layout, model.in_float32(name), mesh)) for name in names}
     return Learned(model, vectors, model.num_steps, part=mesh.rank, num_parts=mesh.spec.num_ranks)
 
 

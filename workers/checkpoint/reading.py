@@ -2,19 +2,19 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..learner import Learner, Window
+from ..learner import ADAMW, Learner, Window
 from ..lora import Adapter
 from ..models import Models
 from ..programs import Program
 from ..programs.policy import POLICY
 from .description import Description
-from .learned import MOMENTS
 from .saving import weights_stem
 from .tensor_files import SavedTensors, has_tensors
 
@@ -40,8 +40,8 @@ class Saved:
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
-            layout.copy_parts(model.exp_avg, self.moments["exp_avg"])
-            layout.copy_parts(model.exp_avg_sq, self.moments["exp_avg_sq"])
+            for name in ADAMW:
+                model.fill_moment(name, partial(layout.copy_parts, saved=self.moments[name]))
             model.num_steps = self.num_steps
         if self.gradients:
             layout.copy_parts(model.accumulator, self.gradients)
@@ -67,8 +67,8 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
     moments: Mapping[str, Mapping[str, Tensor]] = {}
     if optimizer:
         _check_optimizer(directory)
-        found = read("optimizer", {f"{kind}.{name}": shape for kind in MOMENTS for name, shape in shapes.items()})
-        moments = {kind: _OfKind(found, kind) for kind in MOMENTS}
+        found = read("optimizer", {f"{kind}.{name}": shape for kind in ADAMW for name, shape in shapes.items()})
+        moments = {kind: _OfKind(found, kind) for kind in ADAMW}
     gradients = read("window", shapes) if window.num_operations else {}
     return Saved(weights, moments, description.num_steps if optimizer else None, gradients, window)
 
@@ -96,7 +96,7 @@ class _OfKind(Mapping[str, Tensor]):
         return (name.partition(".")[2] for name in self._found if name.startswith(f"{self._kind}."))
 
     def __len__(self) -> int:
-        return len(self._found) // len(MOMENTS)
+        return len(self._found) // len(ADAMW)
 
 
 def _check_optimizer(directory: Path) -> None:

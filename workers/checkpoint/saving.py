@@ -10,11 +10,11 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..learner import Learner
+from ..learner import ADAMW, Learner
 from ..lora import Adapter
 from .description import Description, write_json
 from .hugging_face import WEIGHTS, write_surroundings
-from .learned import MOMENTS, Learned
+from .learned import Learned
 from .peft import peft_config
 from .tensor_files import file_name, save_tensors
 
@@ -73,5 +73,5 @@ def weights_stem(model: Learner) -> str:
 def _named_moments(learned: Learned) -> dict[str, Tensor]:
     """Before the first step they are zeros."""
     zeros = learned.vectors["weights"] if "exp_avg" not in learned.vectors else None
-    of_kinds = {kind: zeros.mapped(torch.zeros_like) if zeros else learned.vectors[kind] for kind in MOMENTS}
+    of_kinds = {kind: zeros.mapped(torch.zeros_like) if zeros else learned.vectors[kind] for kind in ADAMW}
     return {f"{kind}.{name}": each for kind, vector in of_kinds.items() for name, each in vector.named().items()}

@@ -2,21 +2,30 @@
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig
+from ..config import OptimizerStates
 from ..holder import Holder
 from ..model import BaseModel
+from ..moments import MOMENTS
 from ..programs import Program
 from ..residency import Residency
 from .weights import FullWeights
 
 
 class FullModels(Holder[FullWeights]):
-    def __init__(self, base: BaseModel, most: int, residency: Residency | None = None) -> None:
+    def __init__(
+        self,
+        base: BaseModel,
+        most: int,
+        residency: Residency | None = None,
+        optimizer_states: OptimizerStates = "float32",
+    ) -> None:
         """most: how many there may be before one more copy; who lets runs be created bounds their number.
 
         residency: None = all of them stay on the device.
         """
         super().__init__(residency or Residency(base.device))
         self._base, self._most = base, most
+        self._moments = MOMENTS[optimizer_states]
 
     def build(self, full: FullConfig, program: Program) -> FullWeights:
         """One with zero weights and no id yet. Raises OperationError where the base model has been quantised."""
@@ -25,7 +34,7 @@ class FullModels(Holder[FullWeights]):
                 "all weights of a model can be trained where its base model is whole: train LoRA, or serve without"
                 " --base-quantization"
             )
-        return FullWeights(full, self._base, program)
+        return FullWeights(full, self._base, program, self._moments)
 
     def check_room(self, model_id: str) -> None:
         """For a copy of this id. Raises OperationError where there are as many as there may be."""

@@ -11,6 +11,7 @@ from ...schemas.models import FullConfig
 from ..layout import Layout
 from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
+from ..moments import Moments
 from ..programs import Program
 from .parameters import parameters_of
 
@@ -18,11 +19,12 @@ from .parameters import parameters_of
 class FullWeights(Learner):
     """Views are by the names of parameters in transformers' model, and of what the program learns beside them."""
 
-    def __init__(self, full: FullConfig, base: BaseModel, program: Program) -> None:
+    def __init__(self, full: FullConfig, base: BaseModel, program: Program, moments: Moments) -> None:
         self.full = self.training = full
         layout = Layout(parameters_of(base, program))
         super().__init__(layout, base.device, base.dtype, program, partial(_views, layout))
         self._base = base
+        self.moments = moments
 
     @property
     def config(self) -> PreTrainedConfig:

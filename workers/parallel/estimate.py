@@ -9,6 +9,7 @@ from .load import Load
 from .parameters import OwnFeatures, Parameters, adapter_size, full_size, parameters
 from .shape import ModelShape
 from .spec import ParallelSpec
+from .styles import placement_of
 
 _FLOAT32 = 4
 
@@ -50,7 +51,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
     numbers, is_full = num_learned(shape, spec, load), load.training == "full"
     of_layer = _gathered(table, one_layer=True)
     return Memory(
-        base=sum(each.kept for each in table) * load.number_bytes,
+        base=round(sum(each.kept * _base_bytes(each, load) for each in table)),
         learned=bytes_per_number(load).times(numbers),
         kv_cache=load.kv_cache_bytes if load.samples else 0,
         activations=activations(shape, spec, load),
@@ -60,6 +61,13 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
         step=_FLOAT32 * numbers if spec.num_ranks > 1 and not is_full else 0,
     )
+
+
+def _base_bytes(parameters: Parameters, load: Load) -> float:
+    """Of each number. What is quantised has a float32 for each 64 beside its 4 bits."""
+    placement = placement_of(parameters.pattern.removeprefix("model."))
+    is_linear = placement is not None and not parameters.pattern.endswith(".bias")
+    return 0.5 + 4 / 64 if is_linear and load.base_quantization == "nf4" else load.number_bytes
 
 
 def num_learned(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:

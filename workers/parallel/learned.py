@@ -6,6 +6,9 @@ from .load import Load
 
 _FLOAT32 = 4
 
+# And a float32 for each block of 256.
+_EIGHT_BIT = 1 + 4 / 256
+
 
 @dataclass(frozen=True)
 class LearnedBytes:
@@ -14,18 +17,18 @@ class LearnedBytes:
 
     weights: int
     gradients: int
-    optimizer: int
+    optimizer: float
     copies: int
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.copies
+        return round(self.weights + self.gradients + self.optimizer + self.copies)
 
     def times(self, numbers: int) -> "LearnedBytes":
         return LearnedBytes(
             weights=numbers * self.weights,
             gradients=numbers * self.gradients,
-            optimizer=numbers * self.optimizer,
+            optimizer=round(numbers * self.optimizer),
             copies=numbers * self.copies,
         )
 
@@ -37,6 +40,6 @@ def bytes_per_number(load: Load) -> LearnedBytes:
     return LearnedBytes(
         weights=_FLOAT32,
         gradients=2 * _FLOAT32,
-        optimizer=2 * _FLOAT32,
+        optimizer=2 * (_EIGHT_BIT if load.training == "full" and load.optimizer_states == "8bit" else _FLOAT32),
         copies=cast + stacked,
     )

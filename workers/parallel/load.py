@@ -30,6 +30,8 @@ class Load:
     tp_activations: str = WorkerConfig.tp_activations
     zero_stage: str = WorkerConfig.zero_stage
     activations: str = WorkerConfig.activations
+    base_quantization: str = WorkerConfig.base_quantization
+    optimizer_states: str = WorkerConfig.optimizer_states
     samples: bool = True
     training: Training = "lora"
 

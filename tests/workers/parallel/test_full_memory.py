@@ -76,22 +76,24 @@ def test_it_takes_what_is_planned(dtype: str, tiny_models: dict[str, Path]) -> N
         assert [each["full_models_on_device"] for each in where.of_each("memory")] == [planned.total]
 
 
-# Kind, layout and dtype.
+# Kind, layout, dtype and states of the optimizer.
 RANKS = [
-    ("qwen3", "single", "float32"),
-    pytest.param("qwen3", "single", "bfloat16", marks=SLOW_IN_BFLOAT16),
-    pytest.param("qwen3_moe", "single", "float32", marks=pytest.mark.full),
-    pytest.param("qwen3_moe", "single", "bfloat16", marks=SLOW_IN_BFLOAT16),
+    ("qwen3", "single", "float32", "float32"),
+    pytest.param("qwen3", "single", "float32", "8bit", marks=pytest.mark.full),
+    pytest.param("qwen3", "single", "bfloat16", "float32", marks=SLOW_IN_BFLOAT16),
+    pytest.param("qwen3_moe", "single", "float32", "float32", marks=pytest.mark.full),
+    pytest.param("qwen3_moe", "single", "bfloat16", "float32", marks=SLOW_IN_BFLOAT16),
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "dtype"), RANKS)
-def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("kind", "layout", "dtype", "states"), RANKS)
+def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, states: Any, tmp_path: Path) -> None:
     model, spec = scaled_model(kind, tmp_path), ParallelSpec.parse(layout)
-    planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype))
+    planned = estimate(shape_at(model), spec, replace(LOAD, dtype=dtype, optimizer_states=states))
     learned = planned.learned
     of_window = learned.weights + learned.gradients // 2 + learned.copies
-    with measured(model, spec, FULL, ACCOUNTING, dtype=dtype, **KNOBS) as where:
+    knobs = KNOBS | {"dtype": dtype, "optimizer_states": states}
+    with measured(model, spec, FULL, ACCOUNTING, **knobs) as where:
         assert near(of_window, held(where))
         assert not near(of_window - learned.gradients // 2, held(where))
         stepped(where)
@@ -99,9 +101,10 @@ def test_a_rank_has_what_is_planned(kind: str, layout: str, dtype: str, tmp_path
         assert not near(of_window, held(where))
         where.pass_over(LENGTH, LENGTH)
         found = where.peak(LENGTH, LENGTH) + max(each["base_weights"] for each in where.of_each("memory"))
-    print(f"| {kind} | {layout} | {dtype} | {found / 1e6:.1f} | {planned.total / 1e6:.1f} |")
+    print(f"| {kind} | {layout} | {dtype}, states {states} | {found / 1e6:.1f} | {planned.total / 1e6:.1f} |")
     assert near(planned.total, found)
-    for forgotten in (learned.weights, learned.gradients // 2, learned.optimizer):
+    large = [learned.weights, learned.gradients // 2, *([learned.optimizer] if states == "float32" else [])]
+    for forgotten in large:
         assert not near(planned.total - forgotten, found)
 
 

@@ -46,8 +46,8 @@ class Holder(Generic[Model]):
         self._residency.make_room()
 
     def put(self, model_id: str, model: Model) -> Model:
-        """The weights alone in place of those of the same id and shape, so that who holds that one sees the new ones;
-        else it replaces what has the id. Answers the one that has it now."""
+        """The weights alone in place of those of the same id and shape, which has no other id, so that who holds that
+        one sees the new ones; else it replaces what has the id. Answers the one that has it now."""
         if self._is_overwritten(model_id, model):
             with self.resident([model_id]) as (target,):
                 target.weights.copy_(model.weights)
@@ -74,5 +74,11 @@ class Holder(Generic[Model]):
         """Bytes in memory and on disk, and how many there are, by place."""
         return self._residency.memory()
 
+    def is_shared(self, model_id: str) -> bool:
+        """Whether what has this id has another one, too."""
+        model = self._models.get(model_id)
+        return sum(other is model for other in self._models.values()) > 1 if model is not None else False
+
     def _is_overwritten(self, model_id: str, model: Model) -> bool:
-        return model_id in self._models and self._models[model_id].is_alike(model)
+        is_its_own = model_id in self._models and not self.is_shared(model_id)
+        return is_its_own and self._models[model_id].is_alike(model)

@@ -162,6 +162,15 @@ class BaseModel:
         return bool(self._sharded)
 
     @property
+    def saved_buffers(self) -> list[str]:
+        """Names of what is saved of the model beside its parameters."""
+        return [
+            f"{path}.{name}"
+            for path, module in self.model.named_modules()
+            for name in module._buffers.keys() - module._non_persistent_buffers_set
+        ]
+
+    @property
     def is_quantized(self) -> bool:
         return self._quantization != "none"
 

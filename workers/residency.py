@@ -135,7 +135,7 @@ class Residency:
 
     def _to_host(self, adapter: Learner) -> None:
         if self._device.type != "cpu":
-            self._moved_bytes += adapter.num_bytes - adapter.num_parked_bytes
+            self._moved_bytes += sum(each.nbytes for each in adapter.live().values()) - adapter.num_parked_bytes
         adapter.move({name: _on_host(vector) for name, vector in adapter.live().items()}, "host")
         del self._on_device[adapter]
         self._on_host[adapter] = adapter.num_bytes

@@ -122,6 +122,9 @@ class Worker:
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
         self._passes.forget(run_id)
+        if self._models.full.is_shared(run_id):  # samplers go on with its weights
+            self._models.get(run_id).clear_window()
+            self._models.get(run_id).clear_optimizer()
         self._models.drop(run_id)
 
     def run_pass(self, work: Pass) -> tuple[Answer, ...]:
@@ -137,7 +140,7 @@ class Worker:
 
     def clear_gradients(self, run_id: str) -> None:
         self._passes.forget(run_id)
-        with self._resident(run_id) as model:
+        with self._resident(run_id, FORWARD) as model:
             model.clear_window()
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
@@ -151,8 +154,8 @@ class Worker:
         with self._resident(run_id) as model:
             if model.window.num_operations:
                 add_up([model], self._mesh)
-            learned = Learned.with_window(model, self._mesh)
             try:
+                learned = Learned.with_window(model, self._mesh)
                 self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
             finally:
                 # The sum over the ranks stays what it is.
@@ -171,14 +174,19 @@ class Worker:
         checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
         self._check_run(run_id)
         if not (program := self._models.get(run_id).program).trains:
-            self._put(run_id, partial(read_new, self._models, Path(directory), program))
+            is_copy = not self._models.runs_alone(run_id)
+            self._put(run_id, partial(read_new, self._models, Path(directory), program), is_copy)
             self._passes.forget(run_id)
             return
         with self._resident(run_id) as model:
             saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
-            saved.put_into(model)
-            leave_to_first(model, self._mesh)
             self._passes.forget(run_id)
+            try:
+                self._on_all(memory_for("what was saved", "try again")(partial(saved.put_into, model)))
+            except Exception:
+                model.window.refused = "its checkpoint came in part: load it again"
+                raise
+            leave_to_first(model, self._mesh)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten. See WorkerConfig.full_sampling."""
@@ -189,7 +197,9 @@ class Worker:
         self._put(adapter_id, partial(self._models.copied, run_id), is_copy=True)
 
     def load_adapter(self, adapter_id: str, directory: str) -> None:
-        """From a saved checkpoint, weights only."""
+        """From a saved checkpoint, weights only. One that has a run's own weights goes on with these."""
+        if self._models.full.is_shared(adapter_id):
+            return
         self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
 
     def drop_adapter(self, adapter_id: str) -> None:
@@ -295,7 +305,7 @@ class Worker:
 
     def _made(self, make: Callable[[], Learner]) -> Learner:
         """On all ranks, or on none."""
-        remedy = "try again when other runs have ended, or with a lower rank"
+        remedy = "try again when other runs have ended, or with a lower rank where it is an adapter"
         return self._on_all(memory_for("what the model learns", remedy)(make))
 
     def _imported(self, exported: AdapterWeights) -> Learner:

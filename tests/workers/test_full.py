@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.checkpoint.tensor_files import SavedTensors
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.learner import ADAMW
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
@@ -549,3 +551,71 @@ def test_states_of_eight_bits_are_saved_paged_and_snapshotted_as_they_are(tmp_pa
     plain.create_run(RunSpec("full", FullConfig()))
     plain.load_run("full", str(tmp_path / "saved"), True)
     assert trained(plain, "full", 3, first=5) == pytest.approx(losses[0], rel=1e-3)
+
+
+def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
+    directory = tiny_model("qwen3", tmp_path / "base")
+    worker = a_worker(directory, full_slots=1)
+    worker.create_run(RunSpec("full", FullConfig()))
+    ids = [f"sampler-{number}" for number in range(4)]
+    for number, adapter_id in enumerate(ids):
+        trained(worker, "full", 1, first=number)
+        worker.copy_adapter("full", adapter_id)
+    alone = [sampled(worker, each)[0].sequences[0].tokens.tolist() for each in (*ids, None)]
+    together = [each.sequences[0].tokens.tolist() for each in sampled(worker, *ids, None)]
+    assert together == alone and len({tuple(tokens) for tokens in alone}) > 2
+    # One that is cancelled before its turn is not answered, and one whose weights are gone is told so.
+    params = SamplingParams(max_tokens=4, temperature=0.0, seed=1)
+    jobs = [SampleJob(each, each, np.arange(3, 9, dtype=np.int32), params, (), ()) for each in ids]
+    result = worker.sample_slice(Slice(tuple(jobs), (), 0.0))
+    assert result.num_active == 4 - len(result.finished)
+    worker.drop_adapter(ids[3])
+    worker.drop_run("full")
+    finished = dict(result.finished)
+    for number in range(40):
+        result = worker.sample_slice(Slice((), (ids[2],) if number == 0 else (), 0.0))
+        finished |= result.finished
+    assert finished.keys() == {ids[0], ids[1], ids[3]} and result.num_active == 0
+    gone = finished[ids[3]]
+    assert isinstance(gone, Failure) and "is gone" in gone.message
+
+
+def test_what_shares_a_runs_weights_does_not_change_them(tmp_path: Path) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight")
+    worker.create_run(RunSpec("full", FullConfig()))
+    (tmp_path / "early").mkdir()
+    worker.save_run("full", str(tmp_path / "early"), optimizer=False)
+    worker.copy_adapter("full", "sampler")
+    exported = worker.export_adapter("full")
+    exported = replace(exported, weights=exported.weights.copy())
+    trained(worker, "full", 2)
+    before = worker._models.get("full").weights.clone()
+    worker.load_adapter("sampler", str(tmp_path / "early"))
+    assert worker._models.get("sampler") is worker._models.get("full")
+    worker.import_adapter("sampler", exported)
+    assert torch.equal(worker._models.get("full").weights, before)
+    assert not torch.equal(worker._models.get("sampler").weights, before)
+
+
+def test_a_checkpoint_that_comes_in_part_refuses_the_next_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
+    worker.create_run(RunSpec("full", FullConfig()))
+    trained(worker, "full", 1)
+    (tmp_path / "saved").mkdir()
+    worker.save_run("full", str(tmp_path / "saved"), optimizer=True)
+    read = SavedTensors.__getitem__
+
+    def broken(tensors: SavedTensors, name: str) -> Tensor:
+        if name.startswith("exp_avg_sq."):
+            raise OperationError("input/output error", "server")
+        return read(tensors, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(SavedTensors, "__getitem__", broken)
+        with pytest.raises(OperationError, match="input/output error"):
+            worker.load_run("full", str(tmp_path / "saved"), True)
+    run(worker, supervised("full", some_data(1)))
+    (refused,) = worker.apply_steps((Step("full", ADAM),))
+    assert isinstance(refused, Failure) and "load it again" in refused.message
+    worker.load_run("full", str(tmp_path / "saved"), True)
+    assert trained(worker, "full", 1, first=1)

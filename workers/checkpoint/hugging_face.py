@@ -34,7 +34,8 @@ def write_surroundings(model: Learner, directory: Path, num_parts: int) -> None:
         write_json(directory / f"{WEIGHTS}.safetensors.index.json", _index(model, num_parts))
     for pattern in _BESIDE:
         for path in Path(model.source).glob(pattern):  # a hub id is no directory, and has none
-            shutil.copyfile(path, directory / path.name)
+            if path.is_file():
+                shutil.copyfile(path, directory / path.name)
 
 
 def _write_config(model: FullWeights, directory: Path) -> None:

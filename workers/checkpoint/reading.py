@@ -36,9 +36,11 @@ class Saved:
     def put_into(self, model: Learner) -> None:
         """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
         layout = model.layout
-        layout.copy_parts(model.weights, self.weights)
         model.clear_window()
         model.clear_optimizer()
+        if self.num_steps:
+            _ = model.exp_avg, model.exp_avg_sq  # before the weights are changed
+        layout.copy_parts(model.weights, self.weights)
         if self.num_steps:
             for name in ADAMW:
                 model.fill_moment(name, partial(layout.copy_parts, saved=self.moments[name]))

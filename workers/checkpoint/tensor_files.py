@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
@@ -30,22 +31,29 @@ class SavedTensors(Mapping[str, Tensor]):
     def __init__(self, directory: Path, stem: str, wanted: Mapping[str, Tensor]) -> None:
         """wanted: of these names and shapes, and nothing else. Raises OperationError."""
         self._files: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)
         if not paths:
             raise OperationError(f"{directory} is incomplete: it has no {stem}.safetensors")
         for path in paths:
             try:
-                with safe_open(path, framework="pt") as file:
-                    for name in file.keys():  # noqa: SIM118 (a method of its own)
-                        self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
+                file = self._opened[path] = safe_open(path, framework="pt")
+                for name in file.keys():  # noqa: SIM118 (a method of its own)
+                    if name in self._files:
+                        raise OperationError(f"{path} and {self._files[name].name} both have {name}: remove one")
+                    self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
             except SafetensorError as error:
                 raise OperationError(f"{path} is damaged: {error}") from None
         _refuse_others(directory / f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
-        with safe_open(self._files[name], framework="pt") as file:
-            return file.get_tensor(name)
+        """Raises OperationError where it cannot be read."""
+        path = self._files[name]
+        try:
+            return self._opened[path].get_tensor(name)
+        except (OSError, SafetensorError) as error:
+            raise OperationError(f"{path} cannot be read: {error}", "server") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -54,7 +62,7 @@ class SavedTensors(Mapping[str, Tensor]):
         return len(self._files)
 
     def read(self) -> dict[str, Tensor]:
-        """All of them, each file opened once."""
+        """All of them."""
         return {name: self[name] for name in self}
 
 

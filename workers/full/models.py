@@ -28,11 +28,16 @@ class FullModels(Holder[FullWeights]):
         self._moments = MOMENTS[optimizer_states]
 
     def build(self, full: FullConfig, program: Program) -> FullWeights:
-        """One with zero weights and no id yet. Raises OperationError where the base model has been quantised."""
+        """One with zero weights and no id yet. Raises OperationError where the base model cannot be trained."""
         if self._base.is_quantized:
             raise OperationError(
                 "all weights of a model can be trained where its base model is whole: train LoRA, or serve without"
                 " --base-quantization"
+            )
+        if buffers := self._base.saved_buffers:
+            raise OperationError(
+                f"{self._base.config.model_type} models keep {buffers[0]} beside their weights, which is neither"
+                " trained nor saved with them here: train LoRA"
             )
         return FullWeights(full, self._base, program, self._moments)
 

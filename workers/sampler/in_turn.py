@@ -1,7 +1,8 @@
 """InTurn: a sampler for each set of weights: the base model's, with all adapters, and each model's own."""
 
+from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 
 from ...schemas.errors import OperationError
 from ..config import WorkerConfig
@@ -10,10 +11,26 @@ from ..model import BaseModel
 from ..models import Models
 from ..operation import ModelLimits
 from ..parallel.mesh import Mesh
-from ..verbs import Failure, Slice, SliceResult
+from ..verbs import Failure, SampleJob, Slice, SliceResult
 from .cache import Cache
 from .namespaces import Namespaces
 from .native import NativeSampler
+from .text import Text
+
+
+@dataclass
+class Waiting:
+    """What is to be told to a sampler when its turn comes."""
+
+    join: list[SampleJob] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
+
+    def taken(self, milliseconds: float) -> Slice:
+        """All of it, as a slice. Nothing waits then."""
+        joining = tuple(request for request in self.join if request.job_id not in self.cancel)
+        work = Slice(joining, tuple(self.cancel), milliseconds)
+        self.join, self.cancel = [], []
+        return work
 
 
 class InTurn:
@@ -27,16 +44,19 @@ class InTurn:
         self._mesh = mesh or Mesh()
         self._cache = Cache.of(base, config)
         self._namespaces = Namespaces(models)
+        self._text = Text(config.model.source, base)
         self._of_base = self._new_sampler()
         self._of_models: dict[str, NativeSampler] = {}
+        self._waiting: dict[str, Waiting] = {}
+        # Those of them that have jobs and had a turn, the last one at the end: on all ranks the same.
+        self._had_turns: list[str] = []
 
     def slice(self, work: Slice) -> SliceResult:
-        """As NativeSampler."""
-        for request in work.join:
-            if request.adapter_id is not None and self._models.runs_alone(request.adapter_id):
-                self._of_models.setdefault(request.adapter_id, self._new_sampler())
-        turns = self._turns()
-        if not turns:
+        """As NativeSampler, but beyond its budget by an iteration of each that takes a turn, and the time that weights
+        take to come to the device."""
+        self._take_in(work)
+        turns = self._turns(work)
+        if turns == [None]:
             return self._of_base.slice(work)
         try:
             return self._slice_in_turn(work, turns)
@@ -45,14 +65,30 @@ class InTurn:
             self.forget_all()
             raise
 
-    def _slice_in_turn(self, work: Slice, turns: list[str]) -> SliceResult:
-        each = work.budget_milliseconds / (1 + len(turns))
-        result = self._of_base.slice(self._part(work, None, each))
+    def _take_in(self, work: Slice) -> None:
+        """What concerns models with weights of their own: it waits for their turn."""
+        for request in work.join:
+            if request.adapter_id is not None and self._models.runs_alone(request.adapter_id):
+                self._sampler_of(request.adapter_id)
+        for model_id, waiting in self._waiting.items():
+            waiting.join += (request for request in work.join if request.adapter_id == model_id)
+            waiting.cancel += work.cancel
+
+    def _slice_in_turn(self, work: Slice, turns: Sequence[str | None]) -> SliceResult:
+        part, result = work.budget_milliseconds / len(turns), SliceResult({}, 0)
         for model_id in turns:
-            result = _joined(result, self._slice_of(model_id, self._part(work, model_id, each)))
-            if not self._of_models[model_id].has_jobs:
-                del self._of_models[model_id]
-        return result
+            if model_id is None:
+                others = tuple(request for request in work.join if request.adapter_id not in self._of_models)
+                found = self._of_base.slice(Slice(others, work.cancel, part))
+            else:
+                found = self._slice_of(model_id, self._waiting[model_id].taken(part))
+            result = _joined(result, found)
+        for model_id in turns:
+            if model_id is not None and not self._of_models[model_id].has_jobs:
+                del self._of_models[model_id], self._waiting[model_id]
+        others = [model_id for model_id in self._of_models if model_id not in turns]
+        num_waiting = sum(self._of_models[each].num_jobs + len(self._waiting[each].join) for each in others)
+        return replace(result, num_active=result.num_active + num_waiting)
 
     def _slice_of(self, model_id: str, work: Slice) -> SliceResult:
         sampler = self._of_models[model_id]
@@ -79,6 +115,8 @@ class InTurn:
         """As NativeSampler."""
         self._of_base.forget_all()
         self._of_models.clear()
+        self._waiting.clear()
+        self._had_turns = []
 
     def cache_bytes(self) -> int:
         """Of the budget: slots in use, slots that wait for use, and prefixes."""
@@ -88,28 +126,29 @@ class InTurn:
         """Of the slots in use."""
         return self._cache.held_bytes()
 
-    def _turns(self) -> list[str]:
-        """Of models with weights of their own, those of which some rank has jobs: all ranks take the same turns."""
-        if not self._models.has_full:
-            wanted = set(self._of_models)
-        else:
-            wanted = {model_id for of_rank in self._mesh.exchange(list(self._of_models)) for model_id in of_rank}
-        for model_id in wanted:
-            self._of_models.setdefault(model_id, self._new_sampler())
-        return sorted(wanted)
+    def _turns(self, work: Slice) -> list[str | None]:
+        """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many
+        as have room on the device, those first that had no turn for longest."""
+        if not (self._models.has_full or self._had_turns):
+            return [None]
+        joining = any(request.adapter_id not in self._of_models for request in work.join)
+        told = self._mesh.exchange((self._of_base.has_jobs or joining, list(self._of_models)))
+        wanted = {model_id for _, of_rank in told for model_id in of_rank}
+        self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
+        turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
+        self._had_turns = [*(each for each in self._had_turns if each not in turns), *turns]
+        for model_id in turns:
+            self._sampler_of(model_id)
+        return [*([None] if any(of_base for of_base, _ in told) or not turns else []), *turns]
 
-    def _part(self, work: Slice, model_id: str | None, milliseconds: float) -> Slice:
-        """Of who joins, the model's; None = what no model's own sampler has."""
-        joining = (
-            request
-            for request in work.join
-            if (request.adapter_id if request.adapter_id in self._of_models else None) == model_id
-        )
-        return replace(work, join=tuple(joining), budget_milliseconds=milliseconds)
+    def _sampler_of(self, model_id: str) -> NativeSampler:
+        if model_id not in self._of_models:
+            self._of_models[model_id], self._waiting[model_id] = self._new_sampler(), Waiting()
+        return self._of_models[model_id]
 
     def _new_sampler(self) -> NativeSampler:
         return NativeSampler(
-            self._base, self._models, self._limits, self._config, self._mesh, self._cache, self._namespaces
+            self._base, self._models, self._limits, self._config, self._mesh, self._cache, self._namespaces, self._text
         )
 
 

@@ -64,8 +64,9 @@ class NativeSampler:
         mesh: Mesh | None = None,
         cache: Cache | None = None,
         namespaces: Namespaces | None = None,
+        text: Text | None = None,
     ) -> None:
-        """mesh: None = there is one rank. cache, namespaces: None = those that no other sampler shares."""
+        """mesh: None = there is one rank. cache, namespaces, text: None = those that no other sampler shares."""
         self._base = base
         self._together = Together(mesh or Mesh())
         self._models = models
@@ -79,7 +80,7 @@ class NativeSampler:
         self._drawing: Drawing | None = None
         self._plan: Plan | None = None
         self._finished: dict[str, SampleResponse | Failure] = {}
-        self._text = Text(config.model.source, base)
+        self._text = text or Text(config.model.source, base)
 
     def slice(self, work: Slice) -> SliceResult:
         """Cancelled jobs are not answered. Runs over its budget by at most one iteration, and by the time
@@ -113,6 +114,10 @@ class NativeSampler:
         self._jobs.clear()
         self._schedule.clear()
         self._drawing = self._plan = None
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
 
     @property
     def has_jobs(self) -> bool:

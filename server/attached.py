@@ -23,7 +23,7 @@ _PATIENCE_SECONDS = 30.0
 _LOOK_SECONDS = 1.0
 
 _OF_WORKERS = {entry.name for entry in fields(WorkerConfig)} | {
-    *("shard", "sampler_workers", "sampler_parallel", "sampler_device"),
+    *("shard", "role_groups", "sampler_workers", "sampler_parallel", "sampler_device"),
 }
 _OWN = {"hang_seconds", "model_cache", "shared_directories"}
 

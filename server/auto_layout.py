@@ -1,7 +1,7 @@
 """`serve --parallel auto`: for each base model the smallest layout whose ranks fit their devices."""
 
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
 
@@ -49,8 +49,19 @@ class _Devices:
                 "--parallel auto leaves no room on the training devices for what only samples: name devices for that "
                 "with --sampler-device, or a layout with --parallel"
             )
-        for first in (first_device(device) for device in sampling.devices if device.startswith("cuda")):
-            self._taken |= dict.fromkeys(range(first, first + sampling.parallel.num_ranks), "a sampler")
+        self._take(sampling.devices, sampling.parallel.num_ranks, "a sampler")
+        for group in config.role_groups:
+            if self._number and not (group.devices or runs_on_cpu(config.models[0])):
+                raise ValueError(
+                    f"--parallel auto leaves no room on the devices of the policies for --role-group {group}: name "
+                    f"devices for it, as in {group}@cuda:{self._number - 1}, or a layout with --parallel"
+                )
+            self._take(group.devices, group.parallel.num_ranks, f"--role-group {group}")
+
+    def _take(self, devices: Sequence[str], num_ranks: int, name: str) -> None:
+        """From each of these on."""
+        for first in (first_device(device) for device in devices if device.startswith("cuda")):
+            self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
 
     def left(self, model: WorkerConfig) -> int | None:
         """From the first one on that the model may have; None where they are not ours to count."""

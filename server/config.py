@@ -9,13 +9,14 @@ import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from ipaddress import ip_address
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from ..workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from ..schemas.models import Role
+from ..workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from ..workers.parallel.styles import replicated_units
 from .checkpoint_files import PlaceConfig
@@ -30,6 +31,7 @@ from .values import (
     is_url,
     parse_bytes,
     parse_layout,
+    parse_role_group,
     parse_served_model,
 )
 
@@ -108,8 +110,10 @@ DATABASE_URL = Check(
 ADDRESS = Check(
     lambda value: re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^\s:/]+):[0-9]{1,5}", str(value)) is not None, "HOST:PORT"
 )
-REPEATED = ("base_models", "mirrors", "shard")
+REPEATED = ("base_models", "mirrors", "role_groups", "shard")
 """The knobs that a command line may name several times."""
+ROLES_APART = tuple(role for role in typing.get_args(Role) if role != "policy")
+"""Those that may have groups of their own."""
 SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "above 0, 1 at the most")
 
 
@@ -118,7 +122,7 @@ _OF_WORKERS = {
     *("full_slots", "max_full_models", "full_sampling", "base_quantization", "optimizer_states"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
-    *("host_adapter_bytes", "kv_cache_bytes", "sampler_workers", "sampler_parallel", "sampler_device"),
+    *("host_adapter_bytes", "kv_cache_bytes", "role_groups", "sampler_workers", "sampler_parallel", "sampler_device"),
     *("ray_address", "ray_cpus_per_rank", "ray_gpus_per_rank", "model_cache", "hang_seconds"),
     *("workers_secret_file", "log_level", "ready_file"),
 }
@@ -187,6 +191,11 @@ class ServerConfig:
     zero_stage: Literal["3", "2"] = knob("3", "2: along fsdp, weights stay from forward to backward")
     activations: Literal["keep", "recompute", "offload"] = knob(
         "keep", "what a pass keeps of layers for its way back (docs/parallel.md)"
+    )
+    role_groups: tuple[RoleGroup, ...] = knob(
+        (),
+        "ROLES=LAYOUT[@DEVICE]: ranks of their own; repeatable (docs/roles.md)",
+        flag="--role-group",
     )
     micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
@@ -292,6 +301,7 @@ class ServerConfig:
                 f"device names {len(self._devices)} devices for {len(self.base_models)} base models: name one for all, "
                 "or one for each in their order"
             )
+        _check_role_groups(self)
         _check_sampler(self)
         _check_zero_stage(self)
         _check_shard(self)
@@ -457,7 +467,9 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, typing.Any]:
 
 
 def _split_list(knob_field: Field, text: str) -> str | list[str]:
-    return [part.strip() for part in text.split(",")] if knob_field.name in REPEATED else text
+    """Layouts and lists of devices have commas in them."""
+    separator = ";" if knob_field.name == "role_groups" else ","
+    return [part.strip() for part in text.split(separator)] if knob_field.name in REPEATED else text
 
 
 def _from_flags(flags: Mapping[str, str | Sequence[str]]) -> dict[str, typing.Any]:
@@ -486,6 +498,8 @@ def _from_toml(knob_field: Field, value: object, place: str) -> object:
 def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> object:
     if knob_field.name == "base_models":
         return tuple(parse_served_model(entry) for entry in ([text] if isinstance(text, str) else text))
+    if knob_field.name == "role_groups":
+        return tuple(parse_role_group(entry) for entry in ([text] if isinstance(text, str) else text))
     if knob_field.name == "parallel":
         return None if text == AUTO else parse_layout(_joined(text), flag=place)
     if knob_field.name == "sampler_parallel":
@@ -586,11 +600,38 @@ def _check_value(knob_field: Field, value: object) -> None:
     raise ConfigError(f"{knob_field.name} is {shown}: expected {knob.check.words}")
 
 
+def _check_role_groups(config: ServerConfig) -> None:
+    named: set[str] = set()
+    for group in config.role_groups:
+        for role in group.roles:
+            _check_role_apart(role, group, named)
+            named.add(role)
+        if group.devices and not DEVICES.holds(",".join(group.devices)):
+            raise ConfigError(f"role_groups: {group} is at {','.join(group.devices)}: expected {DEVICES.words}")
+        if config.base_models and len(group.devices) not in (0, 1, len(config.base_models)):
+            raise ConfigError(
+                f"role_groups: {group} names {len(group.devices)} devices for {len(config.base_models)} base models: "
+                "name one for all, or one for each in their order"
+            )
+
+
+def _check_role_apart(role: str, group: RoleGroup, named: Collection[str]) -> None:
+    if role == "policy":
+        raise ConfigError(
+            f"role_groups: {group}: policies have the base model's own group, with the layout of --parallel and "
+            f"the device of --device: name {' or '.join(ROLES_APART)}"
+        )
+    if role not in ROLES_APART:
+        raise ConfigError(f"role_groups: {group}: there is no role {role!r}: expected {' or '.join(ROLES_APART)}")
+    if role in named:
+        raise ConfigError(f"role_groups: {group}: {role} has a group already: name it once")
+
+
 def _check_zero_stage(config: ServerConfig) -> None:
     if (
         config.zero_stage == "2"
         and config.parallel is not None
-        and config.parallel.fsdp == 1
+        and all(spec.fsdp == 1 for spec in (config.parallel, *(group.parallel for group in config.role_groups)))
         and config.workers is None
     ):
         raise ConfigError(f"zero_stage 2 is about fsdp, which the layout {config.parallel} has none of: leave it out")

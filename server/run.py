@@ -549,7 +549,7 @@ class Run:
             return Pending(queue_state_reason="the worker died: the state of this run is being made again")
         earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
         if not earlier:
-            return Pending(queue_state_reason=self._services.status(self.record.base_model))
+            return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
         are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
         return Pending(queue_state_reason=f"{len(earlier)} {are} first")
 

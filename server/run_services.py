@@ -16,7 +16,7 @@ from .snapshots import Snapshots
 
 @dataclass(frozen=True)
 class RunServices:
-    """status: of a base model, in words."""
+    """status: of a base model's runs of a role, in words."""
 
     config: ServerConfig
     futures: Futures
@@ -26,5 +26,5 @@ class RunServices:
     operations: Operations
     sessions: Sessions
     quotas: Quotas
-    status: Callable[[str], str | None]
+    status: Callable[[str, str], str | None]
     copied: Copied

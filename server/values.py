@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..workers.config import ServedModel
+from ..workers.config import RoleGroup, ServedModel
 from ..workers.parallel.spec import ParallelSpec
 from ..workers.parallel.styles import replicated_units
 
@@ -40,6 +40,25 @@ def parse_layout(layout: str, shard: Sequence[str] = (), flag: str = "--parallel
         return replace(spec, replicated=replicated_units(shard))
     except ValueError as error:
         raise ConfigError(f"--shard: {error}") from None
+
+
+def parse_role_group(text: str) -> RoleGroup:
+    """critic+reference=fsdp=2@cuda:1: roles, the layout of their ranks, and devices if not those of the base model.
+
+    Raises ConfigError.
+    """
+    roles, _, apart = text.partition("=")
+    layout, at, devices = (part.strip() for part in apart.partition("@"))
+    if not layout or (at and not devices):
+        raise ConfigError(
+            f"role group {text!r} is not ROLES=LAYOUT[@DEVICE], such as reference=single or "
+            "critic+reference=tp=2@cuda:1"
+        )
+    if layout == AUTO:
+        raise ConfigError(f"role group {text!r}: auto is of --parallel alone; name a layout, such as single or tp=2")
+    named = tuple(role.strip() for role in roles.split("+"))
+    spec = parse_layout(layout, flag=f"role group {text!r}")
+    return RoleGroup(named, spec, tuple(devices.split(",")) if devices else ())
 
 
 def is_url(text: str) -> bool:

@@ -129,13 +129,32 @@ class SamplingConfig:
 
 
 @dataclass(frozen=True)
+class RoleGroup:
+    """Roles whose runs live in ranks of their own, apart from those of the other roles: so it is for each base model.
+
+    parallel: their layout. devices: as WorkerConfig.device, one for all base models, or one for each in their order;
+    () = those of the base model.
+    """
+
+    roles: tuple[str, ...]
+    parallel: ParallelSpec = SINGLE
+    devices: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """As a user writes it."""
+        devices = ",".join(self.devices)
+        return f"{'+'.join(self.roles)}={self.parallel.axes}{f'@{devices}' if devices else ''}"
+
+
+@dataclass(frozen=True)
 class DispatchConfig:
-    """One group per model, of as many ranks as its layout has, and those that only sample.
+    """One group per model, of as many ranks as its layout has, those that only sample, and those of roles apart.
 
     pool: "local" = processes of this machine, "ray" = actors. ray_address: None starts a small cluster here.
     ray_gpus_per_rank: of ranks on CUDA; less than 1 when several base models share a GPU.
     slice_milliseconds: about how long sampling holds the ranks at a time.
     pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
+    role_groups: roles in groups of their own; the others, and all that is sampled, are in the model's.
     tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
     worker: the class built on every rank, as "module:Class".
     kept: where another process keeps the workers, which are then as it was told.
@@ -148,6 +167,7 @@ class DispatchConfig:
     ray_gpus_per_rank: float = 1.0
     slice_milliseconds: float = 50.0
     pass_tokens: int = 8192
+    role_groups: tuple[RoleGroup, ...] = ()
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = f"{__package__}.worker:Worker"

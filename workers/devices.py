@@ -42,24 +42,29 @@ def no_cuda(device: str, torch_version: str) -> ValueError:
     )
 
 
-def check_devices(training: Mapping[str, WorkerConfig], samplers: Mapping[str, WorkerConfig]) -> None:
-    """Groups by their names. Raises ValueError where samplers of several ranks each take devices that are not there,
-    and where one shares a part of them with another group, which is an oversight."""
-    num_devices, others = cuda_devices(), dict(training)
-    for name, sampler in samplers.items():
-        own = _taken(sampler)
+def check_devices(
+    others: Mapping[str, WorkerConfig],
+    groups: Mapping[str, WorkerConfig],
+    layout_flag: str,
+    device_flag: str | None = None,
+) -> None:
+    """Of groups by their names. device_flag: None = that of their layouts. Raises ValueError where one of them takes
+    devices that are not there, and where it shares a part of them with another one, which is an oversight."""
+    num_devices, others, device_flag = cuda_devices(), dict(others), device_flag or layout_flag
+    for name, group in groups.items():
+        own = _taken(group)
         if num_devices is not None and own.stop > num_devices:
             raise ValueError(
-                f"{name} takes {_shown(own)}, one for each rank of --sampler-parallel {sampler.parallel}, and there is "
-                f"{_shown(range(num_devices))}: name an earlier one with --sampler-device, or use fewer ranks"
+                f"{name} takes {_shown(own)}, one for each rank of {layout_flag} {group.parallel}, and there is "
+                f"{_shown(range(num_devices))}: name an earlier one with {device_flag}, or use fewer ranks"
             )
         for other, theirs in ((other, _taken(model)) for other, model in others.items()):
             if 0 < len(set(own) & set(theirs)) < min(len(own), len(theirs)):
                 raise ValueError(
                     f"{name} takes {_shown(own)}, and {other} {_shown(theirs)}, which is neither apart nor together: "
-                    "name another device with --sampler-device"
+                    f"name another device with {device_flag}"
                 )
-        others[name] = sampler
+        others[name] = group
 
 
 def _taken(model: WorkerConfig) -> range:

@@ -1,4 +1,5 @@
-"""What each verb means over the groups that train, one per base model, and the engines that sample.
+"""What each verb means over the groups that hold runs, one per base model and more for roles apart, and the engines
+that sample.
 
 Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
 """
@@ -20,7 +21,7 @@ from .config import DispatchConfig, WorkerConfig
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .group import Group, OnProgress
 from .shares import PassLimits
-from .sources import named_samplers, samplers, source_of, with_threads
+from .sources import name_of, named_samplers, roles_apart, samplers, source_of, with_threads
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Snapshot, Verb
 
@@ -42,6 +43,7 @@ class WorkerDispatch:
         self._source = source_of(config)
         models = with_threads(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
+        self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
         self._homes: dict[str, _Home] = {}  # by id of the run
         self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
@@ -51,8 +53,9 @@ class WorkerDispatch:
         enough memory."""
         try:
             await self._source.open()
-            for name, group in self._groups.items():
-                await group.start(on_progress)
+            for name in self._groups:
+                for each in self._groups_of(name):
+                    await each.start(on_progress)
                 await self._engines[name].start(on_progress)
         except BaseException:
             await self.close()
@@ -62,25 +65,29 @@ class WorkerDispatch:
     async def close(self) -> None:
         """Ends the workers; what still waits for them fails."""
         await asyncio.gather(*(engine.close() for engine in self._engines.values()))
-        await asyncio.gather(*(group.close() for group in self._groups.values()))
+        await asyncio.gather(*(group.close() for group in self._all_groups()))
         await self._source.close()
 
-    def status(self, base_model: str) -> str | None:
-        """What work on this base model waits for, in words; None when nothing waits."""
-        return self._group(base_model).status() or self._engines[base_model].status()
+    def status(self, base_model: str, role: str | None = None) -> str | None:
+        """What work on this base model waits for, in words; None when nothing waits. role: of whose runs; None: of
+        those that are sampled."""
+        group = self._group(base_model, role)
+        is_sampled = group is self._groups[base_model]
+        return group.status() or (self._engines[base_model].status() if is_sampled else None)
 
     def is_up(self, base_model: str) -> bool:
-        """Whether its training workers are; else they are being started again."""
-        return not self._group(base_model).restarting
+        """Whether its workers are, but for those that only sample; else some of them are being started again."""
+        return not any(group.restarting for group in self._groups_of(base_model))
 
     def pids(self, base_model: str) -> list[int]:
-        """Process ids of the base model's training ranks, and then of what only samples it."""
-        return self._group(base_model).pids() + self._engines[base_model].pids()
+        """Process ids of the base model's ranks: of its policies, of roles apart, and then of what only samples it."""
+        of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids()]
+        return of_groups + self._engines[base_model].pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
         # Before it is there: who gives up waiting for it has to drop it.
-        home = self._homes[spec.run_id] = _Home(self._group(base_model), tenant_id)
+        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model)
         return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
@@ -120,7 +127,9 @@ class WorkerDispatch:
         Held until `drop_adapter`; by the training workers, where they sample, until the worker dies.
         """
         home = self._home_of_run(run_id)
-        engine = self._engines[home.group.name]
+        engine = self._engine(home.base_model)
+        if home.group is not self._groups[home.base_model]:
+            raise OperationError(f"run {run_id} lives in {home.group.name}, which is not sampled: sample from a policy")
         await engine.copy_adapter(run_id, home.tenant_id, adapter_id)
         self._adapters[adapter_id] = engine
 
@@ -137,7 +146,7 @@ class WorkerDispatch:
         lora: its rank and alpha. Raises OperationError (user) where it is none of this base model.
         """
         verb = Verb("convert_adapter", (str(source), lora, str(directory)))
-        return await _Home(self._group(base_model), tenant_id).submit(str(directory), verb)
+        return await self._group(base_model).submit(str(directory), tenant_id, verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
         """Unknown and lost adapters: no-op."""
@@ -155,11 +164,11 @@ class WorkerDispatch:
             engine.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        """Served name -> bytes by purpose, of the groups that are up, and the same of workers that only sample."""
-        groups = {name: group for name, group in self._groups.items() if not group.restarting}
-        answers = await asyncio.gather(*(_Home(group).submit("memory", Verb("memory")) for group in groups.values()))
+        """Name of a group (the served one, where it has policies) -> bytes by purpose, of those that are up."""
+        groups = [group for group in self._all_groups() if not group.restarting]
+        answers = await asyncio.gather(*(group.submit("memory", "", Verb("memory")) for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
-        memory = dict(zip(groups, answers, strict=True))
+        memory = dict(zip((group.name for group in groups), answers, strict=True))
         for each in of_engines:
             memory |= each
         return memory
@@ -167,10 +176,18 @@ class WorkerDispatch:
     async def _submit_verb(self, run_id: str, method: str, *arguments: object) -> None:
         await self._home_of_run(run_id).submit(run_id, Verb(method, (run_id, *arguments)))
 
-    def _group(self, base_model: str) -> Group:
+    def _group(self, base_model: str, role: str | None = None) -> Group:
+        """Where runs of this role live; None: those that are sampled."""
         if base_model not in self._groups:
             raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._groups)}")
-        return self._groups[base_model]
+        return self._apart[base_model].get(role, self._groups[base_model])
+
+    def _groups_of(self, base_model: str) -> list[Group]:
+        """That of its policies is the first."""
+        return list(dict.fromkeys([self._group(base_model), *self._apart[base_model].values()]))
+
+    def _all_groups(self) -> list[Group]:
+        return [group for base_model in self._groups for group in self._groups_of(base_model)]
 
     def _engine(self, base_model: str) -> Engine:
         return self._engines[self._group(base_model).name]
@@ -188,6 +205,13 @@ class WorkerDispatch:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
         return Group(model, partial(self._source.new_pool, name), limits, self._config.slice_milliseconds, name)
 
+    def _groups_apart(self, model: WorkerConfig) -> dict[str | None, Group]:
+        apart: dict[str | None, Group] = {}
+        for each in self._config.role_groups:
+            group = self._new_group(roles_apart(self._config, model, each), name_of(model, each))
+            apart |= dict.fromkeys(each.roles, group)
+        return apart
+
     def _new_engine(self, number: int, model: WorkerConfig) -> Engine:
         """number: the model's, in the order of the config."""
         training, sampling = self._groups[model.model.name], self._config.sampling
@@ -204,10 +228,11 @@ class WorkerDispatch:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a run lives, and whose it is; "": the server's."""
+    """Where a run lives, whose it is, and of which base model."""
 
     group: Group
-    tenant_id: str = ""
+    tenant_id: str
+    base_model: str
 
     async def submit(self, key: str, item: Item) -> Any:
         return await self.group.submit(key, self.tenant_id, item)

@@ -173,8 +173,11 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
 
 
 def _shown(value: object) -> str:
-    models = value if isinstance(value, tuple) else ()
-    return ", ".join(f"{each.name}={each.source}" for each in models if isinstance(each, ServedModel)) or str(value)
+    return ", ".join(map(_shown_one, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _shown_one(value: object) -> str:
+    return f"{value.name}={value.source}" if isinstance(value, ServedModel) else str(value)
 
 
 def _is_no_older(other: Claim, claim: Claim) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from .config import DispatchConfig, SamplingConfig, WorkerConfig
+from .config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig
 from .devices import check_cuda, check_devices, device_of, first_device
 from .footprint import check_fit, runs_on_cpu
 from .parallel.checks import check_layout, cuda_devices
@@ -51,6 +51,7 @@ class Started:
                 check_cuda(model.device)
         for model in self._config.models:
             _check_layout(model, is_local=self._cluster is None)
+        _check_roles(self._config)
         _check_samplers(self._config)
         copies = _copies(self._config)
         check_fit(copies)
@@ -91,11 +92,29 @@ class Kept:
 
 
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
-    """All that are made of our own processes, by name: of each base model one that trains, then those that sample."""
+    """All that are made of our own processes, by name: of each base model the one of its policies, those of roles
+    apart, then those that sample."""
     for model in with_threads(config):
         yield model.model.name, model
+        yield from named_roles(config, model).items()
         if config.sampling.vllm is None:
             yield from named_samplers(model, config.sampling)
+
+
+def named_roles(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
+    """Of one of the base models, by the names of its groups."""
+    return {name_of(model, each): roles_apart(config, model, each) for each in config.role_groups}
+
+
+def name_of(model: WorkerConfig, group: RoleGroup) -> str:
+    return f"{model.model.name} ({' and '.join(group.roles)})"
+
+
+def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -> WorkerConfig:
+    """What the workers of these roles are built of. model: one of the base models."""
+    number = [each.model for each in config.models].index(model.model)
+    devices = group.devices or (model.device,)
+    return replace(model, parallel=group.parallel, device=devices[number % len(devices)])
 
 
 def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -125,6 +144,23 @@ def _check_layout(model: WorkerConfig, is_local: bool) -> None:
     check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations, model.base_quantization)
 
 
+def _check_roles(config: DispatchConfig) -> None:
+    """Raises ValueError."""
+    is_local = config.pool == "local"
+    try:
+        for group in _of_roles(config).values():
+            _check_layout(group, is_local)
+    except ValueError as error:
+        raise ValueError(f"--role-group: {error}") from None
+    if is_local:
+        check_devices({model.model.name: model for model in config.models}, _of_roles(config), "--role-group")
+
+
+def _of_roles(config: DispatchConfig) -> dict[str, WorkerConfig]:
+    """Of all base models, by the names of the groups."""
+    return {name: group for model in config.models for name, group in named_roles(config, model).items()}
+
+
 def _check_samplers(config: DispatchConfig) -> None:
     """Raises ValueError."""
     sampling = config.sampling
@@ -136,8 +172,9 @@ def _check_samplers(config: DispatchConfig) -> None:
     except ValueError as error:
         raise ValueError(f"--sampler-parallel: {error}") from None
     if config.pool == "local":
-        training = {model.model.name: model for model in config.models}
-        check_devices(training, dict(each for model in config.models for each in named_samplers(model, sampling)))
+        training = {model.model.name: model for model in config.models} | _of_roles(config)
+        of_samplers = dict(each for model in config.models for each in named_samplers(model, sampling))
+        check_devices(training, of_samplers, "--sampler-parallel", "--sampler-device")
 
 
 def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
@@ -153,7 +190,11 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
 
 def _copies(config: DispatchConfig) -> list[WorkerConfig]:
     """One for each process that holds a base model."""
-    groups = (group for model in config.models for group in (model, *samplers(model, config.sampling)))
+    groups = (
+        group
+        for model in config.models
+        for group in (model, *named_roles(config, model).values(), *samplers(model, config.sampling))
+    )
     return [copy for group in groups for copy in _of_ranks(group, is_local=config.pool == "local")]
 
 

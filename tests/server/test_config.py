@@ -19,7 +19,7 @@ from trainhouse.server.config import (
     store_config_of,
 )
 from trainhouse.server.store import StoreConfig
-from trainhouse.workers.config import SamplingConfig, VllmConfig, WorkerConfig
+from trainhouse.workers.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.parallel.spec import ParallelSpec
 
@@ -28,7 +28,7 @@ MODEL = {"base_models": ["a/b"]}
 CONFIGS = ROOT / "tests" / "workers" / "parallel" / "configs"
 
 
-def config_of(**flags: str) -> ServerConfig:
+def config_of(**flags: str | list[str]) -> ServerConfig:
     return load_config({**MODEL, **flags}, {}, None)
 
 
@@ -139,12 +139,33 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             {"sampler_workers": "3", "sampler_parallel": "replicas=2,tp=2"},
             "sampler_parallel replicas=2,tp=2: replicas would wait for each other's samples: raise sampler_workers",
         ),
+        ({"role_groups": "critic"}, "role group 'critic' is not ROLES=LAYOUT[@DEVICE], such as reference=single or"),
+        ({"role_groups": "critic=tp=2@"}, "role group 'critic=tp=2@' is not ROLES=LAYOUT[@DEVICE]"),
+        (
+            {"role_groups": "policy=tp=2"},
+            "policy=tp=2: policies have the base model's own group, with the layout of --parallel and the device of "
+            "--device: name critic or reference",
+        ),
+        ({"role_groups": "judge=single"}, "judge=single: there is no role 'judge': expected critic or reference"),
+        ({"role_groups": "critic+=single"}, "critic+=single: there is no role '': expected critic or reference"),
+        ({"role_groups": "critic+critic=single"}, "critic+critic=single: critic has a group already: name it once"),
+        (
+            {"role_groups": ["critic=single", "reference+critic=tp=2"]},
+            "reference+critic=tp=2: critic has a group already: name it once",
+        ),
+        ({"role_groups": "critic=pp=2"}, "role group 'critic=pp=2': pipeline parallelism is not offered"),
+        ({"role_groups": "critic=auto"}, "role group 'critic=auto': auto is of --parallel alone; name a layout"),
+        ({"role_groups": "critic=single@gpu"}, "critic=single@gpu is at gpu: expected auto, cpu, cuda"),
+        (
+            {"role_groups": "critic=single@cuda:1,cuda:2"},
+            "critic=single@cuda:1,cuda:2 names 2 devices for 1 base models: name one for all, or one for each",
+        ),
         ({"base_models": "=x"}, "base model '=x' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a="}, "base model 'a=' is not NAME[=PATH_OR_HUB_ID]"),
         ({"base_models": "a=/no/such/place"}, "base model a: there is no /no/such/place"),
     ],
 )
-def test_bad_values_are_refused_with_the_value_and_the_remedy(flags: dict[str, str], reason: str) -> None:
+def test_bad_values_are_refused_with_the_value_and_the_remedy(flags: dict[str, str | list[str]], reason: str) -> None:
     with pytest.raises(ConfigError) as refusal:
         config_of(**flags)
     assert reason in str(refusal.value)
@@ -258,7 +279,7 @@ def test_auto_is_the_fewest_ranks_that_fit_for_each_base_model(tmp_path: Path) -
         with_layouts(other.dispatch_config(), 10**9, said.append)
 
 
-def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str) -> DispatchConfig:
+def on_gpus(monkeypatch: pytest.MonkeyPatch, number: int, *models: str, **flags: str | list[str]) -> DispatchConfig:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(number))))
     sources = [f"{name}={CONFIGS}/{file}.json" for name, _, file in (model.partition("=") for model in models)]
     common = {
@@ -329,6 +350,30 @@ def test_auto_asks_the_driver_what_a_device_has(tmp_path: Path, monkeypatch: pyt
     with_layouts(config.dispatch_config(), config.device_memory_bytes, said.append)
     assert " of 25.8 GB on each rank" in said[0]
     assert config_of(parallel="auto", device_memory_bytes="80GB").device_memory_bytes == 80 * 10**9
+
+
+def test_auto_takes_no_device_of_a_group_of_roles(monkeypatch: pytest.MonkeyPatch) -> None:
+    beside = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2@cuda:0"])
+    assert with_layouts(beside, 24 * 10**9, print).models[0].device == "cuda:2"
+    nowhere = on_gpus(monkeypatch, 4, "a=Llama-3.1-8B", role_groups=["reference=tp=2"])
+    with pytest.raises(ValueError, match=r"for --role-group reference=tp=2: name devices for it, as in .*=tp=2@cuda:3"):
+        with_layouts(nowhere, 24 * 10**9, print)
+
+
+def test_roles_apart_are_read_from_everywhere_and_shown_as_they_are_written(tmp_path: Path) -> None:
+    written = ["critic=fsdp=2,tp=2@cuda:1,cuda:5", "reference=single"]
+    file = tmp_path / "server.toml"
+    file.write_text(f"role_groups = {written}\n")
+    models = {"base_models": ["a=/", "b=/"]}
+    of_flags = load_config({**models, "role_groups": written}, {}, None).role_groups
+    assert of_flags == load_config(models, {"TRAINHOUSE_ROLE_GROUPS": "; ".join(written)}, None).role_groups
+    assert of_flags == load_config(models, {}, file).role_groups
+    assert of_flags == (
+        RoleGroup(("critic",), ParallelSpec(fsdp=2, tp=2), ("cuda:1", "cuda:5")),
+        RoleGroup(("reference",)),
+    )
+    assert [str(each) for each in of_flags] == written
+    config_of(zero_stage="2", role_groups=["critic=fsdp=2"])
 
 
 def test_the_knobs_of_sampling_arrive(tmp_path: Path) -> None:

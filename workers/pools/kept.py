@@ -16,7 +16,7 @@ from typing import Any
 
 from ...schemas import errors, models, sampling, training
 from .. import messages, verbs
-from ..config import ServedModel, WorkerConfig
+from ..config import RoleGroup, ServedModel, WorkerConfig
 from ..landmark import Landmark
 from ..messages import Piece, decode, encode
 from ..parallel.spec import ParallelSpec
@@ -26,7 +26,7 @@ from .sealed import Sealed
 _ALIGNMENT = 64
 _MODULES = (errors, models, sampling, training, messages, verbs, sys.modules[__name__])
 """Of types that cross."""
-_OTHERS: tuple[type, ...] = (Answer, Landmark, ParallelSpec, ServedModel, WorkerConfig, WorkerError)
+_OTHERS: tuple[type, ...] = (Answer, Landmark, ParallelSpec, RoleGroup, ServedModel, WorkerConfig, WorkerError)
 """WorkerConfig's fields are knobs, which cross by name."""
 _WORKER = Path(__file__).parent.parent / "worker.py"
 

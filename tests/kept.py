@@ -7,8 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from .live import READY_SECONDS, start, stop
+from .live import READY_SECONDS, flags_of, start, stop
 
 SECRET = "kept-" + 40 * "s"
 
@@ -21,7 +22,7 @@ class Workers:
     secret_file: Path
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """Of a server that attaches to them."""
         return {"workers": self.address, "workers_secret_file": self.secret_file}
 
@@ -42,7 +43,7 @@ def kept_workers(
     ready.unlink(missing_ok=True)
     flags = [f"--base-model={name}={model}" for name, model in models.items()]
     knobs = {"threads": 1, "listen": listen, "ready_file": ready, "workers_secret_file": secret_file} | dict(options)
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
+    flags += flags_of(knobs)
     process = start([*below, sys.executable, "-m", "trainhouse.server", "workers", *flags], log)
     try:
         yield Workers(_address(process, ready, log), process, log, secret_file)

@@ -48,7 +48,8 @@ def live_server(
     module: str = "trainhouse.server",
     **options: object,
 ) -> Iterator[LiveServer]:
-    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3. The same `state_dir` = a restart.
+    """`options` become flags: sdk_max_chunk_datums=3 -> --sdk-max-chunk-datums 3, a list several of them. The same
+    `state_dir` = a restart.
 
     module: what `python -m` runs.
     """
@@ -71,9 +72,17 @@ def arguments(
     flags = [f"--base-model={name}={directory}" for name, directory in models.items()]
     # One thread: tiny models gain nothing from more, and tests share their cores with others.
     knobs = {"threads": 1, "drain_seconds": 5} | dict(options)
-    flags += [f"--{name.replace('_', '-')}={value}" for name, value in knobs.items()]
+    flags += flags_of(knobs)
     fixed = ["--host=127.0.0.1", "--port=0", f"--pool={pool}", f"--state-dir={state_dir}", f"--ready-file={ready}"]
     return ["serve", *fixed, *flags]
+
+
+def flags_of(options: Mapping[str, object]) -> list[str]:
+    return [
+        f"--{name.replace('_', '-')}={each}"
+        for name, value in options.items()
+        for each in (value if isinstance(value, list) else [value])
+    ]
 
 
 def start(command: list[str], log: Path) -> subprocess.Popen[bytes]:

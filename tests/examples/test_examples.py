@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -60,7 +61,20 @@ def test_the_reward_of_the_rl_loop_rises(shared_server: LiveServer, loss: str) -
 
 @pytest.mark.full
 def test_the_reward_of_ppo_rises_and_its_steps_are_counted(shared_server: LiveServer) -> None:
-    command = [sys.executable, "examples/ppo.py", "--base-url", shared_server.url, "--model", MODEL]
+    check_ppo(shared_server)
+
+
+@pytest.mark.full
+def test_so_it_is_with_critics_and_references_in_groups_of_their_own(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    apart: dict[str, Any] = {"role_group": ["critic=single", "reference=single"]}
+    with live_server({MODEL: tiny_models["llama"]}, tmp_path / "state", **apart) as server:
+        check_ppo(server)
+
+
+def check_ppo(server: LiveServer) -> None:
+    command = [sys.executable, "examples/ppo.py", "--base-url", server.url, "--model", MODEL]
     # 48 episodes, 20 at a time: 3 mini-batches, the last one of 8.
     options = ["--iterations", 10, "--samples", 12, "--tokens", 6, "--mini-batch", 20, "--learning-rate", 1e-2]
     output = run(*command, *options)

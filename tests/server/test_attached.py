@@ -15,7 +15,7 @@ from trainhouse.server.claim import StartError
 from trainhouse.server.cli import main, workers_help
 from trainhouse.server.config import ServerConfig, flag_of, worker_knobs
 from trainhouse.server.values import ConfigError
-from trainhouse.workers.config import ServedModel
+from trainhouse.workers.config import RoleGroup, ServedModel
 from trainhouse.workers.keeper import Keeper
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools import NoPlace
@@ -55,10 +55,12 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
     shard = ("layers.*.self_attn.*=replicate",)
     made = {"parallel": ParallelSpec(tp=2), "shard": shard, "adapter_slots": 3, "hang_seconds": 7.0} | of_samplers
+    made["role_groups"] = (RoleGroup(("critic",)),)
     async with kept(secret_file, **made) as address:
         given = ServerConfig(workers=address, workers_secret_file=secret_file, adapter_slots=3, port=1)
         config, _ = await with_workers(given)
         assert (config.base_models, config.parallel, config.adapter_slots) == (MODELS, ParallelSpec(tp=2), 3)
+        assert config.role_groups == (RoleGroup(("critic",)),)
         assert (config.sampler_workers, config.sampler_parallel, config.port) == (1, ParallelSpec(tp=2), 1)
         assert config.worker_config(config.base_models[0]).parallel.replicated == ("self_attn",)
         assert config.hang_seconds == given.hang_seconds, "a server's own patience"
@@ -81,6 +83,10 @@ async def test_a_server_is_as_its_workers_are(secret_file: Path) -> None:
             {"shard": ("layers.*.mlp.*_proj.*=replicate",)},
             "--shard is layers.*.mlp.*_proj.*=replicate here and layers.*.self_attn.*=replicate at the workers",
         ),
+        (
+            {"role_groups": (RoleGroup(("critic",), ParallelSpec(tp=2)), RoleGroup(("reference",)))},
+            "--role-group is critic=tp=2, reference=single here and critic=single at the workers",
+        ),
         ({"max_lora_rank": 8}, "--max-lora-rank is 8 here and 256 at the workers"),
         ({"base_models": MODELS[:1]}, "--base-model is tiny/a here and tiny/a, tiny/b at the workers"),
     ],
@@ -90,6 +96,7 @@ async def test_what_is_otherwise_at_the_workers_is_refused(
 ) -> None:
     of_samplers = {"sampler_workers": 1, "sampler_parallel": ParallelSpec(tp=2)}
     made = {"parallel": ParallelSpec(fsdp=2), "shard": ("layers.*.self_attn.*=replicate",)} | of_samplers
+    made["role_groups"] = (RoleGroup(("critic",)),)
     async with kept(secret_file, **made) as address:
         with pytest.raises(StartError, match=re.escape(reason)):
             await with_workers(ServerConfig(workers=address, workers_secret_file=secret_file, **knobs))
@@ -118,9 +125,13 @@ async def test_a_wrong_secret_is_refused_without_being_told(
             {"parallel": ParallelSpec(fsdp=2), "base_models": (ServedModel("tiny/a", "other"), MODELS[1])},
             "base_models tiny/a=other, tiny/b=b instead of tiny/a=a/on-their-machine, tiny/b=b:",
         ),
+        (
+            {"parallel": ParallelSpec(fsdp=2), "role_groups": (RoleGroup(("critic",), ParallelSpec(tp=2)),)},
+            "role_groups critic=tp=2 instead of none:",
+        ),
         ({"parallel": ParallelSpec(fsdp=2)}, "tiny/a is not among them"),
     ],
-    ids=["layout", "dtype", "model", "nothing"],
+    ids=["layout", "dtype", "model", "roles", "nothing"],
 )
 async def test_workers_that_are_other_ones_than_at_the_start_are_not_attached_to(
     then: dict[str, Any], reason: str, own_models: tuple[ServedModel, ...], sampler: str, secret_file: Path

@@ -14,9 +14,19 @@ from .test_restart import DATA, Client
 VALUES = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"returns": [1.0, -1.0, 0.5], "old_values": [0.0, 0.0, 0.0]}}]
 
 
+APART: dict[str, Any] = {"role_group": ["critic=single", "reference=single"]}
+
+
 @pytest.mark.full
-def test_critics_and_references_are_as_they_were_after_kill_9(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+@pytest.mark.parametrize(
+    ("before_it", "behind_it"),
+    [({}, {}), (APART, APART), (APART, {}), ({}, {"role_group": "critic+reference=fsdp=2"})],
+    ids=["in one group", "apart", "apart, then in one group", "in one group, then apart"],
+)
+def test_critics_and_references_are_as_they_were_after_kill_9(
+    before_it: dict[str, Any], behind_it: dict[str, Any], tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **before_it) as server:
         client = Client(server)
         session = {"session_id": client.post("create_session", {"sdk_version": "0"})["session_id"]}
 
@@ -45,7 +55,7 @@ def test_critics_and_references_are_as_they_were_after_kill_9(tiny_models: dict[
         assert before[0]["values"] != pytest.approx(at_first["values"], rel=1e-4), "two steps show"
         os.kill(server.process.pid, signal.SIGKILL)
         server.process.wait(20)
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **behind_it) as server:
         client = Client(server)
         for each, wanted in zip(forwards, before, strict=True):
             found = outputs(client.post("forward", each))

@@ -1,0 +1,132 @@
+"""Critics and references in groups of their own: kill -9 of one group's worker is nothing to the runs of the others."""
+
+import os
+import re
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from ..kept import kept_workers
+from ..live import LiveServer, live_server
+from ..server.test_restart import DATA, Client
+from ..server.test_roles import VALUES
+from .crashing import until, worker_pids
+from .training_script import MODEL
+
+APART: dict[str, Any] = {"role_group": ["critic=single", "reference=single"]}
+ROLES = ("policy", "critic", "reference")
+
+
+class Runs:
+    """One of each role, by plain REST."""
+
+    def __init__(self, server: LiveServer) -> None:
+        self._client = Client(server)
+        self._session = {"session_id": self._client.post("create_session", {"sdk_version": "0"})["session_id"]}
+        self._num_created = 0
+        self.ids = {role: self.create(role) for role in ROLES}
+
+    def create(self, role: str) -> str:
+        lora = {"rank": 4, "seed": 7}
+        of_role = {"model_seq_id": self._num_created, "base_model": MODEL, "lora_config": lora, "model_role": role}
+        self._num_created += 1
+        return self._client.post("create_model", self._session | of_role)["model_id"]
+
+    def move(self, server: LiveServer) -> None:
+        """To another server, where they are, too."""
+        self._client = Client(server)
+
+    def scored(self, role: str) -> np.ndarray:
+        answer = self._client.post("forward", self._batch(role, self.ids[role]))
+        (output,) = answer["loss_fn_outputs"]
+        return np.array(output["values" if role == "critic" else "logprobs"]["data"])
+
+    def train(self, role: str, num_steps: int, model_id: str | None = None) -> list[float]:
+        losses = []
+        for _ in range(num_steps):
+            passed = self._client.post("forward_backward", self._batch(role, model_id or self.ids[role]))
+            losses.append(passed["metrics"]["loss:sum"])
+            params = {"adam_params": {"learning_rate": 1e-3}}
+            assert self._client.post("optim_step", {"model_id": model_id or self.ids[role]} | params)["metrics"]
+        return losses
+
+    def move_reference(self) -> None:
+        """To the policy as it is now."""
+        path = self._client.post("save_weights", {"model_id": self.ids["policy"], "path": "now"})["path"]
+        assert self._client.post("load_weights", {"model_id": self.ids["reference"], "path": path})["path"] == path
+
+    def _batch(self, role: str, model_id: str) -> dict[str, Any]:
+        if role == "critic":
+            return {"model_id": model_id, "data": VALUES, "loss_fn": "value_mse"}
+        return {"model_id": model_id, "data": DATA, "loss_fn": "cross_entropy"}
+
+
+def states(server: LiveServer) -> str:
+    """Of the base model."""
+    return httpx.get(f"{server.url}/api/v1/readyz").json()["base_models"][MODEL]
+
+
+def pid_of(server: LiveServer, role: str) -> int:
+    """As the server told when it began last."""
+    return int(re.findall(rf"{MODEL} \({role}\) ready in .*process (\d+)", server.log.read_text())[-1])
+
+
+@pytest.mark.full
+def test_a_dead_worker_of_references_is_nothing_to_policies_and_critics(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **APART) as server, ThreadPoolExecutor(2) as threads:
+        runs = Runs(server)
+        runs.train("policy", 2)
+        runs.move_reference()
+        before, others = runs.scored("reference"), set(worker_pids(server.process.pid)) - {pid_of(server, "reference")}
+        assert states(server) == "up" and len(others) == 2
+        training = {role: threads.submit(runs.train, role, 40) for role in ("policy", "critic")}
+        os.kill(pid_of(server, "reference"), signal.SIGKILL)
+        until(lambda: states(server) == "restarting")
+        assert not any(each.done() for each in training.values()), "they trained meanwhile"
+        np.testing.assert_allclose(runs.scored("reference"), before, rtol=1e-5)
+        assert states(server) == "up"
+        found = {role: each.result() for role, each in training.items()}
+        assert others < set(worker_pids(server.process.pid))
+        again = re.findall(r"(\S+) is there again", server.log.read_text())
+        assert again == [runs.ids["reference"]]
+        # As if nothing had happened, and two steps further would show.
+        undisturbed = runs.train("policy", 42, runs.create("policy"))
+        assert found["policy"] == pytest.approx(undisturbed[2:], rel=1e-5)
+        assert found["policy"] != pytest.approx(undisturbed[:40], rel=1e-3)
+        assert found["critic"] == pytest.approx(runs.train("critic", 40, runs.create("critic")), rel=1e-5)
+
+
+@pytest.mark.full
+def test_workers_that_are_kept_have_the_groups_too(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    models, state_dir = {MODEL: tiny_models["qwen3"]}, tmp_path / "state"
+    with kept_workers(models, tmp_path, **APART) as workers:
+        ranks = sorted(worker_pids(workers.process.pid))
+        assert len(ranks) == 3
+        with live_server(models, state_dir, **workers.options) as server:
+            runs = Runs(server)
+            for role in ("policy", "critic"):
+                runs.train(role, 2)
+            runs.move_reference()
+            before = {role: runs.scored(role) for role in ROLES}
+            os.kill(server.process.pid, signal.SIGKILL)
+            server.process.wait(20)
+        with live_server(models, state_dir, **workers.options) as server:
+            runs.move(server)
+            for role in ROLES:
+                np.testing.assert_allclose(runs.scored(role), before[role], rtol=1e-5)
+            os.kill(pid_of(server, "reference"), signal.SIGKILL)
+            np.testing.assert_allclose(runs.scored("reference"), before["reference"], rtol=1e-5)
+            assert len(set(ranks) & set(worker_pids(workers.process.pid))) == 2
+        refused = "--role-group is critic=single here and critic=single, reference=single at the workers at 127.0.0.1:"
+        with (
+            pytest.raises(RuntimeError, match=refused),
+            live_server(models, state_dir, **workers.options, role_group="critic=single"),
+        ):
+            pass

@@ -25,6 +25,7 @@ from .memory import memory
 from .one_tenant import one_tenant
 from .overlap import overlap
 from .report import Section
+from .roles_apart import roles_apart
 from .sampling import sampling
 from .single_gpu import single_gpu
 from .workload import SHAPE
@@ -37,6 +38,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "memory": memory,
     "sampling": sampling,
     "overlap": overlap,
+    "roles": roles_apart,
     "durability": durability,
     "vllm": against_vllm,
     "layouts": layout_steps,

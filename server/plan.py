@@ -302,7 +302,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
     learned, activations = memory.learned, memory.activations
     yield "base parameters", gigabytes(memory.base), ""
     of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
-    of_learned += f"optimizer {gigabytes(learned.optimizer)}, copies {gigabytes(learned.copies)}"
+    of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
     yield _learned(plan), gigabytes(learned.total), of_learned
     tokens = kv_cache_tokens(plan.shape, plan.spec, load)
     yield (

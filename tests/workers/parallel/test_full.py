@@ -8,12 +8,14 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.pools import WorkerError
+from trainhouse.workers.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
 from .case import Case
 from .training import ADAM, Layout, close, error, greedy, largest_error, layout, supervised
+from .watched_worker import WATCHED
 
 CASES = [
     Case("fsdp=2"),
@@ -94,3 +96,32 @@ def test_all_weights_are_trained_as_on_one_rank(case: Case, tiny_models: dict[st
         wanted = AutoModelForCausalLM.from_pretrained(theirs.directory)
         for name, weights in loaded.named_parameters():
             assert error(weights.detach().numpy(), wanted.get_parameter(name).detach().numpy()) <= 1e-3, name
+
+
+def test_a_model_that_is_gone_while_it_samples_holds_up_no_rank(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """One rank alone had its job."""
+    with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path) as where:
+        where.call("create_run", RunSpec("full", FullConfig()))
+        where.call("copy_adapter", "full", "sampler")
+        result = where.run_slice((greedy("job", "sampler", 5),), 0.0)
+        assert result.num_active == 1
+        for method, model_id in (("drop_adapter", "sampler"), ("drop_run", "full")):
+            where.call(method, model_id)
+        gone = where.run_slice().finished["job"]
+        assert isinstance(gone, Failure) and "is gone" in gone.message
+        (answer,) = where.sample(greedy("base", None, 5)).values()
+        assert isinstance(answer, SampleResponse)
+
+
+def test_a_snapshot_that_fails_leaves_the_gradients_what_they_are(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    spec, norms = ParallelSpec.parse("replicas=2"), []
+    with layout(tiny_models["qwen3"], spec, tmp_path, WATCHED) as where:
+        for fails in (False, True):
+            where.call("create_run", RunSpec("full", FullConfig()))
+            loss_of(where, 1, 9, 30, 4)
+            if fails:
+                with pytest.raises(WorkerError, match="no memory"):
+                    where.call("snapshot_without_memory", "full", str(tmp_path / "nowhere"))
+            norms.append(norm_of_step(where))
+            where.call("drop_run", "full")
+    assert close(norms[:1], norms[1:])

@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.workers import optim
-from trainhouse.workers.checkpoint import tensor_files
+from trainhouse.workers.checkpoint import Learned, tensor_files
 from trainhouse.workers.lora import Adapter, adapters
 from trainhouse.workers.optim import add_up
 from trainhouse.workers.pages import Page
@@ -112,6 +112,11 @@ class WatchedWorker(Worker):
             return call()
         with mock.patch.object(adapters, "Adapter", side_effect=ERRORS["out of memory"]):
             return call()
+
+    def snapshot_without_memory(self, run_id: str, directory: str) -> None:
+        """Begins one where no rank has memory for what it would write."""
+        with mock.patch.object(Learned, "with_window", side_effect=ERRORS["out of memory"]):
+            self.begin_snapshot(1, run_id, directory)
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """From now on none has more tokens, unless a single sequence has."""

@@ -11,6 +11,10 @@ Model = TypeVar("Model", bound=Learner)
 
 
 class Holder(Generic[Model]):
+    """things: what its models are called in accounts of memory."""
+
+    things: str
+
     def __init__(self, residency: Residency) -> None:
         self._residency = residency
         self._models: dict[str, Model] = {}
@@ -72,7 +76,7 @@ class Holder(Generic[Model]):
 
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
-        return self._residency.memory()
+        return self._residency.memory(self.things)
 
     def is_shared(self, model_id: str) -> bool:
         """Whether what has this id has another one, too."""

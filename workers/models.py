@@ -83,9 +83,7 @@ class Models:
 
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
-        return self.adapters.memory() | {
-            name.replace("adapters", "full_models"): value for name, value in self.full.memory().items()
-        }
+        return self.adapters.memory() | self.full.memory()
 
     def in_force(self, models: Sequence[Learner], learns: bool = False) -> AbstractContextManager[None]:
         """Inside, the base model has the weights of the one among these that has its own: it is alone then. learns:

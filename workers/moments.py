@@ -1,6 +1,6 @@
 """Moments: how AdamW's moments of a vector of weights are held, and a step with them."""
 
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -47,6 +47,9 @@ class EightBitMoments:
     # Of numbers at a time: bitsandbytes makes float32 copies of them on the CPU.
     _most = 1 << 20
 
+    def __init__(self) -> None:
+        self._codes: dict[tuple[str, torch.device], Tensor] = {}
+
     def zeros(self, weights: Tensor) -> Tensor:
         return weights.new_zeros(len(weights) + 4 * -(-len(weights) // self.block), dtype=torch.uint8)
 
@@ -56,7 +59,7 @@ class EightBitMoments:
             part = slice(start, min(start + self._most, size))
             codes, scales = self._part(held, part, size)
             of_part = functional().dequantize_blockwise(
-                codes, absmax=scales, code=_code(name, held.device), blocksize=self.block
+                codes, absmax=scales, code=self._code(name, held.device), blocksize=self.block
             )
             values[part] = of_part
         return values
@@ -66,7 +69,7 @@ class EightBitMoments:
             part = slice(start, min(start + self._most, len(values)))
             codes, scales = self._part(held, part, len(values))
             found, state = functional().quantize_blockwise(
-                values[part], code=_code(name, held.device), blocksize=self.block
+                values[part], code=self._code(name, held.device), blocksize=self.block
             )
             codes.copy_(found)
             scales.copy_(state.absmax)
@@ -85,7 +88,7 @@ class EightBitMoments:
         eps: float,
     ) -> None:
         """AdamW's, in place. num_steps: with this one."""
-        codes = [_code(name, weights.device) for name in ("exp_avg", "exp_avg_sq")]
+        codes = [self._code(name, weights.device) for name in ("exp_avg", "exp_avg_sq")]
         for start in range(0, len(weights), self._most):
             part = slice(start, min(start + self._most, len(weights)))
             first, first_scales = self._part(exp_avg, part, len(weights))
@@ -95,21 +98,18 @@ class EightBitMoments:
                 *codes, first_scales, second_scales, weight_decay=weight_decay,
             )  # fmt: skip
 
+    def _code(self, name: str, device: torch.device) -> Tensor:
+        """The 256 numbers that 8 bits stand for: squares have no sign."""
+        if (name, device) not in self._codes:
+            made = functional().create_dynamic_map(signed=name == "exp_avg")
+            self._codes[name, device] = made.to(device)
+        return self._codes[name, device]
+
     def _part(self, held: Tensor, part: slice, size: int) -> tuple[Tensor, Tensor]:
         """part: of the numbers, from the beginning of a block."""
         scales = held[size:].view(torch.float32)
         return held[part], scales[part.start // self.block : -(-part.stop // self.block)]
 
-
-def _code(name: str, device: torch.device) -> Tensor:
-    """The 256 numbers that 8 bits stand for: squares have no sign."""
-    key = name, device
-    if key not in _CODES:
-        _CODES[key] = functional().create_dynamic_map(signed=name == "exp_avg").to(device)
-    return _CODES[key]
-
-
-_CODES: dict[tuple[str, torch.device], Any] = {}
 
 MOMENTS: dict[str, Moments] = {"float32": Float32Moments(), "8bit": EightBitMoments()}
 """By WorkerConfig.optimizer_states."""

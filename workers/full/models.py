@@ -12,6 +12,8 @@ from .weights import FullWeights
 
 
 class FullModels(Holder[FullWeights]):
+    things = "full_models"
+
     def __init__(
         self,
         base: BaseModel,

@@ -30,6 +30,8 @@ MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
 class Adapters(Holder[Adapter]):
     """All adapters of one base on this rank. Makes every target of the base's trunk a LoraLinear."""
 
+    things = "adapters"
+
     def __init__(self, base: BaseModel, max_rank: int, residency: Residency | None = None) -> None:
         """residency: None = all of them stay on the device."""
         super().__init__(residency or Residency(base.device))

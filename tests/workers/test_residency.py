@@ -233,7 +233,7 @@ def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]
     with pytest.raises(AssertionError, match="the model is on host"):
         _ = first.pairs[first.targets[0].name].a
     with (
-        pytest.raises(AssertionError, match="2 adapters wanted on the device at a time, more than its 1 slots"),
+        pytest.raises(AssertionError, match="2 models wanted on the device at a time, more than its 1 slots"),
         adapters.resident(["first", "second"]),
     ):
         pass

@@ -4,7 +4,7 @@ one, in one group that of both. Each worker has one thread.
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +20,8 @@ from .workload import MODEL, RANK, num_tokens, rows
 # A forward takes about a third of a forward and a backward.
 TRAINED, SCORED = rows([128] * 32, seed=1), rows([128] * 88, seed=2)
 MOST_TIMES = 1.15
+# Of a core: rounds in which others take more do not count, and there are so many times the rounds at the most.
+MOST_OTHERS, MOST_TRIES = 0.2, 4
 
 POLICY, REFERENCE = "the policy's forward_backward alone", "the reference's forward alone"
 APART, IN_ONE = "both, in groups of their own", "both, in one group"
@@ -31,6 +33,9 @@ class Timed:
 
     seconds: float
     others: float
+
+
+Round = Mapping[str, Timed]
 
 
 @dataclass(frozen=True)
@@ -61,12 +66,11 @@ def roles_apart(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
             APART: apart.do_both,
             IN_ONE: in_one.do_both,
         }
-        timed: dict[str, list[Timed]] = {name: [] for name in sides}
-        for number in range(1 + rounds):
-            for name in _rotated(list(sides), number):
-                timed[name].append(_timed(sides[name]))
-    # The first round warms up.
-    return _section({name: times[1:] for name, times in timed.items()}, rounds)
+        _round(sides, 0)  # warms up
+        found: list[Round] = []
+        while len(_undisturbed(found)) < rounds and len(found) < MOST_TRIES * rounds:
+            found.append(_round(sides, len(found)))
+    return _section(_undisturbed(found) or found, len(found))
 
 
 def _started(model: Path, directory: Path, pool: str, stack: ExitStack, options: dict[str, str]) -> Runs:
@@ -77,14 +81,18 @@ def _started(model: Path, directory: Path, pool: str, stack: ExitStack, options:
     return Runs(policy, service.create_reference_client(base_model=MODEL))
 
 
+def _round(sides: Mapping[str, Callable[[], None]], number: int) -> Round:
+    """Each is first in its turn."""
+    names, start = list(sides), number % len(sides)
+    return {name: _timed(sides[name]) for name in names[start:] + names[:start]}
+
+
+def _undisturbed(found: Sequence[Round]) -> list[Round]:
+    return [each for each in found if max(timed.others for timed in each.values()) < MOST_OTHERS]
+
+
 def _data(token_rows: list[list[int]]) -> list[Datum]:
     return [Datum(row[:-1], {"target_tokens": row[1:], "weights": np.ones(len(row) - 1)}) for row in token_rows]
-
-
-def _rotated(names: list[str], number: int) -> list[str]:
-    """So that each is first in its turn."""
-    start = number % len(names)
-    return names[start:] + names[:start]
 
 
 def _timed(work: Callable[[], None]) -> Timed:
@@ -101,8 +109,8 @@ def _cpu_of_others() -> float:
     return sum(all_times) - all_times.idle - all_times.iowait - sum(times.user + times.system for times in ours)
 
 
-def _section(timed: dict[str, list[Timed]], rounds: int) -> Section:
-    seconds = {name: np.array([each.seconds for each in times]) for name, times in timed.items()}
+def _section(counted: Sequence[Round], num_rounds: int) -> Section:
+    seconds = {name: np.array([each[name].seconds for each in counted]) for name in counted[0]}
     longer, both = np.maximum(seconds[POLICY], seconds[REFERENCE]), seconds[POLICY] + seconds[REFERENCE]
     table = [
         {
@@ -112,14 +120,15 @@ def _section(timed: dict[str, list[Timed]], rounds: int) -> Section:
             "lowest round": min(times / longer),
             "highest round": max(times / longer),
             "times the sum": statistics.median(times / both),
-            "cores others took": statistics.median(each.others for each in timed[name]),
+            "cores others took": statistics.median(each[name].others for each in counted),
         }
         for name, times in seconds.items()
     ]
     found = statistics.median(seconds[APART] / longer)
     lines = [Line("a reference's forward beside the policy's pass: times the longer one", found, "at most", MOST_TIMES)]
     notes = [
-        f"Medians of {rounds} rounds: cross_entropy of {num_tokens(TRAINED)} tokens with gradients, and of",
+        f"Medians of {len(counted)} of {num_rounds} rounds: of those in which others took less than {MOST_OTHERS:g}",
+        f"cores, where there are such. cross_entropy of {num_tokens(TRAINED)} tokens with gradients, and of",
         f"{num_tokens(SCORED)} without, in rows of 128; a worker of one thread for each group, which needs a core of",
         f"its own: there are {psutil.cpu_count()}, less what others took.",
     ]

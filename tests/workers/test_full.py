@@ -20,9 +20,9 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.learner import ADAMW
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
-from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
 
-from ..tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_model
+from ..tiny import FAMILY_KINDS, KINDS, MORE_KINDS, TINY_SHAPE, tiny_model
 from .adapted import relative_error
 from .test_critic import of_values, plain_loss, some_values
 
@@ -619,3 +619,15 @@ def test_a_checkpoint_that_comes_in_part_refuses_the_next_step(tmp_path: Path, m
     assert isinstance(refused, Failure) and "load it again" in refused.message
     worker.load_run("full", str(tmp_path / "saved"), True)
     assert trained(worker, "full", 1, first=1)
+
+
+def test_a_model_with_more_to_save_than_weights_is_refused(tmp_path: Path) -> None:
+    shape = {name: size for name, size in TINY_SHAPE.items() if name != "tie_word_embeddings"}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "first_k_dense_replace": 1}
+    torch.manual_seed(0)
+    AutoModelForCausalLM.from_config(Glm4MoeConfig(**shape, **experts)).save_pretrained(tmp_path)
+    worker = a_worker(tmp_path)
+    with pytest.raises(OperationError, match=r"e_score_correction_bias beside their weights.*: train LoRA"):
+        worker.create_run(RunSpec("full", FullConfig()))
+    worker.create_run(RunSpec("lora", LoraConfig(rank=4, seed=1)))
+    trained(worker, "lora", 1)

@@ -41,7 +41,7 @@ Result = TypeVar("Result")
 
 
 class Worker:
-    """Runs and the adapters of samplers share one base model.
+    """Runs, and what samplers have, share one base model, or have weights of their own in its place.
 
     Failures of items are returned; a verb that concerns one run raises OperationError.
     """
@@ -218,7 +218,7 @@ class Worker:
         return AdapterWeights(model.training, self._whole_weights(model))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
-        """An adapter of the same id and shape is overwritten in place: who samples it goes on with the new weights."""
+        """What has the same id and shape is overwritten in place: who samples it goes on with the new weights."""
         self._put(adapter_id, partial(self._imported, exported), is_copy=True)
 
     def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
@@ -235,7 +235,7 @@ class Worker:
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose, those of adapters by place too, and how many adapters there are.
+        """Bytes by purpose, those of adapters and full models by place too, and how many of these there are.
 
         kv_cache_held: of the cache's bytes those of samples under way; the others are prefixes and slots that wait.
         """

@@ -18,6 +18,7 @@ from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import DispatchConfig, WorkerConfig
+from .device_turns import DeviceTurns
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .group import Group, OnProgress
 from .shares import PassLimits
@@ -41,6 +42,7 @@ class WorkerDispatch:
         self.models = {}
         self._config = config
         self._source = source_of(config)
+        self._device_turns = DeviceTurns() if config.take_turns else None
         models = with_threads(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
@@ -203,7 +205,9 @@ class WorkerDispatch:
 
     def _new_group(self, model: WorkerConfig, name: str) -> Group:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
-        return Group(model, partial(self._source.new_pool, name), limits, self._config.slice_milliseconds, name)
+        config, new_pool = self._config, partial(self._source.new_pool, name)
+        turns, idle_seconds = self._device_turns, config.idle_device_seconds
+        return Group(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds)
 
     def _groups_apart(self, model: WorkerConfig) -> dict[str | None, Group]:
         apart: dict[str | None, Group] = {}

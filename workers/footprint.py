@@ -3,7 +3,7 @@
 import json
 import struct
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from math import prod
 from pathlib import Path
 
@@ -14,23 +14,30 @@ from .parallel.shape import ModelShape, model_directory, read_model
 from .parallel.spec import SINGLE
 
 
-def check_fit(copies: Iterable[WorkerConfig]) -> None:
+def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:
     """Raises ValueError with the numbers when the models on the CPU need more memory than is available.
 
-    copies: one for each process that loads a model. Models on CUDA are left to their worker, and so are models that are
-    not on this machine's disk yet.
+    groups: for each of its processes that loads a model. take_turns: whether one group alone has its model in memory at
+    a time. Models on CUDA are left to their worker, and so are models that are not on this machine's disk yet.
     """
-    needs: Counter[str] = Counter()
-    for model in copies:
-        needs[model.model.name] += _kept_bytes(model) if runs_on_cpu(model) else 0
+    of_groups = [_needs(group) for group in groups]
+    needs = max(of_groups, key=Counter.total, default=Counter[str]()) if take_turns else sum(of_groups, Counter[str]())
     needed, available = needs.total(), available_bytes()
     if available is None or needed <= available:
         return
     each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
     raise ValueError(
         f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
-        "serve fewer or smaller models, or load them with --dtype bfloat16"
+        "serve fewer or smaller models, load them with --dtype bfloat16, or have groups of one machine --take-turns"
     )
+
+
+def _needs(group: Sequence[WorkerConfig]) -> Counter[str]:
+    """Bytes by model."""
+    needs: Counter[str] = Counter()
+    for model in group:
+        needs[model.model.name] += _kept_bytes(model) if runs_on_cpu(model) else 0
+    return needs
 
 
 def _kept_bytes(model: WorkerConfig) -> int:

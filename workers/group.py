@@ -16,6 +16,7 @@ from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardRequest
 from .config import WorkerConfig
+from .device_turns import DeviceTurns
 from .footprint import gigabytes, loaded_bytes
 from .patience import Patience
 from .pools import NoPlace, Pool, WorkerDied, WorkerError
@@ -43,6 +44,9 @@ _JOBS_SHRINK = 4
 # How long until it is looked again whether there is a place for the ranks. Nothing died, so nothing has to back off.
 _PLACE_SECONDS = 2.0
 
+# Verbs that need nothing on the devices.
+_ANYWHERE = ("memory", "drop_run", "drop_adapter")
+
 # Verbs after which a run has no gradients.
 _CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
 
@@ -63,8 +67,11 @@ class Group:
         limits: PassLimits,
         slice_milliseconds: float,
         name: str | None = None,
+        device_turns: DeviceTurns | None = None,
+        idle_seconds: float | None = None,
     ) -> None:
-        """name: the model's served name unless given."""
+        """name: the model's served name unless given. device_turns: None = it has its devices for itself.
+        idle_seconds: without work; then it leaves its devices, None = never."""
         self.name = name or config.model.name
         self.num_deaths = 0
         self.restarting = False
@@ -77,6 +84,8 @@ class Group:
         self._lane: asyncio.Task[None] | None = None
         self._wake = asyncio.Event()
         self._turns = Turns(_KINDS)
+        self._takes_turns = device_turns is not None
+        self._device = (device_turns or DeviceTurns()).turn(self.name, self._wake.set, idle_seconds)
         self._backoff = Backoff()
         self._patience = Patience(config)
         self._suspect_runs, self._suspect_jobs = Suspects(), Suspects(_JOBS_SHRINK)
@@ -128,6 +137,8 @@ class Group:
         """What the work on this model waits for, in words; None when there is none."""
         if self.restarting:
             return f"the worker of {self.name} is restarting" + (f": {self._no_place}" if self._no_place else "")
+        if obstacle := self._device.obstacle():
+            return f"{self.name} waits: {obstacle}"
         num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
         num_works += len(self._snapshots.works())
         if not num_works:
@@ -220,7 +231,7 @@ class Group:
         ranks = self._opened()
         while True:
             kind = self._turns.next(await self._wait_for_work(ranks))
-            started = time.monotonic()
+            started, uses_device = time.monotonic(), not self._runs_anywhere(kind)
             match kind:
                 case "verbs":
                     await self._run_verb(ranks)
@@ -231,18 +242,54 @@ class Group:
                 case _:
                     await self._train(ranks)
             self._turns.spent(kind, time.monotonic() - started)
+            if uses_device:
+                self._device.used()
 
     async def _wait_for_work(self, ranks: Ranks) -> list[str]:
         """The kinds of it that there are."""
         # Who has just been answered may have more, which is to be in the next pass.
         await asyncio.sleep(0)
         while not ranks.death.done():
-            if wanted := [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]:
-                return wanted
             self._wake.clear()
-            await self._wake.wait()
+            wanted = [kind for kind, wants in zip(_KINDS, self._wants(), strict=True) if wants]
+            if self._device.is_over(has_work=bool(wanted)):
+                await self._leave_device(ranks)
+            elif possible := self._possible(wanted):
+                return possible
+            elif not await self._woken():
+                await self._leave_device(ranks)
         # Before anything is taken, which would be suspected of it.
         raise ranks.death.result()
+
+    async def _woken(self) -> bool:
+        """False: it has had its devices without work for long."""
+        try:
+            await asyncio.wait_for(self._wake.wait(), self._device.seconds_left())
+        except TimeoutError:
+            return False
+        return True
+
+    def _possible(self, wanted: list[str]) -> list[str]:
+        """Of these kinds those that can be gone on with; the others ask for the devices."""
+        possible = wanted if self._device.is_held else [kind for kind in wanted if self._runs_anywhere(kind)]
+        if len(possible) < len(wanted):
+            self._device.ask()
+        return wanted if self._device.is_held else possible
+
+    def _runs_anywhere(self, kind: str) -> bool:
+        """Whether what comes next of it needs nothing on the devices."""
+        if kind == "snapshots":
+            return self._snapshots.due
+        return kind == "verbs" and self._queue.next_verb().method in _ANYWHERE
+
+    async def _leave_device(self, ranks: Ranks) -> None:
+        """Where that fails, it stays beside who comes."""
+        answer = await self._call((), self._verb(ranks, "offload"))
+        if isinstance(answer, Failure):
+            logger.warning("%s does not leave its device: %s", self.name, answer.message)
+        else:
+            self._patience.moved(self._device.moved(answer))
+        self._device.give()
 
     def _wants(self) -> tuple[bool, bool, bool, bool]:
         sampling = bool(self._joining or self._sampling or self._cancelled)
@@ -457,6 +504,7 @@ class Group:
 
     async def _restart(self) -> None:
         self.restarting = True
+        self._device.give()
         await self._opened().close()
         while not await self._try_to_open():
             pass
@@ -470,12 +518,14 @@ class Group:
             if str(error) != str(self._no_place):
                 logger.error("base model %s has no place: %s", self.name, error)
             self._no_place = error
+            self._device.give()
             return False
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
             # Of the system's: no memory, no process or no file to be had at this moment.
             logger.error("base model %s does not come back: %s", self.name, error)
             # It may have died between its start and its first answer, still holding its place.
             await self._opened().close()
+            self._device.give()
             self._no_place = None
             return False
         self._no_place = None
@@ -483,6 +533,8 @@ class Group:
         return True
 
     async def _open_ranks(self) -> None:
+        await self._device.take()
+        self._device.started_anew()
         self._ranks = self._new_ranks()
         # The first time someone watches, and the model may have to be downloaded: but not where another one has it.
         is_finite = self.num_deaths or self._ranks.is_kept
@@ -491,6 +543,15 @@ class Group:
         self._ranks.death.add_done_callback(lambda _: self._wake.set())
         self._backoff.started()
         self.info = await self._verb(self._ranks, "info")
+        if self._takes_turns:
+            await self._take_place(self._ranks)
+
+    async def _take_place(self, ranks: Ranks) -> None:
+        """Before they have said where they are, they loaded the model as if they were alone there."""
+        devices = frozenset(await ranks.of_each("place", hang_seconds=self._patience.with_verb("place")))
+        if devices != self._device.devices:
+            await self._leave_device(ranks)
+            self._device.devices = devices
 
     def _new_ranks(self) -> Ranks:
         return Ranks(self._new_pool(self._config), self._config.parallel, self._config.shared_directories)

@@ -74,6 +74,15 @@ class Holder(Generic[Model]):
         if model is not None and all(model is not other for other in self._models.values()):
             self._residency.remove(model)
 
+    def leave_device(self) -> None:
+        """See Residency."""
+        self._residency.leave_device()
+
+    @property
+    def moving_seconds(self) -> float:
+        """See Models."""
+        return self._residency.moving_seconds
+
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
         return self._residency.memory(self.things)

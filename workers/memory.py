@@ -39,6 +39,14 @@ def tune_allocator() -> bool:
     return 0 not in [mallopt(name, value) for name, value in settings.items()]
 
 
+def give_back_freed(device: torch.device) -> None:
+    """To the system, what the allocators keep for later."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True

@@ -1,7 +1,9 @@
 """Loading a Hugging Face causal LM and running packed rows through it: every private hook of transformers is here."""
 
+import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -50,6 +52,14 @@ def resolve_device(config: WorkerConfig) -> torch.device:
     device = torch.device("cuda" if config.device == "auto" else config.device)
     # Process groups want to know which one: of what a rank on Ray sees, it is the first.
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
+
+
+def unique_name(device: torch.device) -> str:
+    """That no other device has, on any machine."""
+    if device.type == "cuda":
+        return f"cuda {torch.cuda.get_device_properties(device).uuid}"
+    machine = Path("/proc/sys/kernel/random/boot_id")
+    return f"{device.type} of {machine.read_text().strip() if machine.exists() else platform.node()}"
 
 
 def resolve_dtype(config: WorkerConfig, device: torch.device) -> torch.dtype:
@@ -179,6 +189,14 @@ class BaseModel:
         """Of all weights on this rank."""
         parameters = {id(parameter): parameter.nbytes for parameter in self.model.parameters()}
         return sum(parameters.values()) + sum(weight.nbytes for weight in self._quantized)
+
+    def movable_tensors(self) -> list[Tensor]:
+        """All weights on this rank, none of them in a mapped file any more."""
+        parameters = list(self.model.parameters())
+        for parameter in parameters:
+            if not parameter.data.untyped_storage().resizable():
+                parameter.data = parameter.data.clone()
+        return [each.data for each in parameters] + [part for weight in self._quantized for part in weight.tensors]
 
     def quantize(self, module: nn.Module, *names: str) -> None:
         """These parameters of the module, where the base is quantised."""

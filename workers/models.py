@@ -81,6 +81,15 @@ class Models:
         self.adapters.drop(model_id)
         self.full.drop(model_id)
 
+    def leave_device(self) -> None:
+        """See Residency."""
+        self.adapters.leave_device()
+        self.full.leave_device()
+
+    def moving_seconds(self) -> float:
+        """How long moving them has taken since the start."""
+        return self.adapters.moving_seconds + self.full.moving_seconds
+
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
         return self.adapters.memory() | self.full.memory()

@@ -1,5 +1,6 @@
 """PageFile: vectors on disk, in one file without a name."""
 
+import ctypes
 import os
 import tempfile
 import weakref
@@ -8,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-import torch
 from torch import Tensor
 
 _BLOCK = 4096
@@ -104,8 +104,9 @@ def _joined(pages: list[Page]) -> list[Page]:
 
 
 def _bytes(vector: Tensor) -> memoryview:
-    assert vector.is_contiguous()
-    return vector.view(torch.uint8).numpy().data.cast("B")
+    """Not by numpy: what it has seen can never be resized (see Offload)."""
+    assert vector.is_contiguous() and vector.device.type == "cpu"
+    return memoryview((ctypes.c_ubyte * vector.nbytes).from_address(vector.data_ptr())).cast("B")
 
 
 def _write_all(file: int, data: memoryview, offset: int) -> None:

@@ -22,7 +22,9 @@ _UNSEEN_SECONDS = 0.2
 # Of hang_seconds: of verbs that read or write files, which may be of any size, or wait for such; of runs, which may
 # have to come from disk; and of a model that is loaded.
 _FILES, _RUN, _LOADING = 10, 1 / 8, 120
-_OF_FILES = frozenset({"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "start_over"})
+_OF_FILES = frozenset(
+    {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "start_over", "offload"}
+)
 
 
 class Patience:
@@ -30,6 +32,7 @@ class Patience:
 
     def __init__(self, config: WorkerConfig) -> None:
         self._base = config.hang_seconds
+        self._moving_seconds = 0.0
         self.loading_seconds = _LOADING * self._base
         self.passes = Seen(_UNSEEN_SECONDS)
         self.slices = Seen(_UNSEEN_SECONDS * config.prefill_chunk_tokens)
@@ -38,13 +41,17 @@ class Patience:
         return self.with_steps(num_runs) + self.passes.bound(cost)
 
     def with_steps(self, num_runs: int) -> float:
-        return self._base * (1 + num_runs * _RUN)
+        return self._moving_seconds + self._base * (1 + num_runs * _RUN)
 
     def with_slice(self, budget_milliseconds: float) -> float:
-        return self._base + budget_milliseconds / 1000 + self.slices.bound(1.0)
+        return self._moving_seconds + self._base + budget_milliseconds / 1000 + self.slices.bound(1.0)
 
     def with_verb(self, method: str) -> float:
-        return self._base * (_FILES if method in _OF_FILES else 1)
+        return self._moving_seconds + self._base * (_FILES if method in _OF_FILES else 1)
+
+    def moved(self, seconds: float) -> None:
+        """So long it took to come to the device and to leave it, which every call may have to wait for."""
+        self._moving_seconds = max(_FACTOR * seconds, _MEMORY * self._moving_seconds)
 
 
 def cost_of(lengths: Sequence[int], forward_only: bool) -> float:

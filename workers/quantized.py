@@ -25,7 +25,12 @@ class QuantizedWeight:
 
     @property
     def nbytes(self) -> int:
-        return self._packed.nbytes + self._state.absmax.nbytes
+        return sum(each.nbytes for each in self.tensors)
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """What it is held in."""
+        return self._packed, self._state.absmax
 
     def whole(self) -> Tensor:
         """In the dtype that it had."""

@@ -98,6 +98,10 @@ class Queue:
             line.works.remove(work)
             self._forget(work)
 
+    def next_verb(self) -> Verb:
+        """That `take_verb` would take."""
+        return self._verbs.next().head.item
+
     def take_verb(self) -> Work[Verb]:
         """Tenants take turns, and a tenant's runs."""
         return self._pop(self._verbs.next())

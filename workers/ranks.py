@@ -76,6 +76,10 @@ class Ranks:
         [answer, *_] = await self._answers(method, *arguments, hang_seconds=hang_seconds)
         return answer
 
+    async def of_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
+        """Of all ranks their own answers."""
+        return await self._answers(method, *arguments, hang_seconds=hang_seconds)
+
     async def run_pass(self, work: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
         if self._spec.num_ranks == 1:
             return await self.call("run_pass", work, hang_seconds=hang_seconds)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..schemas.errors import OperationError
 from .learner import STEP, Learner
-from .memory import is_out_of_memory
+from .memory import is_out_of_memory, memory_for
 from .pages import Page, PageFile
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,8 @@ class Residency:
     """The learners of one kind and base by where they are, the least recently used of a place first.
 
     slots: learners on the device. host_bytes: of those in host memory. None = no bound. directory: see PageFile.
-    Those that hold gradients never go to disk, so host_bytes may be exceeded by them.
+    Those that hold gradients never go to disk, so host_bytes may be exceeded by them. moving_seconds: that moving has
+    taken since the start.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Residency:
         self._on_disk: dict[Learner, None] = {}
         self._saved: dict[Learner, Saved] = {}
         self._held: frozenset[Learner] = frozenset()
-        self._moved_bytes, self._moving_seconds = 0, 0.0
+        self._moved_bytes, self.moving_seconds = 0, 0.0
 
     def add(self, learner: Learner) -> None:
         """A new one, made on the device."""
@@ -86,6 +87,19 @@ class Residency:
         finally:
             self._held = before
 
+    def leave_device(self) -> None:
+        """All go to the host; from a CPU, whose memory that is, to the disk, but for those that hold gradients.
+
+        Raises OperationError (server) where the host has no room: the others have left then.
+        """
+        with self._timed(), memory_for("what models have learned, on the host", "serve with more host memory"):
+            for learner in tuple(self._on_device):
+                self._to_host(learner)
+            for learner in [each for each in self._on_host if not each.in_window]:
+                if self._device.type == "cpu" and not self._to_disk(learner):
+                    return
+        self._bound_host()
+
     def memory(self, things: str) -> dict[str, int]:
         """Bytes in memory and by place, and how many are there; bytes that have come and gone since the start, and the
         time that this took. things: what they are called."""
@@ -101,7 +115,7 @@ class Residency:
             f"num_{things}_on_host": len(self._on_host),
             f"num_{things}_on_disk": len(self._on_disk),
             f"{things}_moved_bytes": self._moved_bytes,
-            f"{things}_moved_milliseconds": round(1000 * self._moving_seconds),
+            f"{things}_moved_milliseconds": round(1000 * self.moving_seconds),
         }
 
     def _bring(self, learners: Sequence[Learner], wanted: frozenset[str]) -> None:
@@ -200,7 +214,7 @@ class Residency:
         try:
             yield
         finally:
-            self._moving_seconds += time.monotonic() - started
+            self.moving_seconds += time.monotonic() - started
 
     def _forget_page(self, learner: Learner) -> None:
         saved = self._saved.pop(learner, None)

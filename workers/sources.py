@@ -53,8 +53,9 @@ class Started:
             _check_layout(model, is_local=self._cluster is None)
         _check_roles(self._config)
         _check_samplers(self._config)
-        copies = _copies(self._config)
-        check_fit(copies)
+        groups = _copies(self._config)
+        check_fit(groups, self._config.take_turns and self._cluster is None)
+        copies = [copy for group in groups for copy in group]
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
             logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
         if self._cluster is not None:
@@ -188,14 +189,14 @@ def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
     )
 
 
-def _copies(config: DispatchConfig) -> list[WorkerConfig]:
-    """One for each process that holds a base model."""
+def _copies(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
+    """Of each group one for each process that holds a base model."""
     groups = (
         group
         for model in config.models
         for group in (model, *named_roles(config, model).values(), *samplers(model, config.sampling))
     )
-    return [copy for group in groups for copy in _of_ranks(group, is_local=config.pool == "local")]
+    return [_of_ranks(group, is_local=config.pool == "local") for group in groups]
 
 
 def num_cores() -> int:
@@ -204,6 +205,9 @@ def num_cores() -> int:
 
 
 def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
-    """Threads per rank = cores / ranks, over all of them: they compute at the same time."""
-    share = max(1, num_cores() // max(1, len(_copies(config))))
+    """Threads per rank = cores / ranks that compute at the same time: those of one group, where groups take turns, else
+    all of them."""
+    num_ranks = [len(group) for group in _copies(config)]
+    together = max(num_ranks, default=1) if config.take_turns else sum(num_ranks)
+    share = max(1, num_cores() // max(1, together))
     return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -23,7 +23,7 @@ from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
 from .memory import memory_for, tune_allocator
-from .model import BaseModel, resolve_device
+from .model import BaseModel, resolve_device, unique_name
 from .model_cache import with_model_here
 from .models import Models
 from .operation import ModelLimits
@@ -32,6 +32,7 @@ from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .passes import Answer, PassRunner
 from .peft_import import import_adapter
 from .programs import PROGRAMS
+from .rank_memory import RankMemory
 from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
@@ -75,6 +76,7 @@ class Worker:
     def start_over(self) -> None:
         """As if the model had just been loaded: nothing of what came since is here, nor written any more."""
         self._sampler.forget_all()
+        self._memory.forget_cache()
         for model_id in self._models:
             self.drop_run(model_id)
         self._snapshots.wait()
@@ -98,6 +100,7 @@ class Worker:
         # Of ranks that have ended a snapshot, what they say of it.
         self._ended_on: dict[int, list[Failure | None]] = {}
         self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
+        self._memory = RankMemory(self._base, self._models, self._sampler, self._on_all, config.page_directory)
 
     def info(self) -> ModelInfo:
         return ModelInfo(
@@ -128,6 +131,7 @@ class Worker:
         self._models.drop(run_id)
 
     def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+        self._memory.need_base()
         return self._passes.run_pass(work.parts)
 
     def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
@@ -232,19 +236,22 @@ class Worker:
         return wanted[0] if wanted else lora
 
     def sample_slice(self, work: Slice) -> SliceResult:
+        self._memory.need_all()
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
-        """Bytes by purpose, those of adapters and full models by place too, and how many of these there are.
+        """See RankMemory.by_purpose."""
+        return self._memory.by_purpose()
 
-        kv_cache_held: of the cache's bytes those of samples under way; the others are prefixes and slots that wait.
-        """
-        own = {
-            "base_weights": self._base.num_bytes,
-            "kv_cache": self._sampler.cache_bytes(),
-            "kv_cache_held": self._sampler.held_bytes(),
-        }
-        return own | self._models.memory()
+    def offload(self) -> float:
+        """The device is left to others until a verb needs it; see RankMemory.leave. Answers how many seconds moving has
+        taken since the start."""
+        self._memory.leave()
+        return self._memory.moving_seconds()
+
+    def place(self) -> str:
+        """Of this rank: the device, by a name that no other one has on any machine."""
+        return unique_name(self._base.device)
 
     def num_exchanges(self) -> dict[str, int]:
         """Of tensors with other ranks since the start, by kind."""
@@ -305,6 +312,7 @@ class Worker:
 
     def _made(self, make: Callable[[], Learner]) -> Learner:
         """On all ranks, or on none."""
+        self._memory.need_base()
         remedy = "try again when other runs have ended, or with a lower rank where it is an adapter"
         return self._on_all(memory_for("what the model learns", remedy)(make))
 

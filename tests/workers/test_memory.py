@@ -84,10 +84,14 @@ def test_models_need_what_their_ranks_keep(
     needed = 4 * spec.num_ranks * sum(each.kept for each in parameters(shape, spec))
     copies = [WorkerConfig(served, device="cpu", parallel=spec)] * spec.num_ranks
     monkeypatch.setattr(footprint, "available_bytes", lambda: needed)
-    footprint.check_fit(copies)
-    monkeypatch.setattr(footprint, "available_bytes", lambda: needed - 8)
+    footprint.check_fit([copies])
+    footprint.check_fit([copies, copies[:1], copies], take_turns=True)
     with pytest.raises(ValueError, match="serve fewer or smaller models"):
-        footprint.check_fit(copies)
+        footprint.check_fit([copies, copies[:1]])
+    monkeypatch.setattr(footprint, "available_bytes", lambda: needed - 8)
+    for take_turns in (False, True):
+        with pytest.raises(ValueError, match="serve fewer or smaller models"):
+            footprint.check_fit([copies], take_turns)
 
 
 def test_want_of_memory_is_told_from_other_errors() -> None:

@@ -36,9 +36,14 @@ def run(test: Coroutine[object, object, None]) -> None:
 
 @asynccontextmanager
 async def dispatching(
-    source: Path, role_groups: tuple[RoleGroup, ...], pool: Any = "local", **options: Any
+    source: Path,
+    role_groups: tuple[RoleGroup, ...],
+    pool: Any = "local",
+    page_directory: Path | None = None,
+    **options: Any,
 ) -> AsyncIterator[WorkerDispatch]:
-    model = WorkerConfig(ServedModel(NAME, str(source)), device="cpu", threads=1)
+    pages = str(page_directory) if page_directory else None
+    model = WorkerConfig(ServedModel(NAME, str(source)), device="cpu", threads=1, page_directory=pages)
     dispatch = WorkerDispatch(DispatchConfig((model,), pool=pool, role_groups=role_groups, **options))
     await dispatch.start(lambda _: None)
     try:

@@ -4,10 +4,11 @@ Slots come in few lengths, one shelf each; a sample that outgrows its slot moves
 budget keeps prefixes for later requests.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ..config import WorkerConfig
@@ -77,6 +78,16 @@ class Cache:
     def numbers_per_layer(self) -> int:
         """In the slots in use."""
         return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
+
+    def tensors(self) -> Iterator[Tensor]:
+        """All there are. Slots that nobody uses are given up before."""
+        for seats in self._seats.values():
+            if seats.num_free:
+                seats.shelf.resize(len(seats.taken))
+            for keys, values in seats.shelf.layers():
+                yield from (keys, values)
+        for keys, values in self.prefixes.layers():
+            yield from (keys, values)
 
     def clear(self) -> None:
         self.prefixes = Prefixes()

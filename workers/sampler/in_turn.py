@@ -1,8 +1,10 @@
 """InTurn: a sampler for each set of weights: the base model's, with all adapters, and each model's own."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+
+from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ..config import WorkerConfig
@@ -125,6 +127,12 @@ class InTurn:
     def held_bytes(self) -> int:
         """Of the slots in use."""
         return self._cache.held_bytes()
+
+    def leaving(self) -> Iterator[Tensor]:
+        """The cache's tensors, once what nobody needs has been dropped."""
+        for sampler in (self._of_base, *self._of_models.values()):
+            sampler.forget_plan()
+        return self._cache.tensors()
 
     def _turns(self, work: Slice) -> list[str | None]:
         """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many

@@ -115,6 +115,10 @@ class NativeSampler:
         self._schedule.clear()
         self._drawing = self._plan = None
 
+    def forget_plan(self) -> None:
+        """What is made of the weights of now; it is made anew for the next step."""
+        self._plan = None
+
     @property
     def num_jobs(self) -> int:
         return len(self._jobs)

@@ -47,6 +47,11 @@ class Prefixes:
         self._stored: OrderedDict[StoredBlocks, None] = OrderedDict()
         self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
 
+    def layers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of all that are stored."""
+        for stored in self._stored:
+            yield from stored.layers
+
     def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
         """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
         places = []

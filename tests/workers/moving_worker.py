@@ -1,0 +1,56 @@
+"""A worker that writes down from when to when it is on its device."""
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+from trainhouse.workers.verbs import Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.worker import Worker
+
+MOVING = "trainhouse.tests.workers.moving_worker:MovingWorker"
+
+
+class MovingWorker(Worker):
+    """Into its page_directory, a file for each process: a line for each time that it came or left."""
+
+    def offload(self) -> float:
+        seconds = super().offload()
+        self._note("left")
+        return seconds
+
+    def create_run(self, spec: RunSpec) -> RunInfo:
+        self._note("came")
+        return super().create_run(spec)
+
+    def run_pass(self, work: Pass) -> Any:
+        self._note("came")
+        return super().run_pass(work)
+
+    def apply_steps(self, steps: tuple[Step, ...]) -> Any:
+        self._note("came")
+        return super().apply_steps(steps)
+
+    def sample_slice(self, work: Slice) -> SliceResult:
+        self._note("came")
+        return super().sample_slice(work)
+
+    def _note(self, event: str) -> None:
+        directory = self._config.page_directory
+        assert directory is not None
+        with (Path(directory) / f"{os.getpid()}.log").open("a") as log:
+            log.write(f"{time.monotonic()} {event}\n")
+
+
+def stays(log: Path) -> list[tuple[float, float]]:
+    """From when to when it was there."""
+    found: list[tuple[float, float]] = []
+    began = None
+    for line in log.read_text().splitlines():
+        at, event = line.split()
+        if event == "came":
+            began = began or float(at)
+        elif began is not None:
+            found.append((began, float(at)))
+            began = None
+    return found if began is None else [*found, (began, float("inf"))]

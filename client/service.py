@@ -83,6 +83,12 @@ class ServiceClient:
 
     get_limits = blocking(get_limits_async)
 
+    def get_workers_async(self) -> APIFuture[models.Workers]:
+        """What the server's workers have in memory, and where."""
+        return self._connection.run(self._connection.get("workers", models.Workers))
+
+    get_workers = blocking(get_workers_async)
+
     def create_rest_client(self) -> RestClient:
         return RestClient(self._connection)
 

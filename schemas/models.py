@@ -136,6 +136,14 @@ class Limits(Wire):
     server_queued_bytes: Limit
 
 
+class Workers(Wire):
+    """What the workers have in memory, by the names of their groups (the base model's, "MODEL (critic)", "MODEL
+    (sampler 1)"), those that are being started again left out: bytes by purpose, on the device and elsewhere, how many
+    models there are where, and what moving them has cost since the start, in bytes and milliseconds."""
+
+    groups: dict[str, dict[str, int]]
+
+
 class CreateSessionRequest(Wire):
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, Any] | None = None

@@ -231,7 +231,9 @@ class ServerConfig:
     vllm_memory_share: float = knob(0.9, "of a GPU, for our vLLM", check=SHARE, only_with=WITH_VLLM)
     vllm_tp: int = knob(1, "GPUs that share each layer in our vLLM", check=POSITIVE, only_with=WITH_VLLM)
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
-    take_turns: bool = knob(False, "groups that share a device have it one after the other (docs/roles.md)")
+    shared_devices: Literal["together", "turns"] = knob(
+        "together", "turns: groups have a device that they share one after the other (docs/roles.md)"
+    )
     idle_device_seconds: float | None = knob(
         None, "without work; then a group leaves its device until it has some (default: it stays)", check=above(0)
     )

@@ -24,6 +24,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/telemetry": SCOPES,
     "GET /api/v1/get_server_capabilities": SCOPES,
     "GET /api/v1/limits": SCOPES,
+    "GET /api/v1/workers": SCOPES,
     # Sessions; the SDK opens one to list, too.
     "POST /api/v1/create_session": SCOPES,
     "POST /api/v1/session_heartbeat": SCOPES,

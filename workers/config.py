@@ -155,7 +155,8 @@ class DispatchConfig:
     slice_milliseconds: about how long sampling holds the ranks at a time.
     pass_tokens: most tokens of one pass; sequences longer than half of it may take a pass beyond it.
     role_groups: roles in groups of their own; the others, and all that is sampled, are in the model's.
-    take_turns: whether groups that share a device have it one after the other, the others wait off it.
+    shared_devices: how groups have a device that they share: "together" = all at once; "turns" = one after the other,
+        the others wait off it.
     idle_device_seconds: without work; then a group leaves its device until it has some. None = it stays.
     tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
     worker: the class built on every rank, as "module:Class".
@@ -170,7 +171,7 @@ class DispatchConfig:
     slice_milliseconds: float = 50.0
     pass_tokens: int = 8192
     role_groups: tuple[RoleGroup, ...] = ()
-    take_turns: bool = False
+    shared_devices: Literal["together", "turns"] = "together"
     idle_device_seconds: float | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)

@@ -42,7 +42,7 @@ class WorkerDispatch:
         self.models = {}
         self._config = config
         self._source = source_of(config)
-        self._device_turns = DeviceTurns() if config.take_turns else None
+        self._device_turns = DeviceTurns() if config.shared_devices == "turns" else None
         models = with_threads(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role

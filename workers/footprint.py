@@ -28,7 +28,7 @@ def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False
     each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
     raise ValueError(
         f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
-        "serve fewer or smaller models, load them with --dtype bfloat16, or have groups of one machine --take-turns"
+        "serve fewer or smaller models, load them with --dtype bfloat16, or serve with --shared-devices turns"
     )
 
 

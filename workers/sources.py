@@ -54,7 +54,7 @@ class Started:
         _check_roles(self._config)
         _check_samplers(self._config)
         groups = _copies(self._config)
-        check_fit(groups, self._config.take_turns and self._cluster is None)
+        check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
         copies = [copy for group in groups for copy in group]
         if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
             logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
@@ -208,6 +208,6 @@ def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
     """Threads per rank = cores / ranks that compute at the same time: those of one group, where groups take turns, else
     all of them."""
     num_ranks = [len(group) for group in _copies(config)]
-    together = max(num_ranks, default=1) if config.take_turns else sum(num_ranks)
+    together = max(num_ranks, default=1) if config.shared_devices == "turns" else sum(num_ranks)
     share = max(1, num_cores() // max(1, together))
     return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -65,10 +65,11 @@ def test_the_reward_of_ppo_rises_and_its_steps_are_counted(shared_server: LiveSe
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("shared_devices", ["together", "turns"])
 def test_so_it_is_with_critics_and_references_in_groups_of_their_own(
-    tiny_models: dict[str, Path], tmp_path: Path
+    shared_devices: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    apart: dict[str, Any] = {"role_group": ["critic=single", "reference=single"]}
+    apart: dict[str, Any] = {"role_group": ["critic=single", "reference=single"], "shared_devices": shared_devices}
     with live_server({MODEL: tiny_models["llama"]}, tmp_path / "state", **apart) as server:
         check_ppo(server)
 

@@ -15,13 +15,14 @@ VALUES = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"returns": [1.0, -1.0, 0
 
 
 APART: dict[str, Any] = {"role_group": ["critic=single", "reference=single"]}
+IN_TURN = APART | {"shared_devices": "turns", "idle_device_seconds": 0.5}
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("before_it", "behind_it"),
-    [({}, {}), (APART, APART), (APART, {}), ({}, {"role_group": "critic+reference=fsdp=2"})],
-    ids=["in one group", "apart", "apart, then in one group", "in one group, then apart"],
+    [({}, {}), (APART, APART), (APART, {}), ({}, {"role_group": "critic+reference=fsdp=2"}), (IN_TURN, IN_TURN)],
+    ids=["in one group", "apart", "apart, then in one group", "in one group, then apart", "in turn"],
 )
 def test_critics_and_references_are_as_they_were_after_kill_9(
     before_it: dict[str, Any], behind_it: dict[str, Any], tiny_models: dict[str, Path], tmp_path: Path

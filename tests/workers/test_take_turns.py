@@ -86,7 +86,7 @@ def test_the_numbers_are_those_of_groups_that_stay_and_one_is_there_at_a_time(
         async with dispatching(tiny_models["qwen3"], role_groups, pool) as dispatch:
             wanted = await whole_loop(dispatch, tmp_path / "staying", training)
             assert await here(dispatch) == NAMES
-        async with dispatching(tiny_models["qwen3"], role_groups, pool, take_turns=True) as dispatch:
+        async with dispatching(tiny_models["qwen3"], role_groups, pool, shared_devices="turns") as dispatch:
             assert await here(dispatch) == set()  # each left it for the next one to load
             found = await whole_loop(dispatch, tmp_path / "moving", training)
             assert len(await here(dispatch)) == 1
@@ -104,7 +104,8 @@ def test_roles_that_all_have_work_go_on_side_by_side(
     """None waits for another one to come to an end."""
 
     async def check() -> None:
-        options = {"take_turns": take_turns, "worker": MOVING, "page_directory": tmp_path}
+        shared = "turns" if take_turns else "together"
+        options = {"shared_devices": shared, "worker": MOVING, "page_directory": tmp_path}
         async with dispatching(tiny_models["qwen3"], APART, **options) as dispatch:
             await create(dispatch)
             order: list[str] = []
@@ -139,7 +140,8 @@ def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str
         for take_turns in (False, True):
             directory = tmp_path / str(take_turns)
             directory.mkdir()
-            options = {"take_turns": take_turns, "worker": MOVING, "page_directory": directory}
+            shared = "turns" if take_turns else "together"
+            options = {"shared_devices": shared, "worker": MOVING, "page_directory": directory}
             async with dispatching(tiny_models["qwen3"], APART, sampling=SamplingConfig(1), **options) as dispatch:
                 await create(dispatch)
                 found: list[Any] = []
@@ -158,7 +160,7 @@ def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str
 
 def test_a_death_gives_the_device_to_others(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
-        async with dispatching(tiny_models["qwen3"], APART, take_turns=True) as dispatch:
+        async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
             wanted = await scored(dispatch, "reference")
             for role, number in (("reference", 2), ("policy", 0)):
@@ -201,7 +203,7 @@ def test_a_group_without_work_leaves_its_device(tiny_models: dict[str, Path]) ->
 
 def test_a_status_tells_who_has_the_device(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
-        async with dispatching(tiny_models["qwen3"], APART, take_turns=True) as dispatch:
+        async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
             told: set[str | None] = set()
 
@@ -221,13 +223,14 @@ def test_a_status_tells_who_has_the_device(tiny_models: dict[str, Path]) -> None
 def test_ranks_that_take_turns_have_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("trainhouse.workers.sources.num_cores", lambda: 24)
     critics = RoleGroup(("critic",), ParallelSpec(tp=3))
-    for take_turns, threads in ((False, 24 // 8), (True, 24 // 3)):
-        assert [each.threads for each in with_threads(config_of(critics, take_turns=take_turns))] == [threads] * 2
+    for shared_devices, threads in (("together", 24 // 8), ("turns", 24 // 3)):
+        config = config_of(critics, shared_devices=shared_devices)
+        assert [each.threads for each in with_threads(config)] == [threads] * 2
 
 
 def test_a_run_may_end_while_its_group_is_away(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
-        async with dispatching(tiny_models["qwen3"], APART, take_turns=True) as dispatch:
+        async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
             await create(dispatch)
             await train(dispatch, "critic", 1)
             assert await here(dispatch) == {"tiny (critic)"}

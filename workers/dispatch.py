@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote
 
 from ..schemas.errors import OperationError
-from ..schemas.models import LoraConfig
+from ..schemas.models import FullConfig, LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import DispatchConfig, WorkerConfig
@@ -89,7 +89,8 @@ class WorkerDispatch:
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
         # Before it is there: who gives up waiting for it has to drop it.
-        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model)
+        is_full = isinstance(spec.training, FullConfig)
+        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_full)
         return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
@@ -110,7 +111,13 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "clear_gradients")
 
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
-        await self._submit_verb(run_id, "save_run", str(directory), optimizer)
+        """Into an existing empty directory, as of the last step. A run with weights of its own is written while the
+        workers go on with other work; an adapter takes no longer than a pass."""
+        home = self._home_of_run(run_id)
+        if home.is_full:
+            await home.submit(run_id, Snapshot(str(directory), "state" if optimizer else "weights"))
+        else:
+            await self._submit_verb(run_id, "save_run", str(directory), optimizer)
 
     async def load_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         await self._submit_verb(run_id, "load_run", str(directory), optimizer)
@@ -232,11 +239,12 @@ class WorkerDispatch:
 
 @dataclass(frozen=True)
 class _Home:
-    """Where a run lives, whose it is, and of which base model."""
+    """Where a run lives, whose it is, of which base model, and whether it has weights of its own."""
 
     group: Group
     tenant_id: str
     base_model: str
+    is_full: bool
 
     async def submit(self, key: str, item: Item) -> Any:
         return await self.group.submit(key, self.tenant_id, item)

@@ -315,7 +315,8 @@ class Group:
         work = self._queue.take_snapshot()
         self._running = [work]
         snapshot_id = self._snapshots.next_id()
-        verb = self._verb(ranks, "begin_snapshot", snapshot_id, work.key, work.item.directory)
+        snapshot = work.item
+        verb = self._verb(ranks, "begin_snapshot", snapshot_id, work.key, snapshot.directory, snapshot.contents)
         answer = await self._call([work], verb)
         if isinstance(answer, Failure):
             _settle(work.answer, answer)

@@ -38,8 +38,8 @@ def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: P
     found = _by_expert(_read(source), every, lora.rank)
     wanted = adapters.selecting(lora, _adapted(found, every, lora.rank))
     adapter = adapters.build(wanted)
-    learned = Learned(adapter, {"weights": Flat(adapter.layout.whole, _filled(adapter, found))}, 0)
-    save(learned, target, optimizer=False, base_name=base_name)
+    learned = Learned(adapter, {"weights": Flat(adapter.layout.whole, _filled(adapter, found))}, 0, has_optimizer=False)
+    save(learned, target, base_name=base_name)
     return wanted
 
 

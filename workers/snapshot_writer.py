@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ..schemas.errors import OperationError
 from .checkpoint import Learned, save
-from .memory import is_out_of_memory
 from .verbs import Failure
 
 logger = logging.getLogger(__name__)
@@ -32,12 +31,16 @@ class SnapshotWriter:
         if not learned.is_written_here:
             self._writing[snapshot_id] = _done()
             return
-        copy, event = learned.mapped(_copy), None
+        copy, event = learned.kept(), None
         if self._device.type == "cuda":
             event = torch.cuda.Event()
             event.record()
         # In a list, from which the thread takes it: what else holds it would keep the device's memory.
         self._writing[snapshot_id] = self._threads.submit(self._write, [copy], event, directory)
+
+    def forget(self, snapshot_id: int) -> None:
+        """What other ranks could not begin is of no use."""
+        self._writing.pop(snapshot_id, None)
 
     def ended(self) -> dict[int, Failure | None]:
         """Each is told once; None: written."""
@@ -56,7 +59,7 @@ class SnapshotWriter:
                 torch.cuda.current_stream(self._device).wait_event(copied)
                 learned = learned.mapped(Tensor.cpu)
         try:
-            save(learned, directory, optimizer=True, base_name=self._base_name)
+            save(learned, directory, base_name=self._base_name)
         except Exception:
             if directory.exists():
                 raise
@@ -69,16 +72,6 @@ def _compute_alone() -> None:
     torch.set_num_threads(1)
 
 
-def _copy(vector: Tensor) -> Tensor:
-    """Where the device has no memory for it, on the host."""
-    try:
-        return vector.clone()
-    except Exception as error:
-        if vector.device.type == "cpu" or not is_out_of_memory(error):
-            raise
-        return vector.cpu()
-
-
 def _done() -> "Future[None]":
     done: Future[None] = Future()
     done.set_result(None)
@@ -89,6 +82,8 @@ def _outcome(writing: "Future[None]") -> Failure | None:
     error = writing.exception()
     if error is None:
         return None
-    if not isinstance(error, OSError | OperationError):  # of disks the message says enough
-        logger.error("a snapshot failed", exc_info=error)
-    return Failure(f"a snapshot of the run cannot be written: {type(error).__name__}: {error}", "server")
+    if isinstance(error, OperationError):
+        return Failure(error.message, error.category)
+    if not isinstance(error, OSError):  # of disks the message says enough
+        logger.error("a run was not saved", exc_info=error)
+    return Failure(f"the run cannot be saved: {type(error).__name__}: {error}", "server")

@@ -49,6 +49,10 @@ class AdapterWeights:
     weights: np.ndarray
 
 
+# What is saved of a run: its weights; what the optimizer needs, too; or all, pending gradients included.
+Contents = Literal["weights", "state", "all"]
+
+
 class WorkerLost(OperationError):
     """The worker died before the operation was answered: its effect is unknown, and what only the worker had is gone.
 

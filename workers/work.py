@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from ..schemas.training import ForwardBackwardRequest
-from .verbs import Step
+from .verbs import Contents, Step
 
 
 @dataclass(frozen=True)
@@ -21,9 +21,10 @@ class Verb:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The run's state as of the works before it, which the worker writes into `directory` while it goes on."""
+    """The run as of the works before it, which the worker writes into `directory` while it goes on."""
 
     directory: str
+    contents: Contents = "all"
 
 
 Item = ForwardBackwardRequest | Step | Verb | Snapshot

@@ -36,7 +36,7 @@ from .rank_memory import RankMemory
 from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
-from .verbs import AdapterWeights, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from .verbs import AdapterWeights, Contents, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
 
 Result = TypeVar("Result")
 
@@ -151,19 +151,24 @@ class Worker:
         """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
         with self._resident(run_id, STEP if optimizer else FORWARD) as model:
             learned = Learned.by(model, self._mesh, optimizer=optimizer)
-            self._on_all(partial(save, learned, Path(directory), optimizer=optimizer, base_name=self._name))
+            self._on_all(partial(save, learned, Path(directory), base_name=self._name))
 
-    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
-        """The run as it is now, with optimizer and pending gradients; only begun: see `ended_snapshots`."""
-        with self._resident(run_id) as model:
-            if model.window.num_operations:
+    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: Contents = "all") -> None:
+        """The run as it is now, into an existing empty directory; only begun: see `ended_snapshots`. What is not all of
+        it is as of the last step; pending gradients stay where they are."""
+        with self._resident(run_id, FORWARD if contents == "weights" else STEP) as model:
+            if contents == "all" and model.window.num_operations:
                 add_up([model], self._mesh)
             try:
-                learned = Learned.with_window(model, self._mesh)
+                learned = _contents(model, contents, self._mesh)
                 self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
+            except Exception:
+                self._snapshots.forget(snapshot_id)
+                raise
             finally:
-                # The sum over the ranks stays what it is.
-                leave_to_first(model, self._mesh)
+                if contents == "all":
+                    # The sum over the ranks stays what it is.
+                    leave_to_first(model, self._mesh)
 
     def ended_snapshots(self) -> dict[int, Failure | None]:
         """Those that have ended on all ranks since it was last asked: None where the files are written."""
@@ -341,6 +346,12 @@ class Worker:
     def _check_run(self, run_id: str) -> None:
         if run_id not in self._models:
             raise OperationError(_unknown(run_id), "server")
+
+
+def _contents(model: Learner, contents: Contents, mesh: Mesh) -> Learned:
+    if contents == "all":
+        return Learned.with_window(model, mesh)
+    return Learned.by(model, mesh, optimizer=contents == "state")
 
 
 def _nothing() -> None:

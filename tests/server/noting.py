@@ -55,7 +55,7 @@ class NotingWorker(RecordingWorker):
     def load_adapter(self, adapter_id: str, directory: str) -> None:
         self._runs[adapter_id] = _noted(directory)
 
-    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str) -> None:
+    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: str = "all") -> None:
         self.save_run(run_id, directory, optimizer=True)
         self._begun.append(snapshot_id)
 

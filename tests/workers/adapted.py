@@ -95,7 +95,7 @@ def _loaded_in_peft(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
     """By a file: experts are parameters of the model, whose pairs peft lays out in a way of its own."""
     with tempfile.TemporaryDirectory() as directory, warnings.catch_warnings():
         quieten_peft()
-        save(Learned.by(adapter, Mesh()), Path(directory), optimizer=False, base_name="tiny")
+        save(Learned.by(adapter, Mesh(), optimizer=False), Path(directory), base_name="tiny")
         return PeftModel.from_pretrained(model, directory, is_trainable=True)
 
 

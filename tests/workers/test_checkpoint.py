@@ -41,7 +41,7 @@ def trained(adapted: Adapted, adapter_id: str = "run", **lora: object) -> Adapte
 
 def saved(adapter: Adapter, directory: Path, optimizer: bool = True) -> Path:
     directory.mkdir()
-    save(Learned.by(adapter, Mesh()), directory, optimizer=optimizer, base_name="tiny/model")
+    save(Learned.by(adapter, Mesh(), optimizer=optimizer), directory, base_name="tiny/model")
     return directory
 
 
@@ -212,5 +212,5 @@ def test_without_room_on_the_disk_a_save_says_so(tiny_models: dict[str, Path], t
         (disk / "second").mkdir()
         with filled(disk):
             with pytest.raises(OperationError, match=r"the server's disk is full.*try again when there") as failed:
-                save(Learned.by(adapter, Mesh()), disk / "second", optimizer=True, base_name="tiny/model")
+                save(Learned.by(adapter, Mesh()), disk / "second", base_name="tiny/model")
             assert failed.value.category == "server"

@@ -80,7 +80,7 @@ def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwa
 
 def in_transformers(directory: Path, adapter: Adapter, scratch: Path) -> PeftModel:
     """As PEFT reads what the critic is saved as."""
-    save(Learned.by(adapter, Mesh()), scratch, optimizer=False, base_name="tiny")
+    save(Learned.by(adapter, Mesh(), optimizer=False), scratch, base_name="tiny")
     with warnings.catch_warnings():
         quieten_peft()
         base = AutoModelForTokenClassification.from_pretrained(directory, num_labels=1)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
@@ -78,7 +78,7 @@ async def saved(dispatch: WorkerDispatch, run_id: str, directory: Path) -> dict[
 
 
 def read(directory: Path) -> dict[str, np.ndarray]:
-    return load_file(directory / "adapter_model.safetensors") | load_file(directory / "optimizer.safetensors")
+    return {name: each for file in directory.glob("*.safetensors") for name, each in load_file(file).items()}
 
 
 def same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> bool:
@@ -246,7 +246,7 @@ def test_a_snapshot_that_cannot_be_written_says_so_and_the_run_goes_on(
 ) -> None:
     async def check() -> None:
         await dispatch.create_run("tiny", spec("run"), "tenant")
-        with pytest.raises(OperationError, match="snapshot of the run cannot be written") as failed:
+        with pytest.raises(OperationError, match="the run cannot be saved") as failed:
             await dispatch.snapshot_run("run", tmp_path / "nowhere")
         assert failed.value.category == "server" and not isinstance(failed.value, WorkerLost)
         (tmp_path / "full").mkdir()
@@ -276,6 +276,39 @@ def test_a_snapshot_whose_worker_dies_is_lost(dispatch: WorkerDispatch, runner: 
         (tmp_path / "again").mkdir()
         await dispatch.snapshot_run("run", tmp_path / "again")
         await dispatch.drop_run("run")
+
+    run(runner, check())
+
+
+@pytest.mark.parametrize("optimizer", [True, False], ids=["state", "weights"])
+def test_others_do_not_wait_while_a_full_model_is_saved(
+    optimizer: bool, dispatch: WorkerDispatch, runner: asyncio.Runner, tmp_path: Path
+) -> None:
+    async def check() -> None:
+        await dispatch.create_run("tiny", RunSpec("full", FullConfig(seed=1)), "tenant")
+        await dispatch.create_run("tiny", spec("other"), "tenant")
+        await train(dispatch, "full", range(2))
+        for name in ("undisturbed", "waits"):
+            (tmp_path / name).mkdir()
+        await dispatch.save_run("full", tmp_path / "undisturbed", optimizer=optimizer)
+        await dispatch.forward_backward(batch("full", 2))  # whose gradients are not saved
+        os.mkfifo(tmp_path / "waits" / "trainhouse.json")
+        saving = asyncio.create_task(dispatch.save_run("full", tmp_path / "waits", optimizer=optimizer))
+        await train(dispatch, "other", range(3))
+        await dispatch.optim_step(step("full"))  # as the run itself goes on
+        assert not saving.done()
+        description = await asyncio.to_thread((tmp_path / "waits" / "trainhouse.json").read_bytes)
+        await saving
+        assert description == (tmp_path / "undisturbed" / "trainhouse.json").read_bytes()
+        (tmp_path / "waits" / "trainhouse.json").unlink()
+        (tmp_path / "waits" / "trainhouse.json").write_bytes(description)
+        assert same(read(tmp_path / "waits"), read(tmp_path / "undisturbed"))
+        assert any(name.startswith("optimizer") for name in os.listdir(tmp_path / "waits")) == optimizer
+        (tmp_path / "later").mkdir()
+        await dispatch.save_run("full", tmp_path / "later", optimizer=optimizer)
+        assert not same(read(tmp_path / "later"), read(tmp_path / "undisturbed"))
+        for run_id in ("full", "other"):
+            await dispatch.drop_run(run_id)
 
     run(runner, check())
 

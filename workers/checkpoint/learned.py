@@ -9,6 +9,7 @@ from torch import Tensor
 from ..layout import Layout
 from ..learner import LEARNED, Learner, Window
 from ..lora import Adapter
+from ..memory import is_out_of_memory
 from ..parallel.mesh import Mesh
 
 
@@ -53,13 +54,15 @@ class Learned:
     own each rank writes some. Moments: before the first step a model has none: they are zeros, which it does not keep.
 
     Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
-    which are among the vectors then, where there are any. part, num_parts: which of the writers this rank is, if any.
+    which are among the vectors then, where there are any. has_optimizer: whether with what a resumed training needs.
+    part, num_parts: which of the writers this rank is, if any.
     """
 
     model: Learner
     vectors: Mapping[str, Tensors]
     num_steps: int
     window: Window | None = None
+    has_optimizer: bool = True
     part: int = 0
     num_parts: int = 1
 
@@ -68,7 +71,8 @@ class Learned:
         """Of a model on the device, without its gradients. All ranks ask at once, here as in `with_window`. optimizer:
         whether with its moments."""
         live = model.live()
-        return _learned(model, [name for name in LEARNED[: None if optimizer else 1] if name in live], mesh)
+        learned = _learned(model, [name for name in LEARNED[: None if optimizer else 1] if name in live], mesh)
+        return replace(learned, has_optimizer=optimizer)
 
     @staticmethod
     def with_window(model: Learner, mesh: Mesh) -> "Learned":
@@ -80,8 +84,24 @@ class Learned:
     def is_written_here(self) -> bool:
         return self.part < self.num_parts
 
+    def kept(self) -> "Learned":
+        """Of vectors of its own, which stay as they are while the model goes on. What other ranks have sent has been
+        made for it."""
+        of_model = {vector.untyped_storage().data_ptr() for vector in self.model.live().values()}
+        return self.mapped(lambda each: _copied(each) if each.untyped_storage().data_ptr() in of_model else each)
+
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
         return replace(self, vectors={name: vector.mapped(function) for name, vector in self.vectors.items()})
+
+
+def _copied(vector: Tensor) -> Tensor:
+    """Where the device has no memory for it, on the host."""
+    try:
+        return vector.clone()
+    except Exception as error:
+        if vector.device.type == "cpu" or not is_out_of_memory(error):
+            raise
+        return vector.cpu()
 
 
 def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:

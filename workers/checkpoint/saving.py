@@ -25,15 +25,14 @@ _FULL = (
 )
 
 
-def save(learned: Learned, directory: Path, *, optimizer: bool, base_name: str) -> None:
-    """Writes this rank's part into an existing directory, where else only those of other ranks are. optimizer: also
-    what a resumed training needs.
+def save(learned: Learned, directory: Path, *, base_name: str) -> None:
+    """Writes this rank's part into an existing directory, where else only those of other ranks are.
 
     Raises OperationError (server) where there is no room for it.
     """
     try:
         if learned.is_written_here:
-            _write(learned, directory, optimizer, base_name)
+            _write(learned, directory, base_name)
     except (OSError, SafetensorError) as error:
         if _is_for_want_of_room(error):
             raise OperationError(_FULL, "server") from None
@@ -46,14 +45,14 @@ def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
     return number in _NO_ROOM or any(f"(os error {one})" in str(error) for one in _NO_ROOM)
 
 
-def _write(learned: Learned, directory: Path, optimizer: bool, base_name: str) -> None:
+def _write(learned: Learned, directory: Path, base_name: str) -> None:
     model = learned.model
 
     def write(stem: str, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(directory / file_name(stem, learned.part, learned.num_parts), tensors)
 
     write(weights_stem(model), learned.vectors["weights"].named())
-    if optimizer:
+    if learned.has_optimizer:
         write("optimizer", _named_moments(learned))
     if "accumulator" in learned.vectors:
         write("window", learned.vectors["accumulator"].named())

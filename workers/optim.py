@@ -186,7 +186,9 @@ def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> f
 
 def _allocate_moments(adapter: Learner) -> None:
     """Before anything is changed, the gradient included."""
-    remedy = "the gradients stay, step again when other runs have ended, or serve with fewer --adapter-slots"
+    remedy = (
+        "the gradients stay: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
+    )
     with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
         _ = adapter.exp_avg, adapter.exp_avg_sq
 

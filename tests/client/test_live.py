@@ -67,6 +67,12 @@ def test_limits_and_their_use(service: ServiceClient, client: TrainingClient) ->
     assert limits.tokens_per_minute.limit is None
 
 
+def test_what_is_in_the_workers_memory(service: ServiceClient, client: TrainingClient) -> None:
+    (of_group,) = service.get_workers().groups.values()
+    assert of_group["base_weights"] == of_group["base_weights_on_device"] > 0
+    assert of_group["num_adapters_on_device"] > 0 and of_group["offloads"] == 0
+
+
 def test_a_base_url_may_name_the_api(shared_server: LiveServer) -> None:
     with ServiceClient(f"{shared_server.url}/api/v1/", "tml-client-tests") as service:
         assert service.get_server_capabilities().supported_models

@@ -35,7 +35,9 @@ def out_of_memory_message(operation: Operation, configured: int, tried: int, dev
     room = f"{device} has {gigabytes(free) if free is not None else 'an unknown amount'} free"
     lengths = [len(row.tokens) for row in operation.rows]
     if not lengths:
-        return f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots"
+        return (
+            f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots, --full-slots"
+        )
     longest = max(lengths)
     largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]
     return (

@@ -227,7 +227,12 @@ class Worker:
         return AdapterWeights(model.training, self._whole_weights(model))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
-        """What has the same id and shape is overwritten in place: who samples it goes on with the new weights."""
+        """What has the same id and shape is overwritten in place: who samples it goes on with the new weights. For a
+        model's own weights no copy is made on the way."""
+        if self._models.full.is_overwritten(adapter_id, exported.training):
+            with self._resident(adapter_id, FORWARD) as model:
+                _overwrite(model, exported)
+            return
         self._put(adapter_id, partial(self._imported, exported), is_copy=True)
 
     def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
@@ -323,8 +328,7 @@ class Worker:
 
     def _imported(self, exported: AdapterWeights) -> Learner:
         model = self._models.build(exported.training)
-        whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
-        model.layout.copy_parts(model.weights, whole)
+        _overwrite(model, exported)
         return model
 
     def _whole_weights(self, model: Learner) -> np.ndarray:
@@ -352,6 +356,11 @@ def _contents(model: Learner, contents: Contents, mesh: Mesh) -> Learned:
     if contents == "all":
         return Learned.with_window(model, mesh)
     return Learned.by(model, mesh, optimizer=contents == "state")
+
+
+def _overwrite(model: Learner, exported: AdapterWeights) -> None:
+    whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
+    model.layout.copy_parts(model.weights, whole)
 
 
 def _nothing() -> None:

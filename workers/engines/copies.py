@@ -37,6 +37,9 @@ class AdapterCopies:
         self._copies: dict[str, AdapterCopy] = {}
         self._versions = count(1)
 
+    def __contains__(self, adapter_id: str) -> bool:
+        return adapter_id in self._copies
+
     def get(self, adapter_id: str) -> AdapterCopy:
         """The newest version. Raises OperationError."""
         if adapter_id not in self._copies:

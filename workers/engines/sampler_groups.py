@@ -5,10 +5,9 @@ a newer version as soon as there is one, and all that it still needs again after
 """
 
 import asyncio
-import logging
-from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -19,9 +18,8 @@ from ..verbs import AdapterWeights, SampleJob
 from ..work import Verb
 from .company import MOST_STRIKES, Company, Standing
 from .copies import AdapterCopies
+from .held import HeldAdapter, Pushes, Version
 from .underway import Told, Underway
-
-logger = logging.getLogger(__name__)
 
 
 class SamplerGroups:
@@ -38,7 +36,7 @@ class SamplerGroups:
             await replica.group.start(on_progress)
 
     async def close(self) -> None:
-        await asyncio.gather(*(replica.group.close() for replica in self._replicas))
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
         self._copies.close()
 
     def status(self) -> str | None:
@@ -67,19 +65,23 @@ class SamplerGroups:
         self._underway.cancel(job_id)
 
     async def memory(self) -> dict[str, dict[str, int]]:
-        groups = [replica.group for replica in self._replicas if not replica.group.restarting]
-        answers = await asyncio.gather(*(group.submit("memory", "", Verb("memory")) for group in groups))
-        return {group.name: answer for group, answer in zip(groups, answers, strict=True)}
+        """And of models' own weights that came to each, how often, how many bytes of them, and how long this took."""
+        replicas = [replica for replica in self._replicas if not replica.group.restarting]
+        answers = await asyncio.gather(*(replica.group.submit("memory", "", Verb("memory")) for replica in replicas))
+        return {
+            replica.group.name: answer | replica.pushes.memory()
+            for replica, answer in zip(replicas, answers, strict=True)
+        }
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
         await self._copies.put(adapter_id, weights)
         await asyncio.gather(*(replica.move_forward(adapter_id) for replica in self._replicas))
 
     async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
-        standing = Standing()
-        while standing.num_strikes < MOST_STRIKES:
+        request = _Request(job, told)
+        while request.standing.num_strikes < MOST_STRIKES:
             try:
-                return await told.run(partial(self._next_replica().sample, job, standing))
+                return await told.run(partial(self._next_replica().sample, request))
             except _WorkerDied:
                 continue
         raise OperationError(
@@ -96,64 +98,82 @@ class _WorkerDied(Exception):
     """Over the request, or beside it."""
 
 
+@dataclass
+class _Request:
+    """version: of the weights with which it began last, where these were to stay as they are."""
+
+    job: SampleJob
+    told: Told
+    standing: Standing = field(default_factory=Standing)
+    version: int | None = None
+
+    def begins_with(self, version: Version) -> None:
+        """Raises OperationError where what is told of it would go on with other weights."""
+        if self.told.has_told and self.version not in (None, version.number):
+            raise OperationError(
+                f"sampling request {self.job.job_id} began with weights that are gone with their worker, and what was"
+                " streamed of it cannot go on with newer ones: send the request again",
+                "server",
+            )
+        self.version = version.number if version.stays else None
+
+
 class _Replica:
     """One sampler group and the adapters that it has. num_tokens: that it has or that wait for it, as far as known."""
 
     def __init__(self, group: Group, copies: AdapterCopies) -> None:
         self.group = group
         self.num_tokens = 0
+        self.pushes = Pushes()
         self._copies = copies
         self._company = Company()
-        # Adapter id -> the worker (by the deaths before it) that got it, and its version.
-        self._held: dict[str, tuple[int, int]] = {}
-        self._bringing: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        self._held: dict[str, HeldAdapter] = {}
 
-    async def sample(self, job: SampleJob, standing: Standing, on_progress: OnProgress | None) -> SampleResponse:
+    async def close(self) -> None:
+        await self.group.close()
+        await asyncio.gather(*(held.close() for held in self._held.values()))
+
+    async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
         """Raises _WorkerDied, having said so of its standing, and OperationError."""
-        with self._counted(job):
-            async with self._company.joined(standing):
+        with self._counted(request.job):
+            async with self._company.joined(request.standing):
                 num_deaths = self.group.num_deaths
                 try:
-                    if job.adapter_id is not None:
-                        await self._bring(job.adapter_id)
-                    return await self.group.sample(job, on_progress)
+                    async with self._ready(request) as job:
+                        return await self.group.sample(job, on_progress)
                 except OperationError:
                     if self.group.num_deaths == num_deaths:
                         raise
-                    self._company.died(standing)
+                    self._company.died(request.standing)
                     raise _WorkerDied from None
 
     async def move_forward(self, adapter_id: str) -> None:
-        """The newest version replaces one that is held. Where that fails, it is tried again when it is next wanted."""
-        try:
-            await self._bring(adapter_id, only_if_held=True)
-        except OperationError as error:
-            logger.warning("%s did not take the newest version of adapter %s: %s", self.group.name, adapter_id, error)
+        """See HeldAdapter."""
+        if adapter_id in self._held:
+            await self._held[adapter_id].move_forward()
 
     async def drop(self, adapter_id: str) -> None:
-        async with self._bringing[adapter_id]:
-            if self._holds(adapter_id):
-                await self.group.submit(adapter_id, "", Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+        if adapter_id in self._held:
+            await self._held[adapter_id].drop()
             self._held.pop(adapter_id, None)
-            self.group.forget_lost(adapter_id)
-        self._bringing.pop(adapter_id, None)
 
-    async def _bring(self, adapter_id: str, only_if_held: bool = False) -> None:
-        """Raises OperationError."""
-        self._copies.get(adapter_id)  # no lock is kept for one that is gone
-        async with self._bringing[adapter_id]:
-            if only_if_held and not self._holds(adapter_id):
-                return
-            copy, num_deaths = self._copies.get(adapter_id), self.group.num_deaths
-            if self._held.get(adapter_id) == (num_deaths, copy.version):
-                return
-            verb = Verb("import_adapter", (adapter_id, copy.read()), creates=adapter_id)
-            await self.group.submit(adapter_id, "", verb)
-            self._held[adapter_id] = (num_deaths, copy.version)
+    @asynccontextmanager
+    async def _ready(self, request: _Request) -> AsyncIterator[SampleJob]:
+        """The job as the group knows it, which has its adapter until the end of the block. Raises OperationError."""
+        job = request.job
+        if job.adapter_id is None:
+            yield job
+            return
+        async with self._held_adapter(job.adapter_id).in_use() as version:
+            request.begins_with(version)
+            yield replace(job, adapter_id=version.worker_id)
 
-    def _holds(self, adapter_id: str) -> bool:
-        num_deaths, _ = self._held.get(adapter_id, (-1, 0))
-        return num_deaths == self.group.num_deaths
+    def _held_adapter(self, adapter_id: str) -> HeldAdapter:
+        """Raises OperationError where there is none, so that nothing is kept of one that is gone."""
+        self._copies.get(adapter_id)
+        if adapter_id not in self._held:
+            self._held[adapter_id] = HeldAdapter(adapter_id, self.group, self._copies, self.pushes)
+        return self._held[adapter_id]
 
     @contextmanager
     def _counted(self, job: SampleJob) -> Iterator[None]:

@@ -66,6 +66,10 @@ class Told:
         self._on_progress = on_progress
         self._told: defaultdict[int, list[np.ndarray]] = defaultdict(list)
 
+    @property
+    def has_told(self) -> bool:
+        return bool(self._told)
+
     async def run(self, attempt: Attempt) -> SampleResponse:
         """One run of the request. Raises OperationError as soon as it draws other tokens than were told."""
         if self._on_progress is None:

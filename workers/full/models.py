@@ -1,12 +1,13 @@
 """FullModels: all models of one base on this rank that have weights of their own."""
 
 from ...schemas.errors import OperationError
-from ...schemas.models import FullConfig
+from ...schemas.models import FullConfig, TrainingConfig
 from ..config import OptimizerStates
 from ..holder import Holder
 from ..model import BaseModel
 from ..moments import MOMENTS
 from ..programs import Program
+from ..programs.policy import POLICY
 from ..residency import Residency
 from .weights import FullWeights
 
@@ -42,6 +43,13 @@ class FullModels(Holder[FullWeights]):
                 " trained nor saved with them here: train LoRA"
             )
         return FullWeights(full, self._base, program, self._moments)
+
+    def is_overwritten(self, model_id: str, training: TrainingConfig) -> bool:
+        """Whether a copy of a policy, of this id, takes the place of the weights that are there."""
+        model = self._models.get(model_id)
+        if model is None or self.is_shared(model_id):
+            return False
+        return model.training == training and model.program is POLICY
 
     def check_room(self, model_id: str) -> None:
         """For a copy of this id. Raises OperationError where there are as many as there may be."""

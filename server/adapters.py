@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Collection
+from collections.abc import Awaitable, Callable, Collection
 
 from ..schemas.errors import OperationError, RequestError
 from ..workers.dispatch import WorkerDispatch
@@ -18,12 +18,19 @@ logger = logging.getLogger(__name__)
 
 
 class Adapters:
-    """weights: of ephemeral samplers; those of others are checkpoints."""
+    """weights: of ephemeral samplers; those of others are checkpoints. share: see Runs; of a run and an adapter."""
 
-    def __init__(self, dispatch: WorkerDispatch, checkpoints: Checkpoints, weights: EphemeralWeights) -> None:
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        checkpoints: Checkpoints,
+        weights: EphemeralWeights,
+        share: Callable[[str, str], Awaitable[bool]],
+    ) -> None:
         self._dispatch = dispatch
         self._checkpoints = checkpoints
         self._weights = weights
+        self._share = share
         self._dropping: set[asyncio.Task[None]] = set()
 
     async def close(self) -> None:
@@ -86,6 +93,8 @@ class Adapters:
     async def _load_now(self, sampler: Sampler) -> None:
         record = sampler.record
         assert sampler.adapter_id is not None
+        if record.run_id is not None and await self._share(record.run_id, sampler.adapter_id):
+            return
         if record.model_path is None:
             directory = self._weights.directory(sampler.adapter_id)
             await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)

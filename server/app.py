@@ -125,7 +125,9 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     quotas = Quotas(config)
-    adapters = Adapters(dispatch, checkpoints, EphemeralWeights(directory / "ephemeral", sync))
+    weights = EphemeralWeights(directory / "ephemeral", sync)
+    # Runs come last: they make samplers.
+    adapters = Adapters(dispatch, checkpoints, weights, lambda run_id, adapter_id: runs.share(run_id, adapter_id))
     completions = Completions(futures)
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, completions)
     of_samplers = Sampling(dispatch, samplers, adapters, sessions, futures, journal, recordings, completions)

@@ -326,6 +326,11 @@ class ServerConfig:
         except ValueError:
             return False
 
+    @property
+    def shares_full_weights(self) -> bool:
+        """Whether samplers of a live full model have its own weights: those that have workers of their own cannot."""
+        return self.full_sampling == "inflight" and self.sampler == "native" and not self.sampler_workers
+
     def worker_config(self, model: ServedModel) -> WorkerConfig:
         device = self._devices[self.base_models.index(model) if len(self._devices) > 1 else 0]
         # On another machine of a Ray cluster our directories may not be there.

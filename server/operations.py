@@ -163,6 +163,10 @@ class Operations:
         else:
             await self.perform(run, operation, seq_id)
 
+    async def share(self, run: RunRecord, adapter_id: str) -> None:
+        """Its own weights with a sampler, where these are shared. Raises OperationError."""
+        await self._dispatch.copy_adapter(run.run_id, adapter_id)
+
     async def clear_gradients(self, run: RunRecord) -> None:
         await self._dispatch.clear_gradients(run.run_id)
 

@@ -143,6 +143,20 @@ class Run:
             self._unusable = self._behind()
         self._go_on()
 
+    async def share(self, adapter_id: str) -> bool:
+        """Lets a sampler have its weights, once it is there again, where the workers have lost it; False: there is
+        none any more. Raises OperationError, which is WorkerLost when they lose it meanwhile."""
+        while self.is_lost:
+            await self._made_again(-1)
+        if not (self.is_usable and self._state.is_live):
+            return False
+        try:
+            await self._services.operations.share(self.record, adapter_id)
+        except WorkerLost:
+            self._state.lost()
+            raise
+        return True
+
     def standing(self, seq_id: int) -> Standing:
         """Of an operation that is to be submitted."""
         seq_id = seq_id or self._free_seq_id()

@@ -125,6 +125,14 @@ class Runs:
             raise _not_live(run_id)
         raise RequestError(f"there is no model {run_id}: create one with create_model", 404)
 
+    async def share(self, run_id: str, adapter_id: str) -> bool:
+        """Whether a sampler of this run has got its live weights, as a server's config may have it. Raises as
+        Run.share."""
+        run = self._runs.get(run_id)
+        if run is None or not isinstance(run.record.training, FullConfig):
+            return False
+        return self._services.config.shares_full_weights and await run.share(adapter_id)
+
     async def end_session(self, session_id: str) -> None:
         for run_id in [run_id for run_id in self._not_resumed if run_id.startswith(f"{session_id}:train:")]:
             self._services.copied.goes_on(run_id)

@@ -137,6 +137,19 @@ class Layout:
                     self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
         return result
 
+    def whole_on_first(self, vector: Tensor, mesh: Mesh) -> Tensor | None:
+        """As `whole_vector`, for the first rank alone, in host memory; None elsewhere, where nothing is put together.
+        Matrices come one after the other."""
+        if self.whole is self:
+            return vector.cpu() if mesh.is_first else None
+        result = vector.new_zeros(self.whole.size, device="cpu") if mesh.is_first else None
+        for matrix in self.matrices:
+            team = mesh.along(*matrix.axes)
+            parts = team.at_first(self.view(vector, matrix.key)) if team.ranks[0] == 0 else None
+            if result is not None and parts is not None:
+                self.whole.view(result, matrix.key).copy_(matrix.joined(parts))
+        return result
+
     def whole_matrices(self, vector: Tensor, mesh: Mesh) -> Iterator[tuple[Matrix, Tensor]]:
         """As `whole_vector`, one matrix after the other: each with what `whole` calls it. One that ranks have no parts
         of is a view of the vector."""

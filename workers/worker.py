@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 
@@ -215,16 +214,16 @@ class Worker:
         """Unknown adapters are ignored."""
         self._models.drop(adapter_id)
 
-    def export_adapter(self, run_id: str) -> AdapterWeights:
-        """The run's weights of now, for other workers of this base model."""
+    def export_adapter(self, run_id: str) -> AdapterWeights | None:
+        """The run's weights of now, for other workers of this base model. Of a model with weights of its own the first
+        rank alone has them together; the others answer None."""
         self._check_samples(run_id)
         with self._resident(run_id, FORWARD) as model:
-            return AdapterWeights(model.training, self._whole_weights(model))
+            return self._exported(model)
 
-    def read_adapter(self, directory: str) -> AdapterWeights:
-        """A saved checkpoint's weights, which this worker does not keep."""
-        model = self._made(partial(read_new, self._models, Path(directory)))
-        return AdapterWeights(model.training, self._whole_weights(model))
+    def read_adapter(self, directory: str) -> AdapterWeights | None:
+        """A saved checkpoint's weights, which this worker does not keep; as `export_adapter`."""
+        return self._exported(self._made(partial(read_new, self._models, Path(directory))))
 
     def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
         """What has the same id and shape is overwritten in place: who samples it goes on with the new weights. For a
@@ -331,8 +330,11 @@ class Worker:
         _overwrite(model, exported)
         return model
 
-    def _whole_weights(self, model: Learner) -> np.ndarray:
-        return model.layout.whole_vector(model.weights, self._mesh).cpu().numpy()
+    def _exported(self, model: Learner) -> AdapterWeights | None:
+        layout, is_adapter = model.layout, isinstance(model, Adapter)
+        put_together = layout.whole_vector if is_adapter else layout.whole_on_first
+        whole = put_together(model.weights, self._mesh)
+        return None if whole is None else AdapterWeights(model.training, whole.cpu().numpy())
 
     @contextmanager
     def _resident(self, run_id: str, wanted: frozenset[str] = STEP) -> Iterator[Learner]:

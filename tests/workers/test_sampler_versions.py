@@ -300,4 +300,5 @@ def test_what_replaces_a_models_weights_makes_no_second_copy(worker: Worker) -> 
 
 def _whole(worker: Worker) -> AdapterWeights:
     exported = worker.export_adapter("full")
+    assert exported is not None
     return replace(exported, weights=exported.weights.copy())

@@ -78,6 +78,15 @@ class Team:
         assert work is not None
         return Arriving([work], whole, sent)
 
+    def at_first(self, tensor: Tensor) -> list[Tensor] | None:
+        """That of each rank, all alike in shape, in the order of the ranks: for the first of them, None elsewhere."""
+        if self.size == 1:
+            return [tensor]
+        self._sent["gather"] += 1
+        parts = [torch.empty_like(tensor) for _ in self.ranks] if self.index == 0 else None
+        dist.gather(tensor.contiguous(), parts, self.ranks[0], self._group)
+        return parts
+
     def part(self, tensor: Tensor) -> Tensor:
         """[size * n, ...] -> the part [n, ...] that has this rank's index."""
         return tensor.chunk(self.size)[self.index]

@@ -3,7 +3,7 @@
 from trainhouse.schemas.models import TrainingConfig
 from trainhouse.workers.config import WorkerConfig
 from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.verbs import Failure, Pass, RunInfo, RunSpec, Step
+from trainhouse.workers.verbs import AdapterWeights, Failure, Pass, RunInfo, RunSpec, Step
 from trainhouse.workers.worker import Worker
 
 from .live_bytes import LiveBytes
@@ -50,9 +50,14 @@ class AccountingWorker(Worker):
         with self._live:
             return super().apply_steps(steps)
 
+    def export_adapter(self, run_id: str) -> AdapterWeights | None:
+        self._live.restart()
+        with self._live:
+            return super().export_adapter(run_id)
+
     def alive(self) -> int:
         return self._live.count()
 
     def peak(self) -> int:
-        """At most during the last pass."""
+        """At most during the last pass or export."""
         return self._live.peak

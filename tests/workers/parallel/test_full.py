@@ -1,5 +1,6 @@
 """Models with weights of their own under layouts, as on one rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,7 @@ from trainhouse.workers.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
 from .case import Case
+from .measuring import ACCOUNTING
 from .training import ADAM, Layout, close, error, greedy, largest_error, layout, supervised
 from .watched_worker import WATCHED
 
@@ -96,6 +98,50 @@ def test_all_weights_are_trained_as_on_one_rank(case: Case, tiny_models: dict[st
         wanted = AutoModelForCausalLM.from_pretrained(theirs.directory)
         for name, weights in loaded.named_parameters():
             assert error(weights.detach().numpy(), wanted.get_parameter(name).detach().numpy()) <= 1e-3, name
+
+
+EXPORTED = [
+    Case("fsdp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *(Case(spec) for spec in ("tp=2", "fsdp=2,tp=2", "sp=2", "replicas=2", "replicas=2,fsdp=2")),
+            *(Case(spec, "qwen3_moe") for spec in ("ep=2", "fsdp=2,ep=2", "ep=2,tp=2")),
+            *(Case("tp=2", kind) for kind in ("qwen3_tied", "phi3")),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", EXPORTED, ids=str)
+def test_what_leaves_the_ranks_is_put_together_on_the_first_alone(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """From a run, and from what it has saved; the control is the run before its step."""
+    model, exported = case.model(tiny_models, tmp_path), []
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, ACCOUNTING) as many:
+        for where in (alone, many):
+            where.call("create_run", RunSpec("full", FullConfig(seed=1)))
+        for _ in range(2):
+            wanted = alone.call("export_adapter", "full").weights
+            before = many.answers("alive")
+            found, *others = many.answers("export_adapter", "full")
+            taken = [peak - alive for peak, alive in zip(many.answers("peak"), before, strict=True)]
+            assert others == [None] * len(others) and error(found.weights, wanted) <= 1e-4
+            assert max(taken[1:]) < 0.01 * wanted.nbytes
+            has_all = many.spec.fsdp == many.spec.ep == many.spec.tp == 1
+            assert has_all or taken[0] >= wanted.nbytes
+            exported.append(found.weights)
+            for where in (alone, many):
+                loss_of(where, 1, 9, 30)
+                norm_of_step(where)
+        assert error(exported[1], exported[0]) > 1e-3
+        directory = many.saved("full")
+        read, *others = many.answers("read_adapter", str(directory))
+        assert others == [None] * len(others)
+        assert np.array_equal(read.weights, many.call("export_adapter", "full").weights)
+        many.call("import_adapter", "full", replace(read, weights=exported[0]))
+        assert np.array_equal(many.call("export_adapter", "full").weights, exported[0])
 
 
 def test_a_model_that_is_gone_while_it_samples_holds_up_no_rank(tiny_models: dict[str, Path], tmp_path: Path) -> None:

@@ -177,6 +177,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "gathered": memory.gathered,
             "arriving": memory.arriving,
             "gathered_gradients": memory.gathered_gradients,
+            "gathered_head": memory.gathered_head,
             "sampling": memory.sampling,
             "step": memory.step,
             "work": memory.work,
@@ -320,8 +321,11 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
     if memory.gathered_gradients:
         yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, on their way"
+    if memory.gathered_head:
+        what = "with its gradient, " if load.training == "full" else ""
+        yield "the output head gathered", gigabytes(memory.gathered_head), f"{what}as it scores, when no layer runs"
     if memory.sampling:
-        yield "all layers gathered to sample", gigabytes(memory.sampling), "when no pass runs"
+        yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
     if memory.step:
         yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
     yield "at most at a time", gigabytes(memory.total), ""

@@ -2,7 +2,8 @@
 
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from .memory import available_bytes
 from .parallel.checks import keeps_all
 from .parallel.families import LOGIT_SCALES
 from .parallel.fsdp import Buffers, ShardedLayer, ShardedLayers
+from .parallel.lookup import SharedEmbedding
 from .parallel.mesh import Mesh, Team
 from .parallel.rows import TokenShare
 from .parallel.sequence import SharedPacking
@@ -41,7 +43,7 @@ from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .quantized import QuantizedWeight, check_installed, replace_parameter
 from .threads import Threads
-from .trunk import Merge, fused_trunk
+from .trunk import FusedTrunk, Merge, fused_trunk
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -76,7 +78,8 @@ class BaseModel:
     num_parameters: of all ranks together. source: where it was loaded from. spec: the ranks that have it together.
     sequence_split: of those along sp.
     shards_activations: whether those along tp share out what lies between linear layers, in training.
-    unembedding: [vocab, hidden], possibly tied to the embedding. head_name, embedding_name: of these parameters.
+    unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows, but for `whole_unembedding` and
+    `gathered`, where ranks keep it in parts. head_name, embedding_name: of these parameters.
     """
 
     def __init__(self, config: WorkerConfig, mesh: Mesh | None = None) -> None:
@@ -96,7 +99,8 @@ class BaseModel:
         self.splits = placed.splits
         self._sharded, self._left = placed.sharded, placed.left
         self.config: PreTrainedConfig = self.model.config
-        self.num_parameters = self.model.num_parameters()
+        own = self.own_parameters()
+        self.num_parameters = sum(self._num_parts(name) * each.numel() for name, each in own.items())
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
@@ -120,18 +124,25 @@ class BaseModel:
         head = self.model.get_output_embeddings()
         if not isinstance(head, nn.Linear) or head.bias is not None:
             raise ValueError(f"{config.model.source}: the output head must be a linear layer without bias, got {head}")
-        if head.weight is not self.model.get_input_embeddings().weight:
-            # The rows of one that is tied are read one by one, too.
-            head.weight.data = laid_out(head.weight.data)
-        self.unembedding: Tensor = head.weight
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         self.head_name = names[id(head.weight)]
         self.embedding_name = names[id(self.model.get_input_embeddings().weight)]
+        if self.head_name not in (self.embedding_name, *self._sharded):
+            # The rows of one that is tied are read one by one, too.
+            head.weight.data = laid_out(head.weight.data)
+        self.unembedding: Tensor = head.weight
+        self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
+        self._sharded_head: ShardedLayer | None = None
 
     def is_repeated(self, name: str) -> bool:
         """Whether several ranks put the same tokens through the weights of this name, which all of them have whole."""
         placement = placement_of(name.removeprefix(f"{self.model.base_model_prefix}."))
         return placement is not None and self.spec.tp > self.spec.tp_of(placement.unit)
+
+    def _num_parts(self, name: str) -> int:
+        """Of which all ranks together make the whole parameter of this name."""
+        num_kept = self.keeping_team.size if name in self._sharded else 1
+        return num_kept * prod(split.size for split in self.splits.get(name, {}).values())
 
     def _named_experts(self) -> dict[str, RoutedExperts]:
         prefix = self.model.base_model_prefix
@@ -209,7 +220,7 @@ class BaseModel:
         return self._mesh.keeping_team
 
     def is_kept_in_parts(self, name: str) -> bool:
-        """Whether of this parameter each rank keeps some rows, and gathers the others for use."""
+        """Whether of this parameter each rank keeps some rows, and gathers the others for use, or asks for them."""
         return name in self._sharded
 
     def own_parameters(self) -> dict[str, Tensor]:
@@ -232,7 +243,9 @@ class BaseModel:
             for name, parameter in parameters.items():
                 parameter.data = weights[name]
                 if gradients is not None:
-                    _take_gradient(parameter, None if name in self._sharded else gradients[name])
+                    # Rows of an embedding stay where they are.
+                    is_gathered = name in self._sharded and name != self.embedding_name
+                    _take_gradient(parameter, None if is_gathered else gradients[name])
             if self._fused is not None:
                 self._fused.refresh(is_made_of_these=False)
                 held.enter_context(self._fused.gathering_others(gradients))
@@ -258,15 +271,15 @@ class BaseModel:
             host = HostMemory(self.device) if self._activations == "offload" else None
             self._fused.checkpoint(lambda: LayerInputs(host, again()))
         if self.is_sharded:
-            self._fused.shard(self._sharded_layers())
+            self._shard(self._fused)
         elif not self.is_quantized:
             self._fused.merge(merge)
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """Inside, no layer has to be gathered. Of all ranks at once.
+        """Inside, nothing has to be gathered. Of all ranks at once.
 
-        Raises OperationError where one of them has no memory for all layers.
+        Raises OperationError where one of them has no memory for the whole model.
         """
         if self._fused is None or not self.is_sharded:
             yield
@@ -279,19 +292,33 @@ class BaseModel:
         free = [each for each in self._mesh.exchange(available_bytes(self.device)) if each is not None]
         if free and min(free) < num_bytes:
             raise OperationError(
-                f"to sample, each rank gathers all layers, which takes {gigabytes(num_bytes)}, and has"
+                f"to sample, each rank gathers the whole model, which takes {gigabytes(num_bytes)}, and has"
                 f" {gigabytes(min(free))}: serve the model with tp, or sample in workers of their own"
                 " (--sampler-workers)",
                 "server",
             )
 
-    def _sharded_layers(self) -> ShardedLayers:
-        team, buffers, layers = self._mesh.keeping_team, Buffers(), []
-        for number in range(len(self.trunk.layers)):  # pyright: ignore[reportArgumentType]
-            prefix = f"{self.model.base_model_prefix}.layers.{number}."
-            names = [name for name in self._sharded if name.startswith(prefix)]
-            layers.append(ShardedLayer({name: self.model.get_parameter(name) for name in names}, team, buffers))
-        return ShardedLayers(layers, buffers, self._zero_stage)
+    def whole_unembedding(self) -> AbstractContextManager[None]:
+        """Inside, the unembedding is whole, and so is its gradient, if it has one. Of all ranks at once."""
+        return nullcontext() if self._sharded_head is None else self._sharded_head.in_use()
+
+    def _shard(self, trunk: FusedTrunk) -> None:
+        buffers, numbers = Buffers(), range(len(self.trunk.layers))  # pyright: ignore[reportArgumentType]
+        prefixes = [f"{self.model.base_model_prefix}.layers.{number}." for number in numbers]
+        by_layer = [[name for name in self._sharded if name.startswith(prefix)] for prefix in prefixes]
+        layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
+        # One, where they are tied.
+        of_ends = sorted({self.embedding_name, self.head_name}.intersection(self._sharded))
+        ends = {name: self._sharded_layer([name], buffers) for name in of_ends}
+        self._sharded_head = ends.get(self.head_name)
+        embedding: Any = self.model.get_input_embeddings()
+        trunk.shard(
+            ShardedLayers(layers, buffers, self._zero_stage, list(ends.values())),
+            SharedEmbedding(embedding, self.keeping_team) if self.embedding_name in ends else None,
+        )
+
+    def _sharded_layer(self, names: Sequence[str], buffers: Buffers) -> ShardedLayer:
+        return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.keeping_team, buffers)
 
     def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
         """Of `share.hidden`: [tokens, hidden]."""

@@ -17,6 +17,7 @@ from .layer_inputs import LayerInputs
 from .parallel.collectives import Stream
 from .parallel.families import FAMILIES, FIXED_ROTATIONS, Family
 from .parallel.fsdp import Buffers, ShardedLayers
+from .parallel.lookup import SharedEmbedding
 from .parallel.mesh import Mesh, Team
 from .parallel.norms import JointNorms
 
@@ -37,7 +38,7 @@ class FusedTrunk:
         self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
         self._sharded = ShardedLayers([], Buffers())
         self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
-        self._embedding = trunk.embed_tokens
+        self._embed: Callable[[Tensor], Tensor] = trunk.embed_tokens
         self._layers = [_Layer(layer, family, mesh) for layer in trunk.layers]
         self._norm = _rms_norm(trunk.norm, family)
         self._tables = _rotary_tables(trunk.rotary_emb, family)
@@ -47,9 +48,10 @@ class FusedTrunk:
         for layer in self._layers:
             layer.merge(merge)
 
-    def shard(self, layers: ShardedLayers) -> None:
-        """From now on layers are gathered for use."""
+    def shard(self, layers: ShardedLayers, embedding: SharedEmbedding | None) -> None:
+        """From now on layers are gathered for use. embedding: None = it is whole."""
         self._sharded = layers
+        self._embed = embedding or self._embed
 
     def refresh(self, is_made_of_these: bool) -> None:
         """After the modules' parameters have changed. is_made_of_these: whether they are those it was made of."""
@@ -73,11 +75,11 @@ class FusedTrunk:
 
     @property
     def num_gathered_bytes(self) -> int:
-        """What all layers take when they are whole."""
+        """What they take when they are whole."""
         return self._sharded.num_whole_bytes
 
     def gathered(self) -> AbstractContextManager[None]:
-        """Inside, all layers are whole. Of all ranks at once."""
+        """Inside, all layers are whole, and what lies before and behind them. Of all ranks at once."""
         return self._sharded.held()
 
     def hidden_states(
@@ -112,8 +114,8 @@ class FusedTrunk:
         """Where all tensor-parallel ranks have all tokens, the first of them alone has the gradient."""
         if own is None and self._team.index > 0:
             with torch.no_grad():
-                return self._embedding(tokens)
-        return self._embedding(tokens if own is None else tokens[own])
+                return self._embed(tokens)
+        return self._embed(tokens if own is None else tokens[own])
 
 
 class _Layer:

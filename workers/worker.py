@@ -417,4 +417,4 @@ def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
     length = wanted or longest
     if length is None:
         raise ValueError(f"the config of {config.model.name} names no longest context: give --max-context-length")
-    return ModelLimits(base.unembedding.shape[0], length)
+    return ModelLimits(base.vocab_size, length)

@@ -183,8 +183,9 @@ def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[
     model = f"--base-model=M={CONFIGS}/Llama-3.1-8B.json"
     knobs = ("--training=full", "--parallel=auto", "--device-memory=80GB", "--max-context-length=4096", "--train-only")
     text = said(capsys, model, *knobs, "--full-slots=1")
-    assert "layout: tp=8, 8 ranks" in text
-    assert re.search(r"^1 model of 1\.92 billion weights, 22 bytes each +42\.3 GB", text, re.MULTILINE)
+    assert "layout: fsdp=2,tp=2, 4 ranks" in text
+    assert re.search(r"^1 model of 2\.27 billion weights, 22 bytes each +49\.9 GB", text, re.MULTILINE)
+    assert re.search(r"^the output head gathered +4\.2 GB +with its gradient, as it scores", text, re.MULTILINE)
     assert re.search(r"no fewer ranks do: \S+ would need \d+\.\d GB on each", text)
     sharded = said(capsys, model, *knobs[:1], *knobs[2:], "--parallel=fsdp=8")
     assert re.search(r"^its gradients +1\.7 GB +and another layer's, on their way$", sharded, re.MULTILINE)

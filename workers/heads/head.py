@@ -1,6 +1,7 @@
 """Head: what gives a number, or several, for each last hidden state; and its way through the rows of a micro-batch."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from torch import Tensor
@@ -31,6 +32,10 @@ class Head(Protocol):
 
     def one_of(self, number: int) -> "Head":
         """One of so many that run at once, which have together as much memory as one alone."""
+        ...
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """Inside, this rank has all that `over` needs. Of all ranks at once."""
         ...
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> HeadPass:

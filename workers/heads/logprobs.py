@@ -5,6 +5,7 @@ float32 for a bf16 base too.
 """
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from copy import copy
 
 import torch
@@ -21,6 +22,7 @@ class LogprobHead:
 
     def __init__(self, base: BaseModel, chunk_rows: int) -> None:
         self.unembedding, self.product = base.unembedding, base.product
+        self._base = base
         self.chunk_rows = chunk_rows
 
     def one_of(self, number: int) -> "LogprobHead":
@@ -28,6 +30,10 @@ class LogprobHead:
         part = copy(self)
         part.chunk_rows = max(1, self.chunk_rows // number)
         return part
+
+    def in_use(self) -> AbstractContextManager[None]:
+        """As Head: outside, ranks may keep the unembedding in parts."""
+        return self._base.whole_unembedding()
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_LogprobPass":
         """As Head. Scores are the log-probabilities of the targets."""

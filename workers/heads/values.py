@@ -1,6 +1,7 @@
 """The value head: a number for each last hidden state, by weights that the run learns."""
 
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,6 +20,9 @@ class ValueHead:
 
     def one_of(self, number: int) -> "ValueHead":
         return self
+
+    def in_use(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def over(self, hidden: Tensor, segments: Sequence[Segment], targets: Tensor) -> "_ValuePass":
         """As Head. Each row has one score, whatever its target is; of a second column they are 0."""

@@ -164,8 +164,7 @@ def _expert_targets(name: str, experts: RoutedExperts, splits: Mapping[str, Mapp
 def _unembed_target(base: BaseModel) -> Target:
     head = base.model.get_output_embeddings()
     name = next(name for name, module in base.model.named_modules() if module is head)
-    vocab_size, hidden_size = base.unembedding.shape
-    return Target(name, hidden_size, vocab_size)
+    return Target(name, base.unembedding.shape[1], base.vocab_size)
 
 
 def _aligned(targets: Sequence[Target], dtype: torch.dtype) -> bool:

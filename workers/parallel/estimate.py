@@ -6,7 +6,7 @@ from math import prod
 from .activations import Activations, activations
 from .learned import LearnedBytes, bytes_per_number
 from .load import Load
-from .parameters import OwnFeatures, Parameters, adapter_size, full_size, parameters
+from .parameters import OwnFeatures, Parameters, adapter_size, full_size, output_head, parameters
 from .shape import ModelShape
 from .spec import ParallelSpec
 from .styles import placement_of
@@ -20,7 +20,8 @@ class Memory:
 
     learned: what is in all slots. gathered: layers whose weights other ranks have parts of, and are whole at a time.
     arriving: the next of them, in one piece, from which it is copied. gathered_gradients: of a layer that runs back,
-    and of the one behind it on the way to other ranks. sampling: all such layers. step: the exchange of gradients.
+    and of the one behind it on the way to other ranks. gathered_head: the output head as it scores, with its gradient.
+    sampling: all that is gathered then. step: the exchange of gradients.
     """
 
     base: int
@@ -30,15 +31,18 @@ class Memory:
     gathered: int
     arriving: int
     gathered_gradients: int
+    gathered_head: int
     sampling: int
     step: int
 
     @property
     def work(self) -> int:
         """The most that is needed at a time beside what stays."""
+        of_pass = self.activations
+        in_layers = of_pass.working + self.gathered + self.arriving + self.gathered_gradients
         # What scores the last hidden states runs while the last layer stays for its way back.
-        layers = self.gathered + self.arriving + self.gathered_gradients
-        return max(self.activations.total + layers, self.sampling, self.step)
+        in_head = of_pass.head + self.gathered + self.gathered_head
+        return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.step)
 
     @property
     def total(self) -> int:
@@ -58,7 +62,8 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         gathered=_gathered(table, one_layer=load.zero_stage == "3") * load.number_bytes,
         arriving=of_layer * load.number_bytes,
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
-        sampling=_gathered(table, one_layer=False) * load.number_bytes if load.samples else 0,
+        gathered_head=round(_gathered_head(output_head(table), load)),
+        sampling=sum(_whole(each) for each in table) * load.number_bytes if load.samples else 0,
         step=_FLOAT32 * numbers if spec.num_ranks > 1 and not is_full else 0,
     )
 
@@ -84,4 +89,15 @@ def kv_cache_tokens(shape: ModelShape, spec: ParallelSpec, load: Load) -> int:
 
 def _gathered(table: list[Parameters], one_layer: bool) -> int:
     """Numbers of those that are gathered for use: of one layer, or of all."""
-    return sum(prod(each.own_shape) * (1 if one_layer else each.count) for each in table if each.fsdp > 1)
+    return sum(_whole(each) // (each.count if one_layer else 1) for each in table if each.is_of_layers)
+
+
+def _gathered_head(head: Parameters, load: Load) -> float:
+    """With the gradient by it, of which this rank's part of the sum comes back."""
+    of_gradient = _FLOAT32 * (1 + 1 / head.fsdp) if load.training == "full" else 0
+    return _whole(head) * (load.number_bytes + of_gradient)
+
+
+def _whole(parameters: Parameters) -> int:
+    """Numbers of those that are gathered, when they are."""
+    return parameters.count * prod(parameters.own_shape) if parameters.fsdp > 1 else 0

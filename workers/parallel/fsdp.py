@@ -1,6 +1,7 @@
 """Fully sharded layers: of every layer's weights a rank keeps a part, and gathers the others for as long as the layer
 runs. Frozen weights have no gradients; those of others are summed over the ranks as a layer's way back ends, and each
-keeps its part.
+keeps its part. The output head is such a layer, too, for as long as it scores. Rows of the embedding stay where they
+are, and those that tokens want are sent (see lookup.py).
 
 Rajbhandari et al., ZeRO (2019), stage 3, https://arxiv.org/abs/1910.02054.
 """
@@ -42,7 +43,8 @@ class Buffers:
 
 
 class ShardedLayer:
-    """The weights of one layer. Between `gather` and `free` its parameters are whole, else this rank's rows."""
+    """The weights of one layer, of the embedding or of the output head. Between `gather` and `free` its parameters are
+    whole, else this rank's rows."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], team: Team, buffers: Buffers) -> None:
         """parameters: of the layer, those that ranks have parts of, by name: the same number of rows each."""
@@ -67,10 +69,11 @@ class ShardedLayer:
     @contextmanager
     def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
         """Inside, its weights are those that its parameters have on entering, this rank's rows. gradients: by name,
-        to which this rank's parts of those by the weights are added, float32."""
+        to which this rank's parts of those by the weights are added, float32; without its names they stay frozen."""
         before = self._parts, self._shard
         self._parts, self._shard = [parameter.data for parameter in self._parameters], None
-        self._gradients = None if gradients is None else [gradients[name] for name in self._names]
+        learned = gradients if gradients is not None and gradients.keys() >= {*self._names} else None
+        self._gradients = None if learned is None else [learned[name] for name in self._names]
         try:
             yield
         finally:
@@ -78,6 +81,23 @@ class ShardedLayer:
             self._arriving = self._gradients = None
             self._parts, self._shard = before
             self._show_own()
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Inside it is whole, and so are gradients by it, which are shared out in the end. All of the team at once,
+        while no other layer is gathered or freed."""
+        before = [parameter.grad for parameter in self._parameters]
+        self._buffers.drop()
+        self.gather()
+        self.collect()
+        try:
+            yield
+            self.share_gradients()
+        finally:
+            self.free()
+            self._buffers.drop()
+            for parameter, gradient in zip(self._parameters, before, strict=True):
+                parameter.grad = gradient
 
     def begin(self) -> None:
         """To gather it, while something else runs. All ranks of the team at once, as `gather`."""
@@ -90,14 +110,10 @@ class ShardedLayer:
             return
         self.begin()
         assert self._arriving is not None
-        by_rank, self._arriving = self._arriving.wait(), None
-        self._whole = self._new_buffer()
-        for parameter, parts, whole in zip(
-            self._parameters, by_rank.split(self._sizes, 1), self._by_parameter(self._whole), strict=True
-        ):
-            whole.view(self._team.size, -1).copy_(parts)
+        by_rank, self._arriving = self._arriving.wait().flatten(), None
+        self._whole = self._sorted_by_parameter(by_rank)
+        for parameter, whole in zip(self._parameters, self._by_parameter(self._whole), strict=True):
             parameter.data = whole
-        self._buffers.give(by_rank.flatten())
 
     def collect(self) -> None:
         """Of a layer that is whole: from now on backward passes add to gradients of whole weights."""
@@ -111,21 +127,18 @@ class ShardedLayer:
         """Adds to this rank's parts of the gradients the sum over all ranks. All of the team at once."""
         if self._gradients is None or self._whole_gradient is None:
             return
-        by_rank = self._new_buffer(torch.float32).view(self._team.size, -1)
-        for parts, whole in zip(by_rank.split(self._sizes, 1), self._by_parameter(self._whole_gradient), strict=True):
-            parts.copy_(whole.view(self._team.size, -1))
-        for total, part in zip(self._gradients, self._team.summed_part(by_rank).split(self._sizes, 1), strict=True):
+        by_rank, self._whole_gradient = self._sorted_by_rank(self._whole_gradient), None
+        own = self._team.summed_part(by_rank.view(self._team.size, -1)).split(self._sizes, 1)
+        for total, part in zip(self._gradients, own, strict=True):
             total.add_(part.view(total.shape))
         for parameter in self._parameters:
             parameter.grad = None
-        self._buffers.give(by_rank.flatten())
-        self._buffers.give(self._whole_gradient)
-        self._whole_gradient = None
+        self._buffers.give(by_rank)
 
     def free(self) -> None:
         if self._whole is not None:
             self._buffers.give(self._whole)
-            self._whole = None
+            self._whole = self._whole_gradient = None
             self._show_own()
 
     @property
@@ -134,6 +147,34 @@ class ShardedLayer:
 
     def _new_buffer(self, dtype: torch.dtype | None = None) -> Tensor:
         return self._buffers.take(self._parts[0], self._num_whole, dtype)
+
+    def _sorted_by_parameter(self, by_rank: Tensor) -> Tensor:
+        """What one rank has behind what another has -> all of one parameter behind all of another. Of a single one that
+        is the same, in the same memory."""
+        if len(self._parameters) == 1:
+            return by_rank
+        whole = self._new_buffer(by_rank.dtype)
+        for of_one, parts in self._places(whole, by_rank):
+            of_one.copy_(parts)
+        self._buffers.give(by_rank)
+        return whole
+
+    def _sorted_by_rank(self, whole: Tensor) -> Tensor:
+        """The other way round."""
+        if len(self._parameters) == 1:
+            return whole
+        by_rank = self._new_buffer(whole.dtype)
+        for of_one, parts in self._places(whole, by_rank):
+            parts.copy_(of_one)
+        self._buffers.give(whole)
+        return by_rank
+
+    def _places(self, whole: Tensor, by_rank: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Of each parameter, in both [ranks, size of a part]."""
+        num_ranks = self._team.size
+        parts = by_rank.view(num_ranks, -1).split(self._sizes, 1)
+        for of_one, part in zip(self._by_parameter(whole), parts, strict=True):
+            yield of_one.view(num_ranks, -1), part
 
     def _by_parameter(self, buffer: Tensor) -> Iterator[Tensor]:
         """As whole parameters."""
@@ -149,17 +190,24 @@ class ShardedLayer:
 class ShardedLayers:
     """In the order in which they run. While one runs, the weights of the one that comes next arrive."""
 
-    def __init__(self, layers: Sequence[ShardedLayer], buffers: Buffers, zero_stage: ZeroStage = "3") -> None:
+    def __init__(
+        self,
+        layers: Sequence[ShardedLayer],
+        buffers: Buffers,
+        zero_stage: ZeroStage = "3",
+        ends: Sequence[ShardedLayer] = (),
+    ) -> None:
         """buffers: theirs. zero_stage: "3" = a layer is gathered for its forward pass and once more for its backward
-        pass, "2" = it stays from the one to the other."""
-        self._layers, self._buffers = layers, buffers
+        pass, "2" = it stays from the one to the other. ends: what lies before and behind the layers,
+        of which passes see to themselves."""
+        self._layers, self._ends, self._buffers = layers, ends, buffers
         self._stays = zero_stage == "2"
         self._are_held = False
 
     @property
     def num_whole_bytes(self) -> int:
-        """Of all layers at once."""
-        return sum(layer.num_whole_bytes for layer in self._layers)
+        """Of all of them at once."""
+        return sum(layer.num_whole_bytes for layer in (*self._layers, *self._ends))
 
     def enter(self, number: int, hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Before a layer runs: gathers it, and frees it behind its backward pass. hidden, update: what it takes."""
@@ -184,15 +232,17 @@ class ShardedLayers:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, all layers are whole, on all ranks of the team."""
+        """Inside, all of them are whole, on all ranks of the team."""
         for number in range(len(self._layers)):
             self._gather(number, number + 1)
+        for end in self._ends:
+            end.gather()
         self._are_held = True
         try:
             yield
         finally:
             self._are_held = False
-            for layer in self._layers:
+            for layer in (*self._layers, *self._ends):
                 layer.free()
             self._buffers.drop()
 
@@ -200,7 +250,7 @@ class ShardedLayers:
     def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
         """See ShardedLayer."""
         with ExitStack() as held:
-            for layer in self._layers:
+            for layer in (*self._layers, *self._ends):
                 held.enter_context(layer.of_other_weights(gradients))
             yield
 

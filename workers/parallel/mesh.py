@@ -187,7 +187,7 @@ class Mesh:
 
     @property
     def keeping_team(self) -> Team:
-        """Those that each keep a part of every layer's weights, and gather the others."""
+        """Those that each keep a part of weights, and gather the others."""
         return self.along("fsdp", "sp") if self.spec.num_kept_parts > 1 else self.along()
 
     def tensor_team(self, unit: Unit) -> Team:

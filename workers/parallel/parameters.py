@@ -3,7 +3,7 @@
 Mirrors what tensor.py and fsdp.py share out; tests compare it with them, and with models. Imports no torch.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -20,7 +20,7 @@ class Parameters:
     """Parameters of one shape. pattern: of their names, * for the number of a layer. count: how many they are.
 
     style: how ranks along tp and ep share them out. own_shape: of the part that a rank computes with. fsdp: it keeps
-    one of so many parts of that, and gathers the rest.
+    one of so many parts of that, and gathers the rest, or of the embedding some rows of it.
     """
 
     pattern: str
@@ -29,6 +29,10 @@ class Parameters:
     count: int = 1
     fsdp: int = 1
     style: Style = "replicate"
+
+    @property
+    def is_of_layers(self) -> bool:
+        return "*" in self.pattern
 
     @property
     def size(self) -> int:
@@ -43,10 +47,16 @@ class Parameters:
 
 def parameters(shape: ModelShape, spec: ParallelSpec) -> list[Parameters]:
     """All of them, in the model's order; a tied head is its embedding."""
-    last = [Parameters("model.norm.weight", (shape.hidden,), (shape.hidden,))]
+    last = [_whole("model.norm.weight", shape.hidden)]
     if not shape.tied:
-        last.append(_whole("lm_head.weight", shape.vocab, shape.hidden))
-    return [_whole("model.embed_tokens.weight", shape.vocab, shape.hidden), *_layer_parameters(shape, spec), *last]
+        last.append(_end("lm_head.weight", shape, spec))
+    return [_end("model.embed_tokens.weight", shape, spec), *_layer_parameters(shape, spec), *last]
+
+
+def output_head(table: Sequence[Parameters]) -> Parameters:
+    """Among all of a model's."""
+    by_pattern = {each.pattern: each for each in table}
+    return by_pattern.get("lm_head.weight") or by_pattern["model.embed_tokens.weight"]
 
 
 def num_parameters(shape: ModelShape) -> int:
@@ -105,17 +115,26 @@ def _whole(pattern: str, *shape: int, count: int = 1) -> Parameters:
     return Parameters(pattern, shape, shape, count)
 
 
-def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> Parameters:
+def _end(pattern: str, shape: ModelShape, spec: ParallelSpec) -> Parameters:
+    """Of the embedding, or of the output head."""
+    matrix = shape.vocab, shape.hidden
+    return Parameters(pattern, matrix, matrix, fsdp=_num_kept_parts(shape.vocab, spec))
+
+
+def _num_kept_parts(rows: int, spec: ParallelSpec) -> int:
     """What fsdp cannot divide is whole on all its ranks."""
+    return spec.num_kept_parts if rows % spec.num_kept_parts == 0 else 1
+
+
+def _shared(pattern: str, shape: tuple[int, ...], spec: ParallelSpec, count: int) -> Parameters:
     placement = placement_of(pattern.removeprefix("model."))
     assert placement is not None, pattern
     unit, parts = placement.unit, [1] * len(shape)
     parts[placement.dim] *= spec.tp_of(unit)
     parts[0] *= spec.ep_of(unit)
     own = tuple(size // num for size, num in zip(shape, parts, strict=True))
-    is_sharded = own[0] % spec.num_kept_parts == 0
     style = "replicate" if unit in spec.replicated else placement.style
-    return Parameters(pattern, shape, own, count, fsdp=spec.num_kept_parts if is_sharded else 1, style=style)
+    return Parameters(pattern, shape, own, count, fsdp=_num_kept_parts(own[0], spec), style=style)
 
 
 def adapter_size(shape: ModelShape, spec: ParallelSpec, lora_rank: int) -> int:

@@ -19,8 +19,8 @@ class ParallelSpec:
     """The ranks of one base model: the product of all axes, of which the last varies fastest.
 
     replicas: copies of everything that the other axes share out; each takes other sequences.
-    fsdp: ranks that each keep a part of every layer's weights, and gather it for use; each takes other sequences. Those
-    along sp keep a part of that part.
+    fsdp: ranks that each keep a part of every layer's weights, of the embedding and of the output head, and gather it
+    for use; each takes other sequences. Those along sp keep a part of that part.
     ep: ranks that each keep some of the experts, and send each other their tokens; each takes other sequences.
     sp: ranks that each take some of the tokens of the same sequences.
     tp: ranks that each keep some of the heads and features of every layer, for the same tokens.
@@ -79,7 +79,7 @@ class ParallelSpec:
 
     @property
     def num_kept_parts(self) -> int:
-        """Of each layer's weights, of which a rank keeps one and gathers the others."""
+        """Of weights, of which a rank keeps one and gathers the others."""
         return self.fsdp * self.sp if self.fsdp > 1 else 1
 
     def tp_of(self, unit: Unit) -> int:

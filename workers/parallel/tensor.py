@@ -61,28 +61,48 @@ class Placed:
     def settle(self, model: nn.Module) -> None:
         """After loading: the parts become plain parameters, and linear layers know their own sizes."""
         assert not self._unread, "weights in sections were read as if they had none"
+        # Of one that is tied, the same in both places.
+        plain: dict[int, nn.Parameter] = {}
         for name, module in model.named_modules():
             for leaf, parameter in list(module.named_parameters(recurse=False)):
                 if isinstance(own := parameter.data, DTensor):
-                    module._parameters[leaf] = nn.Parameter(own.to_local(), requires_grad=False)
+                    one = nn.Parameter(own.to_local(), requires_grad=False)
+                    module._parameters[leaf] = plain.setdefault(id(parameter), one)
             if isinstance(module, nn.Linear):
                 rows, module.in_features = module.weight.shape
                 is_sharded = f"{name}.weight" in self.sharded
                 module.out_features = rows * self._mesh.keeping_team.size if is_sharded else rows
+        names = {name for name, _ in model.named_parameters()}
+        self.sharded = [name for name in self.sharded if name in names]
         self._leave_bias_to_first(model)
 
     def _mark(self, model: PreTrainedModel) -> PreTrainedModel:
         """Of parameters that hold nothing yet."""
         prefix = f"{model.base_model_prefix}."
+        ends = [id(module.weight) for module in (model.get_input_embeddings(), model.get_output_embeddings()) if module]
         for name, parameter in list(model.named_parameters()):
             placement = placement_of(name.removeprefix(prefix))
             if placement is not None:
-                parent, _, leaf = name.rpartition(".")
                 heads, kv_heads = model.config.num_attention_heads, model.config.num_key_value_heads
                 sections = placement.sections(parameter.shape[placement.dim], heads, kv_heads)
                 marked = self._marked(name, parameter, placement, sections)
-                model.get_submodule(parent)._parameters[leaf] = marked
+            elif id(parameter) in ends:
+                marked = self._marked_end(name, parameter)
+            else:
+                continue
+            parent, _, leaf = name.rpartition(".")
+            model.get_submodule(parent)._parameters[leaf] = marked
         return model
+
+    def _marked_end(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
+        """Of the embedding, or of the output head."""
+        team = self._mesh.keeping_team
+        if team.size == 1 or parameter.shape[0] % team.size:
+            return parameter
+        self.sharded.append(name)
+        mesh = self._mesh.torch_mesh("fsdp")
+        marked = distribute_tensor(parameter.data, mesh, [Shard(0)], src_data_rank=None)
+        return nn.Parameter(marked, requires_grad=False)
 
     def _marked(
         self, name: str, parameter: nn.Parameter, placement: Placement, sections: tuple[int, ...]

@@ -1,8 +1,8 @@
 """PassRunner: forward and backward over the operations of many runs at once, whatever kinds of model these are."""
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -276,10 +276,11 @@ class PassRunner:
         segments = _filled(segments, share)
         with self._models.adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share)
-        if not micro_batch.objectives:
-            return
-        of_rows = within(segments, share.rows)
-        _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
+        with _in_use(heads, tasks):
+            if not micro_batch.objectives:
+                return
+            of_rows = within(segments, share.rows)
+            _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
 
     def _run_forward_backward(
         self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
@@ -290,15 +291,25 @@ class PassRunner:
             hidden = self._base.shared_hidden_states(micro_batch, share)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
-            if micro_batch.objectives:
-                found = scored_with_gradient(heads, own, of_rows, micro_batch.objectives, of_own, share)
-                _take(micro_batch, found, tasks)
-            else:
-                of_own.zero_()
+            with _in_use(heads, tasks):
+                if micro_batch.objectives:
+                    found = scored_with_gradient(heads, own, of_rows, micro_batch.objectives, of_own, share)
+                    _take(micro_batch, found, tasks)
+                else:
+                    of_own.zero_()
             gradient = share.joined_to_hidden(of_own)
             _zero_failed(micro_batch, tasks, gradient, share)
             if hidden.requires_grad:
                 hidden.backward(gradient)
+
+
+@contextmanager
+def _in_use(heads: Heads, tasks: list[Task]) -> Iterator[None]:
+    """Those that score these, of which other ranks have the same, though not in each micro-batch."""
+    with ExitStack() as held:
+        for scores in sorted({task.operation.loss.scores for task in tasks}):
+            held.enter_context(heads[scores].in_use())
+        yield
 
 
 def _wanted(*tasks: Task) -> frozenset[str]:

@@ -23,7 +23,7 @@ class Text:
     @cached_property
     def matchers(self) -> Matchers:
         """Raises OperationError as `tokenizer`, and on one that takes no constraints."""
-        return Matchers(self.tokenizer, len(self._base.unembedding), self._base.eos_token_ids)
+        return Matchers(self.tokenizer, self._base.vocab_size, self._base.eos_token_ids)
 
 
 def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:

@@ -5,9 +5,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.verbs import RunSpec, Step
 
 from .case import Case
@@ -41,8 +41,9 @@ def valued(seed: int, *lengths: int) -> ForwardBackwardRequest:
 class Trained:
     """Two steps of both, two accumulations each; what they told, and the critic as it was saved."""
 
-    def __init__(self, where: Layout) -> None:
-        where.call("create_run", RunSpec("critic", LoraConfig(rank=4, seed=1), "critic"))
+    def __init__(self, where: Layout, training: TrainingConfig) -> None:
+        """training: of the critic."""
+        where.call("create_run", RunSpec("critic", training, "critic"))
         where.call("create_run", RunSpec("a", LoraConfig(rank=4, seed=2)))
         self.losses: list[float] = []
         self.values: list[np.ndarray] = []
@@ -57,19 +58,32 @@ class Trained:
                 assert isinstance(metrics, dict), metrics
                 self.losses.append(metrics["grad_norm"])
         self.directory = where.saved("critic")
-        self.weights = load_file(self.directory / "adapter_model.safetensors")
+        stem = "model" if isinstance(training, FullConfig) else "adapter_model"
+        paths = self.directory.glob(f"{stem}*.safetensors")
+        self.weights = {name: each for path in paths for name, each in load_file(path).items()}
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    check(case, LoraConfig(rank=4, seed=1), tiny_models, tmp_path)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [Case("fsdp=2"), Case("fsdp=2", "qwen3_tied"), Case("fsdp=2,sp=2")], ids=str)
+def test_so_does_one_with_weights_of_its_own(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    check(case, FullConfig(seed=1), tiny_models, tmp_path)
+
+
+def check(case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     model = case.model(tiny_models, tmp_path)
     with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
-        theirs, ours = Trained(alone), Trained(many)
+        theirs, ours = Trained(alone, training), Trained(many, training)
         assert close(ours.losses, theirs.losses) and not close(ours.losses, [1.001 * loss for loss in theirs.losses])
         assert distance(ours.values, theirs.values) <= 1e-4
         assert distance(ours.values, [1.001 * values + 0.001 for values in theirs.values]) > 1e-4
-        assert {"base_model.model.score.weight", "base_model.model.score.bias"} <= ours.weights.keys()
-        assert largest_error([ours.weights], [theirs.weights]) <= 1e-4
+        names = {name.removeprefix("base_model.model.") for name in ours.weights}
+        assert {"score.weight", "score.bias"} <= names
+        assert largest_error([ours.weights], [theirs.weights]) <= (1e-4 if isinstance(training, LoraConfig) else 1e-3)
         # What was saved under one goes on under the other.
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "critic", str(directory), True)
@@ -77,3 +91,17 @@ def test_a_critic_learns_as_on_one_rank(case: Case, tiny_models: dict[str, Path]
         assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
         assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])
         assert not close([one.metrics["loss:sum"]], [ours.losses[0]])
+
+
+def test_the_output_head_is_gathered_for_policies_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with layout(tiny_models["qwen3"], ParallelSpec.parse("fsdp=2"), tmp_path) as where:
+        where.call("create_run", RunSpec("critic", LoraConfig(rank=4), "critic"))
+        where.call("create_run", RunSpec("a", LoraConfig(rank=4)))
+        gathered = [num_gathered(where, request) for request in (valued(1, 9, 30), supervised("a", 1, 9, 30))]
+    assert gathered[0] + 1 == gathered[1]
+
+
+def num_gathered(where: Layout, request: ForwardBackwardRequest) -> int:
+    before = where.call("num_exchanges").get("all_gather", 0)
+    where.run_pass(request)
+    return where.call("num_exchanges")["all_gather"] - before

@@ -8,15 +8,16 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.pools import WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
+from ...tiny import tiny_model
 from .case import Case
 from .measuring import ACCOUNTING
-from .training import ADAM, Layout, close, error, greedy, largest_error, layout, supervised
+from .training import ADAM, Layout, close, error, greedy, largest_error, layout, some_data, supervised
 from .watched_worker import WATCHED
 
 CASES = [
@@ -142,6 +143,22 @@ def test_what_leaves_the_ranks_is_put_together_on_the_first_alone(
         assert np.array_equal(read.weights, many.call("export_adapter", "full").weights)
         many.call("import_adapter", "full", replace(read, weights=exported[0]))
         assert np.array_equal(many.call("export_adapter", "full").weights, exported[0])
+
+
+@pytest.mark.parametrize("padding", [3, 300])
+def test_the_row_of_padding_is_trained_on_no_rank(padding: int, tmp_path: Path) -> None:
+    """Of 512 rows each rank has a half, and of all tokens some stand in it."""
+    model, gradients = tiny_model("qwen3", tmp_path / "model", pad_token_id=padding), []
+    datum = some_data(1, 64)[0]
+    datum.tokens[:4] = 3, 300, 3, 300
+    for spec in (SINGLE, ParallelSpec.parse("fsdp=2")):
+        with layout(model, spec, tmp_path) as where:
+            where.call("create_run", RunSpec("full", FullConfig()))
+            where.run_pass(ForwardBackwardRequest("full", 1, (datum,), "cross_entropy"))
+            gradients.append(tensors(where.snapshot("full"), "window"))
+    assert largest_error(gradients[1:], gradients[:1]) <= 1e-4
+    of_rows = np.abs(gradients[1]["model.embed_tokens.weight"]).max(1)
+    assert of_rows[padding] == 0 and of_rows[303 - padding] > 0
 
 
 def test_a_model_that_is_gone_while_it_samples_holds_up_no_rank(tiny_models: dict[str, Path], tmp_path: Path) -> None:

@@ -359,8 +359,10 @@ def of_pass(case: Case, where: Layout) -> Counter[str]:
         if spec.tp_of(unit) > 1:
             wanted["reduce_scatter" if where.shards_activations else "all_reduce"] += 2
     if spec.fsdp > 1:
-        # Before each layer, forward and backward, but for the last one, which stays; or all of them stay.
-        wanted["all_gather"] += layers if case.zero_stage == "2" else 2 * layers - 1
+        # Before each layer, forward and backward, but for the last one, which stays; or all of them stay. And the head.
+        wanted["all_gather"] += (layers if case.zero_stage == "2" else 2 * layers - 1) + 1
+        # How many tokens each rank looks up where; they, and their rows.
+        wanted["all_to_all"] += 1 + 2
     if case.split.ulysses > 1:
         wanted["all_to_all"] += 2 * 4 * layers  # query, key, value and what comes of them
     if (ring := case.split.ring) > 1:

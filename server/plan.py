@@ -179,6 +179,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "gathered_gradients": memory.gathered_gradients,
             "gathered_head": memory.gathered_head,
             "sampling": memory.sampling,
+            "saving": memory.saving,
             "step": memory.step,
             "work": memory.work,
             "total": memory.total,
@@ -326,6 +327,8 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "the output head gathered", gigabytes(memory.gathered_head), f"{what}as it scores, when no layer runs"
     if memory.sampling:
         yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
+    if memory.saving:
+        yield "a matrix put together to save", gigabytes(memory.saving), "when no pass runs"
     if memory.step:
         yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
     yield "at most at a time", gigabytes(memory.total), ""

@@ -114,9 +114,11 @@ def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:
 
 
 def _dealt(layout: Layout, vector: Tensor, mesh: Mesh) -> dict[str, Tensor]:
-    """Of the matrices, whole, those that this rank writes: no rank has all of them at once."""
+    """Of the matrices, whole, those that this rank writes: no rank has all of them at once, and no device several that
+    ranks have parts of."""
     dealt: dict[str, Tensor] = {}
     for number, (matrix, whole) in enumerate(layout.whole_matrices(vector, mesh)):
         if number % mesh.spec.num_ranks == mesh.rank:
-            dealt |= matrix.named(whole)
+            has_parts = bool(layout.matrices[number].axes)
+            dealt |= matrix.named(whole.cpu() if has_parts else whole)
     return dealt

@@ -21,7 +21,8 @@ class Memory:
     learned: what is in all slots. gathered: layers whose weights other ranks have parts of, and are whole at a time.
     arriving: the next of them, in one piece, from which it is copied. gathered_gradients: of a layer that runs back,
     and of the one behind it on the way to other ranks. gathered_head: the output head as it scores, with its gradient.
-    sampling: all that is gathered then. step: the exchange of gradients.
+    sampling: all that is gathered then. saving: a matrix that ranks have parts of, as it is put together. step: the
+    exchange of gradients.
     """
 
     base: int
@@ -33,6 +34,7 @@ class Memory:
     gathered_gradients: int
     gathered_head: int
     sampling: int
+    saving: int
     step: int
 
     @property
@@ -42,7 +44,7 @@ class Memory:
         in_layers = of_pass.working + self.gathered + self.arriving + self.gathered_gradients
         # What scores the last hidden states runs while the last layer stays for its way back.
         in_head = of_pass.head + self.gathered + self.gathered_head
-        return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.step)
+        return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
 
     @property
     def total(self) -> int:
@@ -64,6 +66,7 @@ def estimate(shape: ModelShape, spec: ParallelSpec, load: Load) -> Memory:
         gathered_gradients=2 * of_layer * _FLOAT32 if is_full else 0,
         gathered_head=round(_gathered_head(output_head(table), load)),
         sampling=sum(_whole(each) for each in table) * load.number_bytes if load.samples else 0,
+        saving=_FLOAT32 * max(map(_put_together, table)) if is_full else 0,
         step=_FLOAT32 * numbers if spec.num_ranks > 1 and not is_full else 0,
     )
 
@@ -96,6 +99,13 @@ def _gathered_head(head: Parameters, load: Load) -> float:
     """With the gradient by it, of which this rank's part of the sum comes back."""
     of_gradient = _FLOAT32 * (1 + 1 / head.fsdp) if load.training == "full" else 0
     return _whole(head) * (load.number_bytes + of_gradient)
+
+
+def _put_together(parameters: Parameters) -> int:
+    """Numbers of one of them: as ranks give it, and once more for each axis by which its parts are put in order."""
+    of_others = sum(own < whole for own, whole in zip(parameters.own_shape, parameters.shape, strict=True))
+    num_cuts = of_others + (parameters.fsdp > 1)
+    return (1 + num_cuts) * prod(parameters.shape) if num_cuts else 0
 
 
 def _whole(parameters: Parameters) -> int:

@@ -31,6 +31,7 @@ CASES = [
             *(Case("fsdp=2", kind) for kind in ("qwen3_tied", "phi3", "gemma3")),
             Case("tp=2", tp_activations="whole"),
             Case("tp=2", "qwen3_tied", tp_activations="whole"),
+            *(Case("fsdp=2,tp=2", kind, tp_activations="whole") for kind in ("qwen3", "qwen3_tied")),
             Case("fsdp=2", zero_stage="2"),
             Case("fsdp=2,tp=2", replicated=("self_attn",)),
             Case("replicas=2,fsdp=2"),

@@ -201,6 +201,15 @@ def test_the_head_is_gathered_beside_the_last_layer(tied: bool) -> None:
     assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_head == 0
 
 
+def test_one_matrix_is_put_together_at_a_time_to_be_saved() -> None:
+    shape = public("Llama-3.1-8B")
+    of_vocabulary, of_features = shape.vocab * shape.hidden, shape.intermediate * shape.hidden
+    for layout, numbers in (("fsdp=4", 2 * of_vocabulary), ("tp=4", 2 * of_features), ("replicas=2", 0)):
+        assert estimate(shape, ParallelSpec.parse(layout), LOAD).saving == 4 * numbers
+    assert estimate(shape, ParallelSpec(fsdp=2, tp=2), LOAD).saving == 4 * max(2 * of_vocabulary, 3 * of_features)
+    assert estimate(shape, ParallelSpec(fsdp=4), replace(LOAD, training="lora")).saving == 0
+
+
 def test_passes_keep_no_more_than_with_adapters_but_the_embedding() -> None:
     shape = public("Llama-3.1-8B")
     full, lora = (activations(shape, SINGLE, replace(LOAD, training=each, lora_rank=1)) for each in ("full", "lora"))

@@ -24,6 +24,7 @@ from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, 
 
 from ..tiny import FAMILY_KINDS, KINDS, MORE_KINDS, TINY_SHAPE, tiny_model
 from .adapted import relative_error
+from .jobs import answers, job
 from .test_critic import of_values, plain_loss, some_values
 
 LENGTHS = (9, 30, 4, 17)
@@ -578,6 +579,27 @@ def test_samplers_take_turns_where_not_all_have_room(tmp_path: Path) -> None:
     assert finished.keys() == {ids[0], ids[1], ids[3]} and result.num_active == 0
     gone = finished[ids[3]]
     assert isinstance(gone, Failure) and "is gone" in gone.message
+
+
+def test_a_sample_that_ends_leaves_those_of_other_weights_their_keys(tmp_path: Path) -> None:
+    """Slots of one cache: the last one moves into a hole, and the next request gets what it has left."""
+    worker = a_worker(tiny_model("qwen3", tmp_path / "base"))
+    worker.create_run(RunSpec("full", FullConfig(seed=1)))
+    trained(worker, "full", 1)
+
+    def request(name: str, adapter_id: str | None, length: int) -> SampleJob:
+        return job(name, [*range(3, 12)], adapter_id, max_tokens=length, temperature=0.0)
+
+    expected = answers(worker.sample_slice, request("moved", "full", 40))["moved"]
+    short, moved, later = request("short", None, 4), request("moved", "full", 40), request("later", None, 30)
+    found = worker.sample_slice(Slice((short, moved), (), 0.0)).finished
+    while "short" not in found:
+        found = worker.sample_slice(Slice((), (), 0.0)).finished
+    found = answers(worker.sample_slice, later, budget_milliseconds=0.0)
+    assert found.keys() == {"moved", "later"}
+    for each, wanted in zip(found["moved"].sequences, expected.sequences, strict=True):
+        np.testing.assert_array_equal(each.tokens, wanted.tokens)
+        np.testing.assert_allclose(each.logprobs, wanted.logprobs, atol=1e-4)
 
 
 def test_what_shares_a_runs_weights_does_not_change_them(tmp_path: Path) -> None:

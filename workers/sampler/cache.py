@@ -51,7 +51,10 @@ class Seat:
 
 
 class Cache:
-    """budget_bytes: of the slots, used or not, and the prefixes together. num_ranks: those that share out the heads."""
+    """budget_bytes: of the slots, used or not, and the prefixes together. num_ranks: those that share out the heads.
+
+    num_moves: grows whenever a row gets another slot, whichever sampler's it is.
+    """
 
     def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int, num_ranks: int = 1) -> None:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
@@ -60,6 +63,7 @@ class Cache:
         self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # of a layer
         self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
         self.budget_bytes = budget_bytes
+        self.num_moves = 0
         self.prefixes = Prefixes()
         self._seats: dict[int, Seats] = {}
         self._seat_of: dict[Row, Seat] = {}
@@ -168,6 +172,7 @@ class Cache:
         if seat.slot < len(taken):
             seat.shelf.copy_slot(len(taken), seat.shelf, seat.slot)
             taken[seat.slot] = last
+            self.num_moves += 1
             self._seat_of[last] = seat
 
     def _seats_for(self, length: int) -> Seats:

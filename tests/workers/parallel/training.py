@@ -100,7 +100,9 @@ class Layout:
 
 
 @contextmanager
-def layout(model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, **knobs: Any) -> Iterator[Layout]:
+def layout(
+    model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER, kind: type[Layout] = Layout, **knobs: Any
+) -> Iterator[Layout]:
     """worker: the class of its ranks."""
     knobs = {"threads": 1, "kv_cache_bytes": 1 << 22, "hang_seconds": HANG_SECONDS} | knobs
     config = WorkerConfig(ServedModel("tiny", str(model)), parallel=spec, **knobs)
@@ -109,7 +111,7 @@ def layout(model: Path, spec: ParallelSpec, scratch: Path, worker: str = WORKER,
         ranks = Ranks(LocalPool(PoolSpec(worker, configs)), spec)
         runner.run(ranks.start())
         try:
-            yield Layout(runner, ranks, config, scratch)
+            yield kind(runner, ranks, config, scratch)
         finally:
             runner.run(ranks.close())
 

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
-from trainhouse.workers import optim
+from trainhouse.workers import optim, rank_memory
 from trainhouse.workers.checkpoint import Learned, tensor_files
 from trainhouse.workers.lora import Adapter, adapters
 from trainhouse.workers.optim import add_up
@@ -96,6 +96,15 @@ class WatchedWorker(Worker):
             read(page, vectors)
 
         residency._pages.read = read_others
+
+    def break_offload(self, rank: int, call: str) -> None:
+        """From now on that rank cannot "read" or "write" what the base has off the device; "" = it can."""
+        rank_memory._TRIES_AFTER = (0.0,)
+        pages = self._memory._weights._pages
+        for name in ("read", "write"):
+            vars(pages).pop(name, None)
+        if call and self._mesh.rank == rank:
+            setattr(pages, call, mock.Mock(side_effect=OSError("input/output error")))
 
     def call_unreadable(self, rank: int, method: str, *arguments: object) -> object:
         """Calls the verb where that rank cannot read what is saved."""

@@ -44,7 +44,8 @@ def trained_adapters(directory: Path, rank: int, host_bytes: int | None) -> Adap
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(directory))))
     adapters = Adapters(base, rank, Residency(base.device, 1, host_bytes))
     for i in range(NUM_ADAPTERS):
-        adapter = adapters.create(str(i), LoraConfig(rank=rank, train_unembed=False))
+        adapter = adapters.put(str(i), adapters.build(LoraConfig(rank=rank, train_unembed=False)))
+        adapter.initialize()
         for vector in (adapter.exp_avg, adapter.exp_avg_sq):
             vector.normal_()
     return adapters

@@ -26,6 +26,21 @@ Dtype = Literal["float32", "bfloat16"]
 LENGTHS = [7, 5, 5]
 
 
+def created(adapters: Adapters, adapter_id: str, lora: LoraConfig) -> Adapter:
+    """A fresh one."""
+    adapter = adapters.build(lora)
+    adapter.initialize()
+    return adapters.put(adapter_id, adapter)
+
+
+def copied(adapters: Adapters, adapter_id: str, copy_id: str) -> Adapter:
+    """Its weights of now, under another id."""
+    with adapters.resident([adapter_id]) as (source,):
+        adapter = adapters.build(source.lora)
+        adapter.weights.copy_(source.weights)
+    return adapters.put(copy_id, adapter)
+
+
 class Adapted:
     """A base model with its adapters, and forward passes of packed sequences as the worker makes them."""
 
@@ -37,7 +52,7 @@ class Adapted:
 
     def create(self, adapter_id: str, **lora: object) -> Adapter:
         """With random weights, B included."""
-        adapter = self.adapters.create(adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
+        adapter = created(self.adapters, adapter_id, LoraConfig.model_validate({"rank": 4, "seed": 1} | lora))
         generator = torch.Generator().manual_seed(len(adapter_id) + adapter.lora.rank)
         for pair in adapter.pairs.values():
             pair.a.copy_(torch.randn(pair.a.shape, generator=generator) * 0.1)

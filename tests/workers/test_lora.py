@@ -14,7 +14,18 @@ from trainhouse.workers.lora import Segment
 from trainhouse.workers.product import mkldnn_linear, torch_linear
 
 from ..tiny import KINDS, tiny_model
-from .adapted import LENGTHS, Adapted, in_peft, peft_gradients, peft_logits, probe, relative_error, sequences
+from .adapted import (
+    LENGTHS,
+    Adapted,
+    copied,
+    created,
+    in_peft,
+    peft_gradients,
+    peft_logits,
+    probe,
+    relative_error,
+    sequences,
+)
 
 TOLERANCE = 2e-6
 
@@ -137,9 +148,9 @@ def test_nan_in_one_segment_stays_in_it(kind: str, tiny_models: dict[str, Path])
 
 def test_a_new_adapter_changes_nothing_and_is_drawn_from_its_seed(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["qwen3"])
-    first = adapted.adapters.create("first", LoraConfig(rank=8, seed=3))
-    again = adapted.adapters.create("again", LoraConfig(rank=8, seed=3))
-    other = adapted.adapters.create("other", LoraConfig(rank=8, seed=4))
+    first = created(adapted.adapters, "first", LoraConfig(rank=8, seed=3))
+    again = created(adapted.adapters, "again", LoraConfig(rank=8, seed=3))
+    other = created(adapted.adapters, "other", LoraConfig(rank=8, seed=4))
     assert torch.equal(first.weights, again.weights)
     assert not torch.equal(first.weights, other.weights)
     pair = first.pairs["model.layers.0.self_attn.q_proj"]
@@ -147,7 +158,7 @@ def test_a_new_adapter_changes_nothing_and_is_drawn_from_its_seed(tiny_models: d
     assert 0.9 * bound < pair.a.abs().max() <= bound
     assert not pair.b.any()
     for seed in (-1, 2**64 - 1, 2**70 + 3):
-        adapted.adapters.create(str(seed), LoraConfig(rank=2, seed=seed))
+        created(adapted.adapters, str(seed), LoraConfig(rank=2, seed=seed))
     with_it = adapted.logits(sequences(), first)
     assert torch.equal(with_it, adapted.logits(sequences(), None))
 
@@ -182,7 +193,7 @@ def test_a_mixture_of_experts_trains_its_dense_layers_and_each_expert(tmp_path: 
 def test_a_rank_above_the_limit_is_refused_with_the_remedy(tiny_models: dict[str, Path]) -> None:
     adapters = Adapted(tiny_models["llama"], max_rank=16).adapters
     with pytest.raises(OperationError, match=r"rank 17 exceeds max_lora_rank 16: .*--max-lora-rank 17"):
-        adapters.create("large", LoraConfig(rank=17))
+        created(adapters, "large", LoraConfig(rank=17))
     assert "large" not in adapters
 
 
@@ -196,10 +207,10 @@ def test_an_unknown_adapter_is_named(tiny_models: dict[str, Path]) -> None:
 def test_a_copy_is_a_snapshot_that_the_same_copy_overwrites(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     run = adapted.create("run")
-    snapshot = adapted.adapters.copy("run", "sampler")
+    snapshot = copied(adapted.adapters, "run", "sampler")
     run.weights.add_(1.0)
     assert not torch.equal(snapshot.weights, run.weights)
-    assert adapted.adapters.copy("run", "sampler") is snapshot
+    assert copied(adapted.adapters, "run", "sampler") is snapshot
     assert torch.equal(snapshot.weights, run.weights)
     assert snapshot.num_bytes == snapshot.weights.nbytes
 
@@ -247,7 +258,7 @@ def test_a_bfloat16_base_keeps_float32_adapters_within_rounding(tiny_models: dic
         hiddens.append(hidden.float())
         gradients.append(adapter.scratch)
     assert gradients[1].dtype == torch.float32
-    snapshot = rounded.adapters.copy("one", "sampler")
+    snapshot = copied(rounded.adapters, "one", "sampler")
     rounded.hidden(sequences(), [Segment(0, sum(LENGTHS), snapshot)])
     assert snapshot.num_bytes == 1.5 * snapshot.weights.nbytes
     assert relative_error(hiddens[1], hiddens[0]) < 5e-2

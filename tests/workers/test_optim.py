@@ -14,7 +14,7 @@ from trainhouse.workers.model import BaseModel
 from trainhouse.workers.optim import apply_steps, global_norms
 from trainhouse.workers.verbs import Failure, Step
 
-from .adapted import Adapted, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
+from .adapted import Adapted, copied, created, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ def learned(adapter: Adapter) -> list[torch.Tensor]:
 def test_a_step_is_bit_identical_whoever_else_steps_in_the_same_call(tiny_models: dict[str, Path]) -> None:
     adapted = Adapted(tiny_models["llama"])
     alone = [adapted.create(f"alone-{i}", rank=rank) for i, rank in enumerate((4, 8, 2, 4, 16))]
-    together = [adapted.adapters.copy(f"alone-{i}", f"together-{i}") for i in range(len(alone))]
+    together = [copied(adapted.adapters, f"alone-{i}", f"together-{i}") for i in range(len(alone))]
     for seed in range(3):
         for adapter in (*alone, *together):
             accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
@@ -301,7 +301,7 @@ def test_steps_on_cuda_are_those_on_the_cpu(tiny_models: dict[str, Path]) -> Non
     for device in ("cpu", "cuda"):
         base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device=device))
         registry = Adapters(base, 8)
-        adapters = [registry.create(str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
+        adapters = [created(registry, str(i), LoraConfig(rank=8)) for i in range(len(MIXED))]
         for seed in range(2):
             for adapter in adapters:
                 accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)

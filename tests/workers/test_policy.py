@@ -24,6 +24,7 @@ from trainhouse.workers.verbs import Failure, Part
 from transformers import AutoModelForCausalLM
 
 from ..tiny import KINDS
+from .adapted import created
 
 LENGTHS = (5, 30, 5, 12, 1, 17)
 
@@ -38,7 +39,7 @@ class Bench:
         self.adapter = self.new_adapter("run")
 
     def new_adapter(self, run_id: str) -> Adapter:
-        adapter = self.adapters.create(run_id, LoraConfig(rank=4, seed=1))
+        adapter = created(self.adapters, run_id, LoraConfig(rank=4, seed=1))
         adapter.weights.normal_(std=0.02, generator=torch.Generator().manual_seed(7))
         return adapter
 
@@ -297,7 +298,7 @@ def test_data_with_several_targets_come_back_in_their_shapes(bench: Bench) -> No
 
 def test_an_adapter_of_the_head_alone_trains(bench: Bench) -> None:
     lora = LoraConfig(rank=4, seed=1, train_attn=False, train_mlp=False)
-    adapter = bench.adapters.create("head", lora)
+    adapter = created(bench.adapters, "head", lora)
     succeeded(run(bench.program(), request(some_data("cross_entropy"), model_id="head")))
     bench.adapters.drop("head")
     assert adapter.accumulator.any()

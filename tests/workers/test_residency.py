@@ -25,6 +25,8 @@ from trainhouse.workers.residency import Residency
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 
+from .adapted import copied, created
+
 LORA = LoraConfig(rank=8, train_mlp=False, train_unembed=False)
 CPU = torch.device("cpu")
 
@@ -81,7 +83,7 @@ def test_adapters_come_back_from_disk_bit_equal(device: str, tiny_models: dict[s
     unpaged = adapters_of(tiny_models["llama"], slots=9, host_adapters=0, device=device)
     for i in range(6):
         for adapters in (paged, unpaged):
-            adapters.create(f"run-{i}", LORA.model_copy(update={"seed": i}))
+            created(adapters, f"run-{i}", LORA.model_copy(update={"seed": i}))
             train(adapters, f"run-{i}", i)
             train(adapters, f"run-{i}", i + 10)
     assert places(paged) == [1, 1, 4]
@@ -119,12 +121,12 @@ def scale(adapters: Adapters, adapter_id: str, seed: int) -> None:
 
 
 def copy(adapters: Adapters, adapter_id: str, seed: int) -> None:
-    adapters.copy(adapter_id, f"run-{seed % 8}")
+    copied(adapters, adapter_id, f"run-{seed % 8}")
 
 
 def renew(adapters: Adapters, adapter_id: str, seed: int) -> None:
     adapters.drop(adapter_id)
-    adapters.create(adapter_id, LORA.model_copy(update={"seed": seed}))
+    created(adapters, adapter_id, LORA.model_copy(update={"seed": seed}))
 
 
 def look(adapters: Adapters, adapter_id: str, _seed: int) -> None:
@@ -145,7 +147,7 @@ def test_whatever_is_done_with_them_paged_adapters_are_those_that_never_moved(
     draw = random.Random(4)
     for i in range(8):
         for adapters in (paged, unpaged):
-            adapters.create(f"run-{i}", LORA)
+            created(adapters, f"run-{i}", LORA)
     seen = set()
     for seed in range(600):
         action, adapter_id = draw.choice(ACTIONS), f"run-{draw.randrange(8)}"
@@ -168,7 +170,7 @@ def test_a_few_adapters_never_touch_the_disk(tiny_models: dict[str, Path], monke
 def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("window", "open", "idle"):
-        adapters.create(adapter_id, LORA)
+        created(adapters, adapter_id, LORA)
     begin_and_commit(adapters, "window", 1)
     with adapters.resident(["open"]) as (opened,):
         opened.begin_operation()
@@ -187,8 +189,8 @@ def test_an_adapter_that_holds_gradients_stays_in_memory(tiny_models: dict[str, 
 
 def test_only_what_was_learned_is_paged(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
-    size = adapters.create("fresh", LORA).weights.nbytes
-    adapters.create("trained", LORA)
+    size = created(adapters, "fresh", LORA).weights.nbytes
+    created(adapters, "trained", LORA)
     assert adapters.memory()["adapters_on_disk"] == size
     train(adapters, "trained", 1)
     state(adapters, "fresh")
@@ -201,7 +203,7 @@ def test_an_unchanged_adapter_is_not_written_again(
 ) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for adapter_id in ("one", "other"):
-        adapters.create(adapter_id, LORA)
+        created(adapters, adapter_id, LORA)
     state(adapters, "one")
     written: list[Page] = []
     write = PageFile.write
@@ -218,7 +220,7 @@ def test_an_unchanged_adapter_is_not_written_again(
 def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     for i in range(5):
-        adapters.create(f"run-{i}", LORA)
+        created(adapters, f"run-{i}", LORA)
     assert adapters.memory()["adapters_on_disk"] > 0
     for adapter_id in adapters:
         adapters.drop(adapter_id)
@@ -227,7 +229,7 @@ def test_a_dropped_adapter_gives_its_page_back(tiny_models: dict[str, Path]) -> 
 
 def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=9)
-    first, _second = (adapters.create(adapter_id, LORA) for adapter_id in ("first", "second"))
+    first, _second = (created(adapters, adapter_id, LORA) for adapter_id in ("first", "second"))
     with pytest.raises(AssertionError, match="the model is on host"):
         _ = first.weights
     with pytest.raises(AssertionError, match="the model is on host"):
@@ -244,7 +246,7 @@ def test_what_is_not_on_the_device_is_not_to_be_had(tiny_models: dict[str, Path]
 def test_held_adapters_do_not_give_way_to_others_that_are_brought_meanwhile(tiny_models: dict[str, Path]) -> None:
     adapters = adapters_of(tiny_models["llama"], slots=2, host_adapters=0)
     for i in range(4):
-        adapters.create(f"run-{i}", LORA)
+        created(adapters, f"run-{i}", LORA)
     with adapters.resident(["run-0"]) as (held,):
         for i in range(1, 4):
             with adapters.resident([f"run-{i}"]) as (other,):
@@ -255,7 +257,7 @@ def test_a_bfloat16_base_sees_the_weights_that_came_back(tiny_models: dict[str, 
     base = BaseModel(WorkerConfig(ServedModel("tiny", str(tiny_models["llama"])), device="cpu", dtype="bfloat16"))
     adapters = Adapters(base, 64, Residency(CPU, slots=1, host_bytes=0))
     for adapter_id in ("one", "other"):
-        adapters.create(adapter_id, LORA)
+        created(adapters, adapter_id, LORA)
         train(adapters, adapter_id, 1)
         with adapters.resident([adapter_id]) as (adapter,):
             adapter.all_factors()
@@ -283,7 +285,7 @@ def test_what_the_disk_has_no_room_for_stays_in_memory(
     adapters = adapters_of(tiny_models["llama"], slots=1, host_adapters=0)
     with full_disk(), caplog.at_level(logging.WARNING):
         for i in range(3):
-            adapters.create(f"run-{i}", LORA)
+            created(adapters, f"run-{i}", LORA)
     assert places(adapters) == [1, 2, 0]
     assert "stays in host memory: [Errno 27] File too large" in caplog.text
     state(adapters, "run-0")

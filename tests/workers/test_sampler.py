@@ -25,7 +25,7 @@ from trainhouse.workers.verbs import Failure, Part, SampleJob, Slice
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ..tiny import KINDS, tiny_model
-from .adapted import Adapted
+from .adapted import Adapted, copied
 
 VOCAB, CONTEXT, EOS = 512, 1024, 2
 # Of one token in the tiny models: 2 layers, 2 key/value heads of 16 float32 numbers, keys and values.
@@ -217,14 +217,14 @@ def test_different_adapters_in_one_batch_sample_as_each_alone(adapted: Adapted) 
 
 def test_an_overwritten_adapter_takes_over_from_the_next_slice(adapted: Adapted) -> None:
     def run(overwrite: Callable[[], object]) -> SampledSequence:
-        adapted.adapters.copy("one", "inflight")
+        copied(adapted.adapters, "one", "inflight")
         sampler = new_sampler(adapted)
         sampler.slice(Slice((job("a", prompt(8), "inflight", temperature=0),), (), 0))
         overwrite()
         return finish(sampler)["a"].sequences[0]
 
     kept = run(lambda: None)
-    moved = run(lambda: adapted.adapters.copy("other", "inflight"))
+    moved = run(lambda: copied(adapted.adapters, "other", "inflight"))
     alone = sample(new_sampler(adapted), job("a", prompt(8), "one", temperature=0))
     assert kept.tokens.tolist() == alone.tokens.tolist()
     assert moved.tokens[:1].tolist() == kept.tokens[:1].tolist()
@@ -288,7 +288,7 @@ def test_without_max_tokens_a_stop_token_may_come_before_the_cache_is_full(adapt
 
 
 def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
-    adapted.adapters.copy("one", "closing")
+    copied(adapted.adapters, "one", "closing")
     sampler = new_sampler(adapted, kv_cache_bytes=4 * BLOCK * BYTES_PER_TOKEN)
     jobs = [job(str(i), prompt(10), "closing" if i == 2 else "one", num_samples=2, max_tokens=40) for i in range(4)]
     assert sampler.slice(Slice(tuple(jobs), (), 0)).num_active == 4
@@ -305,7 +305,7 @@ def test_cancelled_and_dropped_jobs_free_everything(adapted: Adapted) -> None:
 
 
 def test_weights_that_become_nan_fail_their_job_and_leave_its_slot_clean(adapted: Adapted) -> None:
-    adapted.adapters.copy("one", "broken")
+    copied(adapted.adapters, "one", "broken")
     sampler = new_sampler(adapted)
     beside = job("beside", prompt(9), "one", max_tokens=20)
     sampler.slice(Slice((job("a", prompt(8), "broken"), beside), (), 0))

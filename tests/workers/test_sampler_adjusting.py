@@ -14,7 +14,7 @@ from trainhouse.schemas.sampling import Constraint, SampledSequence, SamplingPar
 from trainhouse.workers.sampler.native import NativeSampler
 from transformers import AutoTokenizer
 
-from .adapted import Adapted
+from .adapted import Adapted, copied
 from .test_sampler import (
     EOS,
     VOCAB,
@@ -236,7 +236,7 @@ def test_many_stop_tokens_are_looked_up_by_their_own_job(adapted: Adapted) -> No
 
 
 def test_nothing_of_a_job_or_its_adapter_is_held_when_it_has_ended(adapted: Adapted) -> None:
-    adapted.adapters.copy("one", "leaving")
+    copied(adapted.adapters, "one", "leaving")
     sampler = new_sampler(adapted)
     large, small = asked("a", "leaving", topk_sample_logprobs=VOCAB), asked("b", "leaving", topk_sample_logprobs=1)
     top = finish(sampler, large, small)["b"].sequences[0].topk_logprobs

@@ -10,7 +10,7 @@ from trainhouse.workers.attention import CachedPacking, Packing
 from trainhouse.workers.sampler.prefixes import BLOCK
 from trainhouse.workers.verbs import Slice
 
-from .adapted import Adapted
+from .adapted import Adapted, copied
 from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt, tokens_of
 
 __all__ = ["adapted"]
@@ -64,7 +64,7 @@ def test_nobody_is_told_what_others_have_sent(adapted: Adapted) -> None:
 
 
 def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
-    adapted.adapters.copy("one", "moving")
+    copied(adapted.adapters, "one", "moving")
     sampler, tokens = new_sampler(adapted), prompt(100)
 
     def hits(adapter_id: str | None) -> int:
@@ -73,18 +73,18 @@ def test_a_prefix_belongs_to_the_weights_that_made_it(adapted: Adapted) -> None:
         return found.prompt_cache_hit_tokens
 
     assert [hits("moving"), hits("moving"), hits("other"), hits(None), hits("moving")] == [0, 96, 0, 0, 96]
-    adapted.adapters.copy("other", "moving")
+    copied(adapted.adapters, "other", "moving")
     assert [hits("moving"), hits("moving")] == [0, 96]
     adapted.adapters.drop("moving")
-    adapted.adapters.copy("one", "moving")
+    copied(adapted.adapters, "one", "moving")
     assert hits("moving") == 0
 
 
 def test_a_sample_that_began_before_its_weights_changed_leaves_no_prefix_to_the_new_ones(adapted: Adapted) -> None:
-    adapted.adapters.copy("one", "moving")
+    copied(adapted.adapters, "one", "moving")
     sampler = new_sampler(adapted)
     sampler.slice(Slice((job("a", prompt(20), "moving", max_tokens=80),), (), 0))
-    adapted.adapters.copy("other", "moving")
+    copied(adapted.adapters, "other", "moving")
     sampled = finish(sampler)["a"].sequences[0].tokens
     turn = job("b", np.concatenate([prompt(20), sampled]), "moving")
     found = answer(sampler, turn)

@@ -43,28 +43,6 @@ class Adapters(Holder[Adapter]):
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
 
-    def create(self, adapter_id: str, lora: LoraConfig) -> Adapter:
-        """A freshly initialized adapter. Raises as `build`."""
-        assert adapter_id not in self, f"adapter {adapter_id} exists"
-        return self.put(adapter_id, self.initialized(lora))
-
-    def copy(self, source_id: str, target_id: str) -> Adapter:
-        """See `copied` and `put`."""
-        return self.put(target_id, self.copied(source_id))
-
-    def copied(self, adapter_id: str) -> Adapter:
-        """Its weights alone, as an adapter that has no id yet. Raises as `resident`."""
-        with self.resident([adapter_id]) as (source,):
-            adapter = self.build(source.lora)
-            adapter.weights.copy_(source.weights)
-        return adapter
-
-    def initialized(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
-        """A fresh one without an id yet. Raises as `build`."""
-        adapter = self.build(lora, program)
-        adapter.initialize()
-        return adapter
-
     def build(self, lora: LoraConfig, program: Program = POLICY) -> Adapter:
         """An adapter with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
         self.check_rank(lora)

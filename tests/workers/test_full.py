@@ -299,6 +299,34 @@ def test_samples_are_of_the_weights_that_are_asked_for(tmp_path: Path) -> None:
     assert sampled(worker, "loaded")[0].sequences[0].tokens.tolist() == own
 
 
+@pytest.mark.usefixtures("either_way")
+def test_models_that_sample_in_turn_leave_each_others_samples_alone(tmp_path: Path) -> None:
+    """They share the cache: when one's sample ends or grows, another one's may move there."""
+    worker = a_worker(tiny_model("qwen3", tmp_path))
+    worker.create_run(RunSpec("full", FullConfig()))
+    for step in range(2):
+        trained(worker, "full", 1, first=step)
+        worker.copy_adapter("full", f"step-{step}")
+    prompt, random = np.arange(3, 9, dtype=np.int32), np.random.default_rng(0)
+
+    def job(name: str, adapter_id: str | None, max_tokens: int) -> SampleJob:
+        return SampleJob(name, adapter_id, prompt, SamplingParams(max_tokens=max_tokens, seed=1), (), ())
+
+    models, alone = (None, "step-0", "step-1"), {}
+    for each in models:
+        result = worker.sample_slice(Slice((job("alone", each, 300),), (), 1e6))
+        alone[each] = result.finished["alone"].sequences[0].tokens
+    assert len({tokens.tobytes() for tokens in alone.values()}) == 3
+    jobs = [job(f"job-{n}", models[n % 3], int(random.integers(5, 300))) for n in range(30)]
+    waiting, finished = list(jobs), {}
+    while len(finished) < len(jobs):
+        joining = tuple(waiting.pop() for _ in range(min(int(random.integers(0, 3)), len(waiting))))
+        finished |= worker.sample_slice(Slice(joining, (), 3.0)).finished
+    for each in jobs:
+        found = finished[each.job_id].sequences[0].tokens
+        np.testing.assert_array_equal(found, alone[each.adapter_id][: len(found)], each.job_id)
+
+
 def test_a_full_critic_is_transformers_token_classifier(tmp_path: Path) -> None:
     directory = tiny_model("qwen3", tmp_path / "base")
     worker, data = a_worker(directory), some_values(1)

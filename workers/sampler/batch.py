@@ -113,7 +113,13 @@ class Decoding:
         self.runs = runs_of((row.job.adapter_id, 1) for row in self.rows)
         self._capacities = np.array([places[row][1] for row in self.rows])
         self._device, self._num_threads = device, num_threads
+        self._cache, self._num_moves = cache, cache.num_moves
         self._on_shelves = list(self._by_shelf(cache))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a row of the cache has: of these, or of others."""
+        return self._cache.num_moves != self._num_moves
 
     def steps_until_end(self, table: Table) -> int:
         """For so many steps no row reaches its limit or the end of its slot."""

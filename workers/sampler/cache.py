@@ -53,7 +53,7 @@ class Seat:
 class Cache:
     """budget_bytes: of the slots, used or not, and the prefixes together. num_ranks: those that share out the heads.
 
-    num_moves: grows whenever a row gets another slot, whichever sampler's it is.
+    num_moves: how often a row has come to another slot because some other left its own, which may be another sampler's.
     """
 
     def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int, num_ranks: int = 1) -> None:
@@ -172,8 +172,8 @@ class Cache:
         if seat.slot < len(taken):
             seat.shelf.copy_slot(len(taken), seat.shelf, seat.slot)
             taken[seat.slot] = last
-            self.num_moves += 1
             self._seat_of[last] = seat
+            self.num_moves += 1
 
     def _seats_for(self, length: int) -> Seats:
         capacity = self._capacity(length)

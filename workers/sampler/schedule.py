@@ -43,7 +43,6 @@ class Schedule:
         self._prefills: list[Prefill] = []
         self._decoding_rows: dict[Row, None] = {}
         self._decoding: Decoding | None = None
-        self._num_moves = cache.num_moves
 
     @property
     def is_idle(self) -> bool:
@@ -151,9 +150,7 @@ class Schedule:
                 self._preempt_youngest()
 
     def _current_decoding(self) -> Decoding | None:
-        if self._num_moves != self.cache.num_moves:  # another sampler's row may have ended
-            self._decoding, self._num_moves = None, self.cache.num_moves
-        if self._decoding_rows and self._decoding is None:
+        if self._decoding_rows and (self._decoding is None or self._decoding.has_moved):
             self._decoding = Decoding(list(self._decoding_rows), self.cache, self._device, self._num_threads)
         return self._decoding
 

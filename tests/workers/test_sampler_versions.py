@@ -1,6 +1,7 @@
 """Full models in workers that only sample: who begins with weights ends with them, and new ones come in place."""
 
 import asyncio
+import itertools
 import logging
 import os
 import signal
@@ -269,6 +270,56 @@ def test_adapters_move_on_under_a_request(tiny_models: dict[str, Path]) -> None:
             assert differ(await under_way.answer, whole) and memory["num_pushes"] == pushed
 
     check(test)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("num_deaths", [0, 2])
+def test_whatever_comes_and_goes_each_request_is_of_one_version(num_deaths: int, tiny_models: dict[str, Path]) -> None:
+    """None older than the last that had come when it was asked for; the control is that versions differ."""
+    random = np.random.default_rng(num_deaths)
+    found: list[tuple[int, SampleResponse]] = []
+
+    async def ask(dispatch: WorkerDispatch, number: int, newest: int) -> None:
+        max_tokens = int(random.integers(5, LONG // 3))
+        found.append((newest, await dispatch.sample("tiny", job(f"asked-{number}", "moving", max_tokens))))
+
+    async def test() -> None:
+        async with one_sampler(tiny_models["qwen3"]) as dispatch:
+            await dispatch.copy_adapter("run", "version-0")
+            asked, cancelled, kills = [], [], sorted(random.choice(range(1, 7), num_deaths, replace=False).tolist())
+            for newest in range(8):
+                for _ in range(5):
+                    asked.append(asyncio.create_task(ask(dispatch, len(asked), newest)))
+                    await asyncio.sleep(random.uniform(0, 0.1))
+                dispatch.cancel(f"asked-{len(asked) - 2}")
+                cancelled.append(asked[-2])
+                if newest in kills:
+                    os.kill(dispatch.pids("tiny")[1], signal.SIGKILL)
+                await step_and_push(dispatch)
+                await dispatch.copy_adapter("run", f"version-{newest + 1}")
+                assert newest in kills or await num_versions(dispatch) <= 2
+            ended = await asyncio.gather(*asked, return_exceptions=True)
+            failed = [task for task, error in zip(asked, ended, strict=True) if error is not None]
+            assert all(task in cancelled for task in failed) and len(found) >= len(asked) - len(cancelled)
+            await until_one_is_left(dispatch)
+            versions = [
+                await dispatch.sample("tiny", job(f"version-{n}", f"version-{n}", LONG)) for n in range(newest + 2)
+            ]
+        assert all(differ(one, other) for one, other in itertools.pairwise(versions))
+        drawn = [_version_of(response, versions) for _, response in found]
+        assert all(version >= newest for version, (newest, _) in zip(drawn, found, strict=True))
+        assert len(set(drawn)) > 2
+
+    check(test, 250)
+
+
+def _version_of(response: SampleResponse, versions: list[SampleResponse]) -> int:
+    """The only one whose log-probabilities it has throughout."""
+    ours = response.sequences[0].logprobs
+    [number] = [
+        n for n, each in enumerate(versions) if np.allclose(each.sequences[0].logprobs[: len(ours)], ours, atol=1e-4)
+    ]
+    return number
 
 
 # --- in a worker ---

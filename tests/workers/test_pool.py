@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import psutil
@@ -52,6 +53,19 @@ async def started(new_pool: NewPool, num_ranks: int = 1, threads: int = 1) -> As
 
 def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
+
+
+def test_a_rank_that_waits_for_its_next_call_keeps_nothing_of_the_last(tmp_path: Path) -> None:
+    """Which may be all weights of a model."""
+
+    async def check() -> None:
+        async with started(LocalPool) as pool:
+            freed = tmp_path / "freed"
+            await pool.call("touch_when_freed", np.zeros(1 << 20, np.float32), str(freed))
+            while not freed.exists():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(check(), 20))
 
 
 def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) -> None:

@@ -25,3 +25,4 @@ def _serve_rank(pipe: socket.socket, _: socket.socket, spec: PoolSpec, rank: int
     shell, incoming = Shell(spec, rank), Incoming()
     while (frame := incoming.receive(pipe)) is not None:
         Outgoing(shell.answer(frame)).send(pipe)
+        del frame  # it may have all weights of a model, and the next one may be long in coming

@@ -325,9 +325,9 @@ def _version_of(response: SampleResponse, versions: list[SampleResponse]) -> int
 # --- in a worker ---
 
 
-@pytest.fixture
-def worker(tmp_path: Path) -> Worker:
-    worker = a_worker(tiny_model("qwen3", tmp_path))
+@pytest.fixture(params=["float32", "bfloat16"])
+def worker(request: pytest.FixtureRequest, tmp_path: Path) -> Worker:
+    worker = a_worker(tiny_model("qwen3", tmp_path), dtype=request.param)
     worker.create_run(RunSpec("full", FullConfig()))
     return worker
 

@@ -309,11 +309,12 @@ class BaseModel:
         layers = [self._sharded_layer(names, buffers) for names in by_layer if names]
         # One, where they are tied.
         of_ends = sorted({self.embedding_name, self.head_name}.intersection(self._sharded))
-        ends = {name: self._sharded_layer([name], buffers) for name in of_ends}
+        # Each into memory of its own, which nothing else wants.
+        ends = {name: self._sharded_layer([name], Buffers()) for name in of_ends}
         self._sharded_head = ends.get(self.head_name)
         embedding: Any = self.model.get_input_embeddings()
         trunk.shard(
-            ShardedLayers(layers, buffers, self._zero_stage, list(ends.values())),
+            ShardedLayers(layers, self._zero_stage, list(ends.values())),
             SharedEmbedding(embedding, self.keeping_team) if self.embedding_name in ends else None,
         )
 

@@ -16,7 +16,7 @@ from .fused import GATES, RmsNorm, RotaryTable, Rotation, add_rms_norm, rms_norm
 from .layer_inputs import LayerInputs
 from .parallel.collectives import Stream
 from .parallel.families import FAMILIES, FIXED_ROTATIONS, Family
-from .parallel.fsdp import Buffers, ShardedLayers
+from .parallel.fsdp import ShardedLayers
 from .parallel.lookup import SharedEmbedding
 from .parallel.mesh import Mesh, Team
 from .parallel.norms import JointNorms
@@ -36,7 +36,7 @@ class FusedTrunk:
 
     def __init__(self, trunk: Any, family: Family, mesh: Mesh) -> None:
         self._team, self._is_coupled = mesh.along("tp"), mesh.is_coupled
-        self._sharded = ShardedLayers([], Buffers())
+        self._sharded = ShardedLayers([])
         self._layer_inputs: Callable[[], LayerInputs | None] = lambda: None
         self._embed: Callable[[Tensor], Tensor] = trunk.embed_tokens
         self._layers = [_Layer(layer, family, mesh) for layer in trunk.layers]

@@ -42,8 +42,8 @@ class Memory:
         """The most that is needed at a time beside what stays."""
         of_pass = self.activations
         in_layers = of_pass.working + self.gathered + self.arriving + self.gathered_gradients
-        # What scores the last hidden states runs while the last layer stays for its way back.
-        in_head = of_pass.head + self.gathered + self.gathered_head
+        # What scores the last hidden states runs while the last layer stays for its way back, and memory for the next.
+        in_head = of_pass.head + self.gathered + self.arriving + self.gathered_head
         return max(of_pass.kept + max(in_layers, in_head), self.sampling, self.saving, self.step)
 
     @property

@@ -84,18 +84,15 @@ class ShardedLayer:
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Inside it is whole, and so are gradients by it, which are shared out in the end. All of the team at once,
-        while no other layer is gathered or freed."""
+        """Inside it is whole, and so are gradients by it, which are shared out in the end. All of the team at once."""
         before = [parameter.grad for parameter in self._parameters]
-        self._buffers.drop()
         self.gather()
         self.collect()
         try:
             yield
             self.share_gradients()
         finally:
-            self.free()
-            self._buffers.drop()
+            self.drop()
             for parameter, gradient in zip(self._parameters, before, strict=True):
                 parameter.grad = gradient
 
@@ -140,6 +137,11 @@ class ShardedLayer:
             self._buffers.give(self._whole)
             self._whole = self._whole_gradient = None
             self._show_own()
+
+    def drop(self) -> None:
+        """Frees it, and the memory that it was gathered into: no other layer is to come there."""
+        self.free()
+        self._buffers.drop()
 
     @property
     def _num_whole(self) -> int:
@@ -193,14 +195,12 @@ class ShardedLayers:
     def __init__(
         self,
         layers: Sequence[ShardedLayer],
-        buffers: Buffers,
         zero_stage: ZeroStage = "3",
         ends: Sequence[ShardedLayer] = (),
     ) -> None:
-        """buffers: theirs. zero_stage: "3" = a layer is gathered for its forward pass and once more for its backward
-        pass, "2" = it stays from the one to the other. ends: what lies before and behind the layers,
-        of which passes see to themselves."""
-        self._layers, self._ends, self._buffers = layers, ends, buffers
+        """zero_stage: "3" = a layer is gathered for its forward pass and once more for its backward pass, "2" = it
+        stays from the one to the other. ends: what lies before and behind them, of which passes see to themselves."""
+        self._layers, self._ends = layers, ends
         self._stays = zero_stage == "2"
         self._are_held = False
 
@@ -243,8 +243,7 @@ class ShardedLayers:
         finally:
             self._are_held = False
             for layer in (*self._layers, *self._ends):
-                layer.free()
-            self._buffers.drop()
+                layer.drop()
 
     @contextmanager
     def of_other_weights(self, gradients: Mapping[str, Tensor] | None) -> Iterator[None]:
@@ -269,9 +268,10 @@ class ShardedLayers:
 
     def _free(self, number: int, is_last: bool) -> None:
         """is_last: of those that run in this pass, forward or backward."""
-        self._layers[number].free()
         if is_last:
-            self._buffers.drop()
+            self._layers[number].drop()
+        else:
+            self._layers[number].free()
 
 
 def _passed(then: Callable[[], None], hidden: Tensor, update: Tensor | None) -> tuple[Tensor, Tensor | None]:

@@ -195,7 +195,7 @@ def test_the_head_is_gathered_beside_the_last_layer(tied: bool) -> None:
     planned, size = estimate(shape, spec, LOAD), shape.vocab * shape.hidden
     assert planned.gathered_head == (2 + 4 + 1) * size
     of_pass = planned.activations
-    assert planned.work == of_pass.kept + of_pass.head + planned.gathered + planned.gathered_head
+    assert planned.work == of_pass.kept + of_pass.head + planned.gathered + planned.arriving + planned.gathered_head
     assert estimate(shape, spec, replace(LOAD, training="lora")).gathered_head == 2 * size
     assert estimate(replace(shape, vocab=shape.vocab + 1), spec, LOAD).gathered_head == 0, "4 does not divide it"
     assert estimate(shape, ParallelSpec(tp=4), LOAD).gathered_head == 0

@@ -1,5 +1,5 @@
 """A reference's forward beside a policy's forward_backward: in groups of their own they take the time of the longer
-one, in one group that of both. Each worker has one thread.
+one, in one group that of both, and where groups take turns that and the moving. Each worker has one thread.
 """
 
 import statistics
@@ -25,6 +25,7 @@ MOST_OTHERS, MOST_TRIES = 0.2, 4
 
 POLICY, REFERENCE = "the policy's forward_backward alone", "the reference's forward alone"
 APART, IN_ONE = "both, in groups of their own", "both, in one group"
+IN_TURN = "both, in groups that take turns"
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,14 @@ def roles_apart(model: Path, scratch: Path, pool: str, rounds: int) -> Section:
     with ExitStack() as stack:
         apart = _started(model, scratch / "apart", pool, stack, {"role_group": "reference=single"})
         in_one = _started(model, scratch / "in-one", pool, stack, {})
+        turns = {"role_group": "reference=single", "shared_devices": "turns"}
+        in_turn = _started(model, scratch / "in-turn", pool, stack, turns)
         sides: dict[str, Callable[[], None]] = {
             POLICY: apart.train,
             REFERENCE: apart.score,
             APART: apart.do_both,
             IN_ONE: in_one.do_both,
+            IN_TURN: in_turn.do_both,
         }
         _round(sides, 0)  # warms up
         found: list[Round] = []
@@ -130,6 +134,7 @@ def _section(counted: Sequence[Round], num_rounds: int) -> Section:
         f"Medians of {len(counted)} of {num_rounds} rounds: of those in which others took less than {MOST_OTHERS:g}",
         f"cores, where there are such. cross_entropy of {num_tokens(TRAINED)} tokens with gradients, and of",
         f"{num_tokens(SCORED)} without, in rows of 128; a worker of one thread for each group, which needs a core of",
-        f"its own: there are {psutil.cpu_count()}, less what others took.",
+        f"its own: there are {psutil.cpu_count()}, less what others took. In turn, one base model at a time is in",
+        "memory, the other on disk.",
     ]
     return Section("A reference in a group of its own", table, lines, notes)

@@ -311,6 +311,7 @@ class ServerConfig:
         _check_sampler(self)
         _check_zero_stage(self)
         _check_shard(self)
+        _check_shared_devices(self)
         for place in (*([self.checkpoints] if self.checkpoints else []), *self.mirrors):
             _check_place(place)
         for model in self.base_models:
@@ -646,6 +647,14 @@ def _check_zero_stage(config: ServerConfig) -> None:
         and config.workers is None
     ):
         raise ConfigError(f"zero_stage 2 is about fsdp, which the layout {config.parallel} has none of: leave it out")
+
+
+def _check_shared_devices(config: ServerConfig) -> None:
+    if config.shared_devices == "turns" and config.workers is not None:
+        raise ConfigError(
+            f"shared_devices turns: the workers at {config.workers} are loaded all at a time, before any server gives"
+            " turns: leave out one of --shared-devices and --workers"
+        )
 
 
 def _check_shard(config: ServerConfig) -> None:

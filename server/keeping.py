@@ -82,4 +82,5 @@ def _ranks_alone(config: ServerConfig) -> DispatchConfig:
     """Whatever else is configured is the servers', and so are directories."""
     of_all = config.dispatch_config()
     models = tuple(replace(model, page_directory=None, shared_directories=()) for model in of_all.models)
-    return replace(of_all, models=models, sampling=SamplingConfig() if config.sampler == "vllm" else of_all.sampling)
+    sampling = SamplingConfig() if config.sampler == "vllm" else of_all.sampling
+    return replace(of_all, models=models, sampling=sampling, shared_devices="together")

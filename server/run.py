@@ -79,6 +79,7 @@ class Run:
         self._waiting: list[tuple[int, asyncio.Future[None]]] = []
         self._outage: str | None = None
         self._unusable: str | None = None
+        self._has_stopped = False
         # Whether nothing has come that follows what an earlier process had; and what may be loaded instead of the run.
         self._has_not_gone_on = False
         self._loadable: Sequence[str] = ()
@@ -146,9 +147,9 @@ class Run:
     async def share(self, adapter_id: str) -> bool:
         """Lets a sampler have its weights, once it is there again, where the workers have lost it; False: there is
         none any more. Raises OperationError, which is WorkerLost when they lose it meanwhile."""
-        while self.is_lost:
+        while self.is_lost and not self._has_stopped:
             await self._made_again(-1)
-        if not (self.is_usable and self._state.is_live):
+        if self._has_stopped or not (self.is_usable and self._state.is_live):
             return False
         try:
             await self._services.operations.share(self.record, adapter_id)
@@ -226,6 +227,7 @@ class Run:
 
     async def stop(self) -> None:
         """At shutdown: leaves everything as the journal has it."""
+        self._has_stopped = True
         self._gap.close()
         if under_way := [task for task in (self._working, self._rebuilding, *self._tasks.values()) if task is not None]:
             for task in under_way:

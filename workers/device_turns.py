@@ -67,7 +67,7 @@ class Turn:
         self._has_asked = False
         self._idle_seconds = idle_seconds
         self._since = self._used_at = 0.0
-        self._moved_seconds = self._moving_seconds = 0.0
+        self._moving_seconds = 0.0
 
     @property
     def is_held(self) -> bool:
@@ -110,14 +110,9 @@ class Turn:
             return None
         return max(0.0, self._idle_seconds - (time.monotonic() - self._used_at))
 
-    def moved(self, seconds: float) -> float:
-        """So long its ranks have been moving since they started; answers how long, to come and to leave, this time."""
-        self._moving_seconds, self._moved_seconds = seconds - self._moved_seconds, seconds
-        return self._moving_seconds
-
-    def started_anew(self) -> None:
-        """Its ranks."""
-        self._moved_seconds = 0.0
+    def moved(self, seconds: float) -> None:
+        """So long it took to come to the devices and to leave them."""
+        self._moving_seconds = seconds
 
     def is_over(self, has_work: bool) -> bool:
         """Whether another one is to have its devices now. has_work: whether there is any for this one."""

@@ -175,9 +175,9 @@ class WorkerDispatch:
     async def memory(self) -> dict[str, dict[str, int]]:
         """Name of a group (the served one, where it has policies) -> bytes by purpose, of those that are up."""
         groups = [group for group in self._all_groups() if not group.restarting]
-        answers = await asyncio.gather(*(group.submit("memory", "", Verb("memory")) for group in groups))
+        answers = await asyncio.gather(*(group.memory() for group in groups))
         of_engines = await asyncio.gather(*(engine.memory() for engine in self._engines.values()))
-        memory = dict(zip((group.name for group in groups), answers, strict=True))
+        memory = {group.name: answer for group, answer in zip(groups, answers, strict=True) if answer is not None}
         for each in of_engines:
             memory |= each
         return memory

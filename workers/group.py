@@ -174,6 +174,13 @@ class Group:
             return PassWork(key, tenant_id, item, answer, next(self._operation_ids))
         return Work(key, tenant_id, item, answer)
 
+    async def memory(self) -> dict[str, int] | None:
+        """See RankMemory.by_purpose; None where the worker ends before it answers."""
+        try:
+            return await self.submit("memory", "", Verb("memory"))
+        except OperationError:
+            return None
+
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """on_progress: called with what each slice added to the samples of a job that streams, until it ends."""
         if job.job_id in self._joining or job.job_id in self._sampling:
@@ -222,6 +229,7 @@ class Group:
 
     def _lane_ended(self, lane: "asyncio.Task[None]") -> None:
         """Before `close` only a mistake of ours ends it; nobody may wait for it in silence then."""
+        self._device.give()
         if not lane.cancelled():
             logger.critical("the lane of %s crashed", self.name, exc_info=lane.exception())
             message = self._closed = f"base model {self.name} is out of service after an internal error"
@@ -288,7 +296,8 @@ class Group:
         if isinstance(answer, Failure):
             logger.warning("%s does not leave its device: %s", self.name, answer.message)
         else:
-            self._patience.moved(self._device.moved(answer))
+            self._device.moved(answer)
+            self._patience.moved(answer)
         self._device.give()
 
     def _wants(self) -> tuple[bool, bool, bool, bool]:
@@ -505,8 +514,8 @@ class Group:
 
     async def _restart(self) -> None:
         self.restarting = True
-        self._device.give()
         await self._opened().close()
+        self._device.give()
         while not await self._try_to_open():
             pass
         self.restarting = False
@@ -535,7 +544,6 @@ class Group:
 
     async def _open_ranks(self) -> None:
         await self._device.take()
-        self._device.started_anew()
         self._ranks = self._new_ranks()
         # The first time someone watches, and the model may have to be downloaded: but not where another one has it.
         is_finite = self.num_deaths or self._ranks.is_kept

@@ -291,6 +291,9 @@ class Learner(ABC):
         """From now on these are its vectors, at `place`; whatever views there are of others are made anew. parked:
         those that stay in host memory meanwhile."""
         num_changes = self.num_changes
+        if not self.num_steps:  # they may have been cleared while it was elsewhere
+            vectors = {name: vector for name, vector in vectors.items() if name not in ADAMW}
+            parked = {name: vector for name, vector in (parked or {}).items() if name not in ADAMW}
         self._parked = dict(parked or {})
         kept = {id(vector.tensor): vector for vector in self._vectors.values()}
         self._vectors = {name: kept.get(id(tensor)) or self._viewed(tensor) for name, tensor in vectors.items()}

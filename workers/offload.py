@@ -108,14 +108,13 @@ class Offload:
             self._empty()
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            raise OperationError(f"{self._what} cannot be brought back to the device: {error}", "server") from None
+            remedy = "try again, or leave room on the device and the disk"
+            raise OperationError(
+                f"{self._what} cannot be brought back to the device: {error}; {remedy}", "server"
+            ) from None
         self.is_away = False
         self.moved_bytes += sum(self._sizes)
         self.moving_seconds += time.monotonic() - started
-
-    def leave_again(self) -> None:
-        """After `come_back`, as if that had not been."""
-        self._empty()
 
     def may_change(self) -> None:
         """What has come back is used from now on."""
@@ -138,7 +137,11 @@ class Offload:
         except Exception as error:
             if not (isinstance(error, OSError) or is_out_of_memory(error)):
                 raise
-            raise OperationError(f"{self._what} cannot leave the device: {error}", "server") from None
+            raise OperationError(
+                f"{self._what} cannot leave the device: {error}; leave room in host memory, and on a CPU on the disk of"
+                " temporary files",
+                "server",
+            ) from None
 
     def _empty(self) -> None:
         for storage in self._storages:

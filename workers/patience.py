@@ -19,11 +19,12 @@ _BACKWARD, _LONG = 3.0, 4096.0
 # Of a token, forward, before anything was seen: of a large model on a small CPU.
 _UNSEEN_SECONDS = 0.2
 
-# Of hang_seconds: of verbs that read or write files, which may be of any size, or wait for such; of runs, which may
+# Of hang_seconds: of verbs that read, write or move what may be of any size, or wait for such; of runs, which may
 # have to come from disk; and of a model that is loaded.
 _FILES, _RUN, _LOADING = 10, 1 / 8, 120
 _OF_FILES = frozenset(
     {"save_run", "load_run", "load_adapter", "read_adapter", "convert_adapter", "start_over", "offload"}
+    | {"begin_snapshot", "export_adapter", "import_adapter"}
 )
 
 

@@ -11,7 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..schemas.errors import OperationError
-from .memory import give_back_freed
+from .memory import give_back_freed, memory_for
 from .model import BaseModel
 from .models import Models
 from .offload import Offload
@@ -47,18 +47,29 @@ class RankMemory:
         self._base, self._models, self._sampler, self._on_all = base, models, sampler, on_all
         self._weights = Offload("the base model", base.device, directory, is_frozen=True)
         self._cache = Offload("what is being sampled", base.device, directory)
+        # Which are so on some rank: all ranks have to agree on it.
+        self._away: set[Offload] = set()
         self._num_leaves = 0
+        self._told_seconds = 0.0
 
-    def leave(self) -> None:
-        """The device, of all ranks at once. Raises OperationError (server) where there is no room elsewhere: what had
-        left has come back then, but for models, which come when they are needed."""
+    def leave(self) -> float:
+        """The device, of all ranks at once; answers how many seconds moving has taken since it was left before.
+
+        Raises OperationError (server) where one rank has no room elsewhere: what had left has come back on all of them
+        then, if it could, but for models, which come when they are needed.
+        """
+        parts = self._weights, self._cache
         try:
             self._on_all(self._leave)
-        except OperationError:
-            self._weights.come_back()
-            self._cache.come_back()
+        except Exception:
+            self._away.update(parts)
+            self._on_all(partial(self._come_back, parts))
+            self._away.clear()
             raise
+        self._away.update(parts)
         self._num_leaves += 1
+        before, self._told_seconds = self._told_seconds, self._moving_seconds()
+        return self._told_seconds - before
 
     def need_base(self) -> None:
         """Its weights are on the device afterwards, on all ranks. Raises OperationError (server)."""
@@ -72,6 +83,7 @@ class RankMemory:
     def forget_cache(self) -> None:
         """When nothing is sampled any more."""
         self._cache.forget()
+        self._away.discard(self._cache)
 
     def by_purpose(self) -> dict[str, int]:
         """Bytes; of models by place, and how many of these there are.
@@ -93,7 +105,7 @@ class RankMemory:
         }
         return own | self._models.memory()
 
-    def moving_seconds(self) -> float:
+    def _moving_seconds(self) -> float:
         """Since the start, of all that comes and goes."""
         return self._own_seconds() + self._models.moving_seconds()
 
@@ -101,33 +113,27 @@ class RankMemory:
         return self._weights.moving_seconds + self._cache.moving_seconds
 
     def _leave(self) -> None:
-        self._models.leave_device()
-        self._cache.leave(self._sampler.leaving())
-        self._weights.leave(self._base.movable_tensors())
+        with memory_for("what leaves the device", "serve with a smaller --kv-cache-bytes, or fewer models"):
+            self._models.leave_device()
+            self._cache.leave(self._sampler.leaving())
+            self._weights.leave(self._base.movable_tensors())
         give_back_freed(self._base.device)
 
     def _bring(self, *parts: Offload) -> None:
-        if not any(part.is_away for part in parts):
+        if self._away.isdisjoint(parts):
             return
         tries = iter(_TRIES_AFTER)
         while True:
             try:
-                self._on_all(partial(_bring_all, parts))
-                return
+                self._on_all(partial(self._come_back, parts))
+                break
             except OperationError:
-                _send_back(parts)
                 seconds = next(tries, None)
                 if seconds is None:
                     raise
                 time.sleep(seconds)
+        self._away.difference_update(parts)
 
-
-def _bring_all(parts: Sequence[Offload]) -> None:
-    for part in parts:
-        part.come_back()
-
-
-def _send_back(parts: Sequence[Offload]) -> None:
-    """What other ranks could not bring, no rank has."""
-    for part in parts:
-        part.leave_again()
+    def _come_back(self, parts: Sequence[Offload]) -> None:
+        for part in parts:
+            part.come_back()

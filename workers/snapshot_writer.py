@@ -24,6 +24,7 @@ class SnapshotWriter:
         self._base_name = base_name
         self._threads = ThreadPoolExecutor(_NUM_THREADS, "snapshot", initializer=_compute_alone)
         self._writing: dict[int, Future[None]] = {}
+        self._forgotten: list[Future[None]] = []
 
     def begin(self, snapshot_id: int, learned: Learned, directory: Path) -> None:
         """The model may go on at once. What goes wrong from here on is told by `ended`. What only other ranks write has
@@ -39,8 +40,9 @@ class SnapshotWriter:
         self._writing[snapshot_id] = self._threads.submit(self._write, [copy], event, directory)
 
     def forget(self, snapshot_id: int) -> None:
-        """What other ranks could not begin is of no use."""
-        self._writing.pop(snapshot_id, None)
+        """What other ranks could not begin is of no use; it may be written all the same."""
+        if (writing := self._writing.pop(snapshot_id, None)) is not None:
+            self._forgotten = [each for each in (*self._forgotten, writing) if not each.done()]
 
     def ended(self) -> dict[int, Failure | None]:
         """Each is told once; None: written."""
@@ -49,7 +51,7 @@ class SnapshotWriter:
 
     def wait(self) -> None:
         """Until none is under way; who began them does not ask for them any more."""
-        wait(self._writing.values())
+        wait([*self._writing.values(), *self._forgotten])
         self._writing.clear()
 
     def _write(self, taken: list[Learned], copied: torch.cuda.Event | None, directory: Path) -> None:

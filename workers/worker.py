@@ -245,7 +245,13 @@ class Worker:
         return wanted[0] if wanted else lora
 
     def sample_slice(self, work: Slice) -> SliceResult:
-        self._memory.need_all()
+        try:
+            self._memory.need_all()
+        except OperationError:
+            # The caller fails all jobs.
+            self._sampler.forget_all()
+            self._memory.forget_cache()
+            raise
         return self._sampler.slice(work)
 
     def memory(self) -> dict[str, int]:
@@ -254,9 +260,8 @@ class Worker:
 
     def offload(self) -> float:
         """The device is left to others until a verb needs it; see RankMemory.leave. Answers how many seconds moving has
-        taken since the start."""
-        self._memory.leave()
-        return self._memory.moving_seconds()
+        taken since it was left before."""
+        return self._memory.leave()
 
     def place(self) -> str:
         """Of this rank: the device, by a name that no other one has on any machine."""

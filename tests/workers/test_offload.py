@@ -196,9 +196,12 @@ def test_what_cannot_come_back_stays_away_and_comes_the_next_time(
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device") as raised:
             worker.run_pass(Pass((Part(0, supervised("lora", some_data(2))),)))
         assert len(calls) > 3 and raised.value.category == "server"
-    assert worker.memory()["base_weights_on_device"] == 0
-    found, expected = ({**answers(each.sample_slice)} for each in (worker, staying))
-    assert tokens_and_logprobs(found["job"]) == tokens_and_logprobs(expected["job"])
+        assert worker.memory()["base_weights_on_device"] == 0
+        with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
+            worker.sample_slice(Slice((), (), 0.0))
+    # The caller has failed all jobs then: nothing goes on for nobody, and holds room.
+    assert worker.memory()["kv_cache"] == 0 and not answers(worker.sample_slice)
+    staying.sample_slice(Slice((), ("job",), 0.0))
     for name, act, _ in VERBS:
         assert act(worker) == act(staying), name
 
@@ -235,6 +238,19 @@ def test_views_stay_valid_whoever_has_them(device: str) -> None:
     assert frozen.moved_bytes == 4 * whole.nbytes  # it is copied once, and read three times
 
 
+def test_an_optimizer_that_was_cleared_elsewhere_does_not_come_back(tmp_path: Path) -> None:
+    """Of a run that has ended, whose weights samplers go on with."""
+    worker = with_runs(a_worker(tiny_model("qwen3", tmp_path / "base"), full_sampling="inflight"))
+    stepped(worker, "full")
+    worker.copy_adapter("full", "sampler")
+    expected = sampled(worker, "sampler")
+    worker.offload()
+    worker.drop_run("full")
+    assert sampled(worker, "sampler") == expected
+    memory = worker.memory()
+    assert memory["full_models"] == 4 * worker._models.get("sampler").vector_size
+
+
 def test_what_changes_is_copied_each_time() -> None:
     tensor = torch.zeros(3000)
     changing = Offload("cache", torch.device("cpu"))
@@ -247,6 +263,6 @@ def test_what_changes_is_copied_each_time() -> None:
     tensor.fill_(5)
     changing.leave([tensor])
     changing.come_back()
-    changing.leave_again()
+    changing.leave([tensor])  # nobody has used it
     changing.come_back()
-    assert (tensor == 5).all()
+    assert (tensor == 5).all() and changing.moved_bytes == 9 * tensor.nbytes

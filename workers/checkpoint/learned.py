@@ -85,10 +85,16 @@ class Learned:
         return self.part < self.num_parts
 
     def kept(self) -> "Learned":
-        """Of vectors of its own, which stay as they are while the model goes on. What other ranks have sent has been
-        made for it."""
+        """Of vectors of its own, which stay as they are while the model goes on, and hold nothing else. What was put
+        together has been made for it."""
         of_model = {vector.untyped_storage().data_ptr() for vector in self.model.live().values()}
-        return self.mapped(lambda each: _copied(each) if each.untyped_storage().data_ptr() in of_model else each)
+
+        def kept(each: Tensor) -> Tensor:
+            storage = each.untyped_storage()
+            is_its_own = storage.data_ptr() not in of_model and storage.nbytes() == each.nbytes
+            return each if is_its_own else _copied(each)
+
+        return self.mapped(kept)
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
         return replace(self, vectors={name: vector.mapped(function) for name, vector in self.vectors.items()})

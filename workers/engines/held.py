@@ -101,6 +101,8 @@ class HeldAdapter:
             logger.warning(
                 "%s did not take the newest version of adapter %s: %s", self._group.name, self._adapter_id, error
             )
+        finally:
+            self._wake()  # who waits for the end of a request may have nothing to wait for any more
 
     async def drop(self) -> None:
         """All of it; requests under way fail. Raises OperationError."""

@@ -67,10 +67,11 @@ class SamplerGroups:
     async def memory(self) -> dict[str, dict[str, int]]:
         """And of models' own weights that came to each, how often, how many bytes of them, and how long this took."""
         replicas = [replica for replica in self._replicas if not replica.group.restarting]
-        answers = await asyncio.gather(*(replica.group.submit("memory", "", Verb("memory")) for replica in replicas))
+        answers = await asyncio.gather(*(replica.group.memory() for replica in replicas))
         return {
             replica.group.name: answer | replica.pushes.memory()
             for replica, answer in zip(replicas, answers, strict=True)
+            if answer is not None
         }
 
     async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:

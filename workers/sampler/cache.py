@@ -84,10 +84,10 @@ class Cache:
         return self._numbers_per_token * self.held_bytes() // self.bytes_per_token
 
     def tensors(self) -> Iterator[Tensor]:
-        """All there are. Slots that nobody uses are given up before."""
+        """All there are. Shelves that nobody uses are given up before; to shrink another one may want memory."""
         for seats in self._seats.values():
-            if seats.num_free:
-                seats.shelf.resize(len(seats.taken))
+            if not seats.taken:
+                seats.shelf.resize(0)
             for keys, values in seats.shelf.layers():
                 yield from (keys, values)
         for keys, values in self.prefixes.layers():

@@ -107,12 +107,21 @@ def test_where_one_rank_cannot_move_none_does(parallel: str, tiny_models: dict[s
         with pytest.raises(OperationError, match="the base model cannot leave the device: input/output error"):
             where.call("offload")
         assert there() == [True, True]
+        where.call("break_offload", 0, "read")
+        where.call("break_offload", 1, "write", False)
+        with pytest.raises(OperationError, match="the base model"):
+            where.call("offload")
+        assert there() == [False, True]
         where.call("break_offload", 1, "")
+        assert len(where.run_pass(supervised("a", 1, 9, 30, forward_only=True))) == 1
+        assert there() == [True, True]
         where.call("offload")
         assert there() == [False, False]
         where.call("break_offload", 1, "read")
         with pytest.raises(OperationError, match="the base model cannot be brought back to the device"):
             where.run_pass(supervised("a", 1, 9, 30, forward_only=True))
+        assert there() == [True, False]
+        where.call("offload")
         assert there() == [False, False]
         where.call("break_offload", 1, "")
         found = where.run_pass(supervised("a", 1, 9, 30, forward_only=True))

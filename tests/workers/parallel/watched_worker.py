@@ -97,11 +97,12 @@ class WatchedWorker(Worker):
 
         residency._pages.read = read_others
 
-    def break_offload(self, rank: int, call: str) -> None:
-        """From now on that rank cannot "read" or "write" what the base has off the device; "" = it can."""
+    def break_offload(self, rank: int, call: str, heals: bool = True) -> None:
+        """From now on that rank cannot "read" or "write" what the base has off the device; "" = it can. heals: whether
+        all ranks can do what they could not before."""
         rank_memory._TRIES_AFTER = (0.0,)
         pages = self._memory._weights._pages
-        for name in ("read", "write"):
+        for name in ("read", "write") if heals else ():
             vars(pages).pop(name, None)
         if call and self._mesh.rank == rank:
             setattr(pages, call, mock.Mock(side_effect=OSError("input/output error")))

@@ -158,9 +158,14 @@ class TrainingClient:
         request, answer = checkpoints.SaveWeightsExternalRequest, checkpoints.SaveWeightsExternalResponse
         return self._operation("save_weights_external", request, {"path": name, "ttl_seconds": ttl_seconds}, answer)
 
-    def save_weights_and_get_sampling_client_async(self) -> APIFuture[SamplingClient]:
-        """A sampler of the weights as they are now: nothing is transferred and nothing is listed."""
-        saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers)})
+    def save_weights_and_get_sampling_client_async(
+        self, kind: checkpoints.SamplerKind = "snapshot"
+    ) -> APIFuture[SamplingClient]:
+        """A sampler of the weights as they are now: nothing is transferred and nothing is listed.
+
+        kind: "inflight" = it moves forward with the run's later saves of this kind, which are one copy of the weights.
+        """
+        saved = self._save_for_sampler({"sampling_session_seq_id": next(self._sampler_numbers), "kind": kind})
 
         async def sampler() -> SamplingClient:
             sampler_id = (await saved).sampling_session_id

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import trainhouse
-from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
+from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 
 from ..live import LiveServer
 
@@ -65,6 +65,20 @@ def test_limits_and_their_use(service: ServiceClient, client: TrainingClient) ->
     assert 1 <= limits.runs.used <= limits.runs.limit == 2000
     assert limits.queued_operations.used == 0
     assert limits.tokens_per_minute.limit is None
+
+
+def test_an_inflight_sampler_moves_with_its_run(client: TrainingClient) -> None:
+    params = SamplingParams(max_tokens=8, temperature=0.0)
+
+    def drawn(sampler: SamplingClient) -> list[int]:
+        return sampler.sample([5, 6, 7], 1, params).result(60).sequences[0].tokens.tolist()
+
+    still = client.save_weights_and_get_sampling_client()
+    moving = client.save_weights_and_get_sampling_client(kind="inflight")
+    assert (before := drawn(still)) == drawn(moving)
+    train(client, batch(), 10)
+    newest = client.save_weights_and_get_sampling_client(kind="inflight")
+    assert drawn(still) == before != drawn(moving) == drawn(newest)
 
 
 def test_what_is_in_the_workers_memory(service: ServiceClient, client: TrainingClient) -> None:

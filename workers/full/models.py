@@ -57,6 +57,7 @@ class FullModels(Holder[FullWeights]):
         if num_others >= self._most:
             raise OperationError(
                 f"there are {num_others} models with weights of their own, fully trained ones and copies of them for"
-                f" samplers, which is all that max_full_models allows: end a session that has some, serve with"
-                f" --full-sampling inflight, whose samplers have no copies, or with --max-full-models {num_others + 1}"
+                " samplers, which is all that max_full_models allows: save with kind inflight, which moves one copy"
+                " forward, end a session that has some, or serve with more --max-full-models, of which those that are"
+                " not in use wait on disk"
             )

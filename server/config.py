@@ -232,10 +232,10 @@ class ServerConfig:
     vllm_tp: int = knob(1, "GPUs that share each layer in our vLLM", check=POSITIVE, only_with=WITH_VLLM)
     slice_milliseconds: float = knob(50.0, "how long sampling holds the workers before training may", check=above(0))
     shared_devices: Literal["together", "turns"] = knob(
-        "together", "turns: groups have a device that they share one after the other (docs/roles.md)"
+        "together", "turns: groups have a shared device one by one (docs/roles.md)"
     )
     idle_device_seconds: float | None = knob(
-        None, "without work; then a group leaves its device until it has some (default: it stays)", check=above(0)
+        None, "without work; then a group leaves its device (default: it stays)", check=above(0)
     )
     ray_address: str | None = knob(None, "of a running Ray cluster (default: a small one here)", only_with=WITH_RAY)
     ray_cpus_per_rank: float = knob(1.0, "CPUs that a worker reserves", check=NOT_NEGATIVE, only_with=WITH_RAY)

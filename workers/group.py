@@ -175,7 +175,9 @@ class Group:
         return Work(key, tenant_id, item, answer)
 
     async def memory(self) -> dict[str, int] | None:
-        """See RankMemory.by_purpose; None where the worker ends before it answers."""
+        """See RankMemory.by_purpose; None where there is no worker, or it ends before it answers."""
+        if self._lane is None:
+            return None
         try:
             return await self.submit("memory", "", Verb("memory"))
         except OperationError:

@@ -32,6 +32,7 @@ OWN = {
     ("POST", "telemetry"),
     ("GET", "get_server_capabilities"),
     ("GET", "limits"),
+    ("GET", "workers"),
     ("POST", "import_weights"),
     ("GET", "models/{name}/tokenizer"),
     ("GET", "models/{name}/tokenizer/{file}"),

@@ -17,6 +17,8 @@ from trainhouse.workers.model import BaseModel
 from trainhouse.workers.objective import Objective
 from trainhouse.workers.scoring import Scored, scored, scored_with_gradient
 
+from .adapted import created
+
 LENGTHS = (7, 4, 12, 1)
 NUM_ROWS = sum(LENGTHS)
 BOUNDS = (0, 7, 11, 23, 24)
@@ -31,7 +33,7 @@ def base(tiny_models: dict[str, Path]) -> BaseModel:
 @pytest.fixture(scope="module")
 def adapter(base: BaseModel) -> Adapter:
     """With B not zero, so that the pair of the head counts."""
-    adapter = Adapters(base, max_rank=8).create("run", LoraConfig(rank=4, seed=1))
+    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     return adapter
 
@@ -166,7 +168,7 @@ def test_forward_alone_gives_the_same_and_touches_no_gradient(name: str, base: B
 def test_log_probabilities_are_float32_on_a_bfloat16_base(tiny_models: dict[str, Path]) -> None:
     config = WorkerConfig(ServedModel("tiny", str(tiny_models["qwen3"])), dtype="bfloat16")
     base = BaseModel(config)
-    adapter = Adapters(base, max_rank=8).create("run", LoraConfig(rank=4, seed=1))
+    adapter = created(Adapters(base, max_rank=8), "run", LoraConfig(rank=4, seed=1))
     adapter.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(1))
     hidden, wanted = some_hidden(base), objective("cross_entropy")
     gradient = torch.empty_like(hidden)
@@ -212,7 +214,7 @@ def mixed_objectives() -> list[Objective]:
 def test_rows_of_several_losses_and_adapters_are_as_each_alone(
     chunk_rows: int, base: BaseModel, adapter: Adapter
 ) -> None:
-    other = Adapters(base, max_rank=8).create("other", LoraConfig(rank=8, seed=2))
+    other = created(Adapters(base, max_rank=8), "other", LoraConfig(rank=8, seed=2))
     other.weights.normal_(std=0.05, generator=torch.Generator().manual_seed(4))
     hidden, gradient = some_hidden(base), torch.full((NUM_ROWS, base.unembedding.shape[1]), float("nan"))
     owners = [adapter, other, None, adapter]

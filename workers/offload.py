@@ -12,7 +12,7 @@ from torch import Tensor, UntypedStorage
 
 from ..schemas.errors import OperationError
 from .memory import is_out_of_memory
-from .pages import Page, PageFile
+from .pages import PageFile
 
 
 class Copy(Protocol):
@@ -48,10 +48,6 @@ class DiskCopy:
     def __init__(self, storages: Sequence[Tensor], pages: PageFile) -> None:
         """Raises OSError, such as on a full disk."""
         self._pages, self._page = pages, pages.write(storages)
-
-    @property
-    def page(self) -> Page:
-        return self._page
 
     def read(self, storages: Sequence[Tensor]) -> None:
         self._pages.read(self._page, storages)
@@ -155,7 +151,7 @@ class Offload:
 
 
 def _movable(tensors: Iterable[Tensor]) -> list[UntypedStorage]:
-    """Each once. Those of mapped files stay: what they take the system takes back by itself."""
+    """Each once. Storages of a mapped file stay where they are: what they take the system takes back by itself."""
     storages = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}
     return [storage for storage in storages.values() if storage.resizable() and storage.nbytes()]
 

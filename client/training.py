@@ -49,6 +49,8 @@ class TrainingClient:
         self._limits = limits
         self._numbering = threading.Lock()
         self._next_seq_id = 1
+        self._num_steps = 0
+        self._hooks: list[tuple[int, Callable[[int], object]]] = []
         self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
 
     def forward_backward(
@@ -124,7 +126,23 @@ class TrainingClient:
         gradient_scale: None = the summed gradients as they are, "mean" = divided by the summed weights, or a factor.
         """
         fields = {"adam_params": adam_params or AdamParams(), "gradient_scale": gradient_scale}
-        return self._operation("optim_step", training.OptimStepRequest, fields, training.OptimStepResponse)
+        stepped = self._operation("optim_step", training.OptimStepRequest, fields, training.OptimStepResponse)
+        self._num_steps += 1
+        for every, hook in self._hooks:
+            if self._num_steps % every == 0:
+                hook(self._num_steps)
+        return stepped
+
+    def at_steps(self, every: int, hook: Callable[[int], object], num_steps: int | None = None) -> None:
+        """From now on each `every`-th `optim_step` calls hook(number of the step) before it returns: the evaluation or
+        save that the hook asks for comes between that step and whatever is asked next, also by who waits for nothing.
+
+        num_steps: how many were taken before, of a run that was resumed; None = those of this client.
+        """
+        if every < 1:
+            raise ValueError(f"every is {every}: a number of steps, at least 1")
+        self._num_steps = self._num_steps if num_steps is None else num_steps
+        self._hooks.append((every, hook))
 
     def save_state(
         self, name: str, ttl_seconds: int | None = None, overwrite: bool = False

@@ -30,13 +30,18 @@ def main() -> None:
         first_step = int(options.resume.rpartition("-")[2]) if options.resume else 0
 
         print(f"held-out loss {evaluate(client, held_out):.4f}")
+
+        def save_and_evaluate(step: int) -> None:
+            path = client.save_state(f"step-{step}", overwrite=True).result().path
+            print(f"step {step:3d}  held-out loss {evaluate(client, held_out):.4f}  saved {path}")
+
+        client.at_steps(options.eval_every, save_and_evaluate, num_steps=first_step)
         for step in range(first_step, options.steps):
             learning_rate = options.learning_rate * schedule(step, options.warmup, options.steps)
             loss = train_step(client, batch(train, step, options.batch_size), learning_rate)
             print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  loss {loss:.4f}")
-            if (step + 1) % options.eval_every == 0 or step + 1 == options.steps:
-                path = client.save_state(f"step-{step + 1}", overwrite=True).result().path
-                print(f"held-out loss {evaluate(client, held_out):.4f}  saved {path}")
+        if options.steps % options.eval_every:
+            save_and_evaluate(options.steps)
 
 
 def parse_options() -> argparse.Namespace:

@@ -152,6 +152,23 @@ def test_resuming_gives_identical_next_losses(service: ServiceClient, client: Tr
     assert train(client, batch(), 3) == expected
 
 
+def test_evaluations_and_saves_come_at_steps_where_nobody_waits(service: ServiceClient) -> None:
+    """A forward behind a step that was asked for while all else waits gives the loss of that step, and the gradients of
+    what follows are as if it had not been."""
+    data, watched, plain = batch(), new_client(service), new_client(service)
+    found = {}
+    watched.at_steps(2, lambda step: found.update({step: watched.forward(data, "cross_entropy")}), num_steps=10)
+    for _ in range(5):
+        watched.forward_backward(data, "cross_entropy")
+        watched.optim_step(ADAM)
+    losses = train(plain, data, 5)
+    assert list(found) == [12, 14]
+    assert [each.result(60).metrics["loss:sum"] for each in found.values()] == pytest.approx([losses[2], losses[4]])
+    assert loss(watched, data) == pytest.approx(loss(plain, data))
+    with pytest.raises(ValueError, match="every is 0"):
+        watched.at_steps(0, print)
+
+
 def test_a_custom_loss_in_numpy_equals_the_built_in_one(service: ServiceClient) -> None:
     custom, built_in = new_client(service), new_client(service)
 

@@ -8,8 +8,8 @@ from pydantic import Field
 
 from .training import Wire
 
-Role = Literal["policy", "critic", "reference"]
-"""The kinds of model that can be created: see docs/roles.md."""
+Role = Literal["policy", "critic", "reference", "draft"]
+"""The kinds of model that can be created: see docs/roles.md, docs/drafts.md."""
 
 
 class LoraConfig(Wire):
@@ -30,13 +30,39 @@ class FullConfig(Wire):
     seed: int | None = None
 
 
-TrainingConfig = LoraConfig | FullConfig
+Algorithm = Literal["eagle3", "dflash"]
+"""How a draft model guesses what its target will say."""
+
+
+class DraftConfig(Wire):
+    """A draft model for speculative decoding. What is None depends on the base model, and is filled in when it is made.
+
+    num_layers: 1 of eagle3. capture_layers: of the target, counted from 0, whose outputs it reads. draft_vocab_size:
+    how many of the target's tokens it can say, None = all. intermediate_size: of its MLP, None = the target's.
+    block_size: of dflash, the token that is known and those that are guessed. mask_token_id: of dflash, stands for what
+    is guessed.
+    """
+
+    training: Literal["draft"] = "draft"
+    algorithm: Algorithm
+    num_layers: Annotated[int, Field(ge=1)] | None = None
+    capture_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
+    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    intermediate_size: Annotated[int, Field(ge=1)] | None = None
+    block_size: Annotated[int, Field(ge=2)] | None = None
+    mask_token_id: Annotated[int, Field(ge=0)] | None = None
+    seed: int | None = None
+
+
+TrainingConfig = LoraConfig | FullConfig | DraftConfig
 """What of a model is trained."""
+
+_TRAININGS = {"full": FullConfig, "draft": DraftConfig}
 
 
 def training_of(values: Mapping[str, Any]) -> TrainingConfig:
     """From the fields of one, as they were stored; those of LoRA do not say what they are."""
-    return (FullConfig if values.get("training") == "full" else LoraConfig).model_validate(values)
+    return _TRAININGS.get(str(values.get("training")), LoraConfig).model_validate(values)
 
 
 def lora_of(training: TrainingConfig) -> LoraConfig | None:

@@ -321,13 +321,16 @@ class BaseModel:
     def _sharded_layer(self, names: Sequence[str], buffers: Buffers) -> ShardedLayer:
         return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.keeping_team, buffers)
 
-    def shared_hidden_states(self, micro_batch: MicroBatch, share: TokenShare) -> Tensor:
-        """Of `share.hidden`: [tokens, hidden]."""
+    def shared_hidden_states(
+        self, micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None
+    ) -> Tensor:
+        """Of `share.hidden`: [tokens, hidden]. captured: see FusedTrunk.hidden_states."""
         team, packing = self._mesh.along("sp"), micro_batch.packing
         # Once it is filled up, on tensor-parallel ranks too.
         shared = packing if share.is_all else SharedPacking.of(packing, share, team, self.sequence_split)
         tokens, positions = share.of_tokens(micro_batch.tokens), share.of_tokens(micro_batch.positions)
-        return self.hidden_states(tokens, positions, shared, share.own_of_tokens, are_alike=False)
+        own = share.own_of_tokens
+        return self.hidden_states(tokens, positions, shared, own, are_alike=False, captured=captured)
 
     def hidden_states(
         self,
@@ -336,16 +339,23 @@ class BaseModel:
         packing: Packing | CachedPacking,
         own: slice | None = None,
         are_alike: bool = True,
+        captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
 
-        own, are_alike: see FusedTrunk.hidden_states.
+        own, are_alike, captured: see FusedTrunk.hidden_states.
         """
         if self._fused is not None:
-            return self._fused.hidden_states(tokens, positions, packing, own, are_alike)
+            return self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
         output = self.trunk(
-            input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
+            input_ids=tokens.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+            use_cache=False,
+            packing=packing,
+            output_hidden_states=captured is not None,
         )
+        for layer in captured or {}:
+            captured[layer] = output.hidden_states[layer + 1].squeeze(0)  # pyright: ignore[reportOptionalSubscript]
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
 

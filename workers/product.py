@@ -47,8 +47,8 @@ def laid_out(weight: Tensor) -> Tensor:
 
 
 def add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """left^T right, of [rows, p] and [rows, q], to total float32 [p, q]."""
-    if left.dtype == torch.float32:
+    """left^T right, of [rows, p] and [rows, q], to total [p, q], float32 or what they are."""
+    if left.dtype == total.dtype:
         total.addmm_(left.t(), right)
     elif left.is_cuda:
         torch.addmm(total, left.t(), right, out_dtype=torch.float32, out=total)

@@ -24,6 +24,9 @@ from .parallel.norms import JointNorms
 # With more tokens than this the CPU gains nothing from a merged product, and loses by its parts lying apart in memory.
 _MOST_MERGED_TOKENS = 256
 
+# Among captured layers: what goes into the first one.
+EMBEDDING = -1
+
 # Makes one linear layer of several of the same input; `out_features` of the result says how to split its output.
 Merge = Callable[[Sequence[Any]], Any]
 
@@ -89,14 +92,19 @@ class FusedTrunk:
         packing: Packing | CachedPacking,
         own: slice | None = None,
         are_alike: bool = True,
+        captured: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """tokens and positions int64 [tokens]; returns the last hidden states [tokens, hidden].
 
         own: this rank's tokens, where the tensor-parallel ones share out what lies between the layers' linear parts;
         returns the hidden states of these alone. are_alike: whether expert-parallel ranks all run the same tokens.
+        captured: gets, by number, the outputs of the layers that it names, and of the embedding, EMBEDDING.
         """
         stream = Stream(self._team, own is not None, are_alike)
         hidden, update = self._embedded(tokens, own), None
+        captured = captured if captured is not None else {}
+        if EMBEDDING in captured:
+            captured[EMBEDDING] = hidden
         inputs = self._layer_inputs() if torch.is_grad_enabled() else None
         if torch.is_grad_enabled() and (self._is_coupled or inputs is not None):
             # A rank whose tokens no adapter adapts takes part in the others' backward pass all the same.
@@ -108,6 +116,8 @@ class FusedTrunk:
             forward = partial(layer.forward, rotation=rotation, packing=packing, stream=stream)
             after = inputs.run(number, forward, hidden, update) if inputs is not None else forward(hidden, update)
             hidden, update = self._sharded.leave(number, *after)
+            if number in captured:
+                captured[number] = hidden if update is None else hidden + update
         return _add_norm(hidden, update, self._norm)[1]
 
     def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:

@@ -37,8 +37,11 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class RunInfo:
+    """training: with all that its request has left open."""
+
     num_parameters: int
     target_modules: tuple[str, ...]
+    training: TrainingConfig
 
 
 @dataclass(frozen=True, eq=False)

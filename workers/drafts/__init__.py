@@ -1,0 +1,1 @@
+"""Draft models for speculative decoding: small models that guess what their target, a base model, will say."""

@@ -1,0 +1,194 @@
+"""EAGLE-3: one layer that goes on from the target's inner states, unrolled in training as it is in drafting.
+
+Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840. Of a sequence x_0 .. x_T: from token t the draft guesses
+x_(t+2), x_(t+3), ...: guess i of them reads the embedding of x_(t+1+i), and its own state behind the guess before, of
+which the first one is made of what the target had at t. It learns what the target says at t+1+i. Names of parameters
+are those that SGLang and vLLM load.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..attention import AttentionKind
+from ..full.parameter import Parameter
+from ..model import BaseModel
+from .features import Features
+from .guesses import GuessChunk, Survival, Teacher
+from .modules import normed, rotated, rotation, swiglu_mlp
+from .scores import DraftScores, Slopes
+from .shape import DraftShape, resolved
+from .strategy import Labels, Options, Tensors
+from .unrolled_attention import attend_unrolled
+
+_LAYER = "midlayer"
+
+
+class Eagle3:
+    """See Strategy."""
+
+    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+        """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
+        if config.num_layers not in (None, 1):
+            raise OperationError(f"num_layers is {config.num_layers}: a draft of eagle3 has 1 layer")
+        for name in ("block_size", "mask_token_id"):
+            if getattr(config, name) is not None:
+                raise OperationError(f"{name} is of dflash: a draft of eagle3 has none, leave it out")
+        num_layers = int(target.get_text_config().num_hidden_layers)
+        wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
+        captured = config.capture_layers or tuple(sorted(wanted))
+        return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+
+    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+        hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        shapes = {
+            "fc": (hidden, shape.captured * hidden),
+            f"{_LAYER}.input_layernorm": (hidden,),
+            f"{_LAYER}.hidden_norm": (hidden,),
+            f"{_LAYER}.self_attn.q_proj": (queries, 2 * hidden),
+            f"{_LAYER}.self_attn.k_proj": (keys, 2 * hidden),
+            f"{_LAYER}.self_attn.v_proj": (keys, 2 * hidden),
+            f"{_LAYER}.self_attn.o_proj": (hidden, queries),
+            f"{_LAYER}.post_attention_layernorm": (hidden,),
+            f"{_LAYER}.mlp.gate_proj": (shape.intermediate, hidden),
+            f"{_LAYER}.mlp.up_proj": (shape.intermediate, hidden),
+            f"{_LAYER}.mlp.down_proj": (hidden, shape.intermediate),
+            "norm": (hidden,),
+            "lm_head": (shape.vocabulary, hidden),
+        }
+        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+
+    def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
+        """Norms of 1, the target's output head, and else draws whose outputs are about as large as their inputs."""
+        for name, weight in parameters.items():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            elif name == "lm_head.weight":
+                weight.copy_(base.unembedding[vocabulary])
+            else:
+                weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
+
+    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor) -> "Eagle3Network":
+        return Eagle3Network(shape, parameters, vocabulary)
+
+
+class Eagle3Network:
+    """See Network."""
+
+    def __init__(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor) -> None:
+        self.shape, self.parameters, self.vocabulary = shape, parameters, vocabulary
+        self._kind = AttentionKind(0, shape.scaling)
+
+    def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "Eagle3Pass":
+        depth = int(options["ttt_length"])
+        return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
+
+    def unrolled(self, features: Features, depth: int) -> list[Tensor]:
+        """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
+        of guesses beyond the end of the sequence it means nothing."""
+        state, outputs = linear(features.captured, self.parameters["fc.weight"]), []
+        of_embedded = self._projected(features.embedded, "input_layernorm", slice(None, self.shape.hidden))
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(depth):
+            ahead = _ahead(len(state), step + 1, state.device)
+            of_state = self._projected(state, "hidden_norm", slice(self.shape.hidden, None))
+            query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
+            turn = self._rotation(features.positions + step, state.dtype)
+            keys.append(rotated(self._heads(key), *turn))
+            values.append(self._heads(value))
+            query = rotated(self._heads(query), *turn)
+            attended = attend_unrolled(query, keys, values, features.packing, self._kind).flatten(1)
+            state = state + linear(attended, self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
+            update = swiglu_mlp(
+                self._normed(state, f"{_LAYER}.post_attention_layernorm"), self.parameters, f"{_LAYER}.mlp"
+            )
+            state = state + update
+            outputs.append(self._normed(state, "norm"))
+        return outputs
+
+    def _projected(self, x: Tensor, norm: str, columns: slice) -> list[Tensor]:
+        """This half's part of query, key and value: the embeddings' is the same in every step."""
+        x = self._normed(x, f"{_LAYER}.{norm}")
+        weights = (self.parameters[f"{_LAYER}.self_attn.{name}_proj.weight"] for name in "qkv")
+        return [linear(x, weight[:, columns]) for weight in weights]
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim))
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotation(positions, *self.shape.rotation(positions.device), dtype)
+
+
+class Eagle3Pass:
+    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before."""
+
+    def __init__(
+        self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
+    ) -> None:
+        self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
+        self._teacher = Teacher(features.logits, network.vocabulary, network.shape.target_vocabulary)
+        self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
+        self._chunk_rows = chunk_rows
+        self._survival = Survival(self.num_rows, outputs[0])
+        self._chunk: GuessChunk | None = None
+        self._rows = slice(0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._features.positions)
+
+    @property
+    def chunk_rows(self) -> int:
+        """All guesses of a row are scored at once."""
+        return max(1, self._chunk_rows // len(self._outputs))
+
+    def scores(self, rows: slice) -> DraftScores:
+        self._rows = rows
+        sources, network = self._sources(), self._network
+        hidden = torch.stack([each.detach()[sources[:, i]] for i, each in enumerate(self._outputs)], dim=1)
+        head = network.parameters["lm_head.weight"]
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._teacher.of(rows))
+        return self._chunk.scores(self._exists(), self._survival.at(sources))
+
+    def weights(self, rows: slice) -> Tensor:
+        return self._labels.weights[rows, None].expand(-1, len(self._outputs))
+
+    def places(self, rows: slice) -> Tensor:
+        return self._numbers(rows)[:, None].expand(-1, len(self._outputs))
+
+    def backward(self, slopes: Slopes) -> None:
+        assert self._chunk is not None
+        of_hidden, sources = self._chunk.backward(slopes), self._sources()
+        for i, slope in enumerate(self._slopes):
+            slope.index_add_(0, sources[:, i], of_hidden[:, i])
+
+    def close(self) -> None:
+        torch.autograd.backward(self._outputs, self._slopes)
+
+    def _numbers(self, rows: slice) -> Tensor:
+        """int64 [m]"""
+        return torch.arange(rows.start, rows.stop, device=self._features.positions.device)
+
+    def _sources(self) -> Tensor:
+        """int64 [m, depth]: the tokens from which the guesses went on; 0 where there is no such token in the row."""
+        steps = torch.arange(len(self._outputs), device=self._features.positions.device)
+        return (self._numbers(self._rows)[:, None] - 1 - steps).clamp_(min=0)
+
+    def _exists(self) -> Tensor:
+        """bool [m, depth]: whether there is one in the sequence."""
+        steps = torch.arange(len(self._outputs), device=self._features.positions.device)
+        return self._features.positions[self._rows, None] > steps
+
+
+def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:
+    """int64 [tokens]: of each the one so far ahead; behind the last one any."""
+    return torch.arange(distance, num_tokens + distance, device=device).clamp_(max=num_tokens - 1)

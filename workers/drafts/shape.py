@@ -1,0 +1,103 @@
+"""DraftShape: the sizes of a draft's modules, by its target's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LlamaConfig, PreTrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """hidden: the target's, whose embeddings and features it reads. captured: layers of the target. vocabulary: tokens
+    that it can say, of target_vocabulary. config: of transformers, for its rotations and its export."""
+
+    hidden: int
+    intermediate: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    layers: int
+    captured: int
+    vocabulary: int
+    target_vocabulary: int
+    eps: float
+    config: LlamaConfig
+
+    @staticmethod
+    def of(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> "DraftShape":
+        """draft: resolved."""
+        assert draft.num_layers is not None and draft.capture_layers is not None and draft.draft_vocab_size is not None
+        config: Any = _config(draft, target.get_text_config(), vocab_size)
+        return DraftShape(
+            hidden=config.hidden_size,
+            intermediate=config.intermediate_size,
+            heads=config.num_attention_heads,
+            kv_heads=config.num_key_value_heads,
+            head_dim=config.head_dim,
+            layers=draft.num_layers,
+            captured=len(draft.capture_layers),
+            vocabulary=draft.draft_vocab_size,
+            target_vocabulary=vocab_size,
+            eps=config.rms_norm_eps,
+            config=config,
+        )
+
+    @property
+    def scaling(self) -> float:
+        """Of attention's scores."""
+        return self.head_dim**-0.5
+
+    def rotation(self, device: torch.device) -> tuple[Tensor, float]:
+        """Inverse frequencies float32 [head_dim / 2], and the scale of cosines and sines."""
+        rotary = LlamaRotaryEmbedding(self.config)
+        return rotary.inv_freq.to(device), float(rotary.attention_scaling)
+
+
+def resolved(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int, default_layers: int) -> DraftConfig:
+    """With all that every algorithm has, and is left open. Raises OperationError on what the target has not."""
+    text = target.get_text_config()
+    num_layers = int(text.num_hidden_layers)
+    for layer in draft.capture_layers or ():
+        if layer >= num_layers:
+            raise OperationError(
+                f"capture_layers has {layer}: the target has layers 0 to {num_layers - 1}, counted from 0"
+            )
+    if draft.draft_vocab_size is not None and draft.draft_vocab_size > vocab_size:
+        raise OperationError(
+            f"draft_vocab_size {draft.draft_vocab_size} exceeds the target's vocabulary of {vocab_size}: lower it"
+        )
+    return draft.model_copy(
+        update={
+            "num_layers": draft.num_layers or default_layers,
+            "draft_vocab_size": draft.draft_vocab_size or vocab_size,
+            "intermediate_size": draft.intermediate_size or int(text.intermediate_size),
+        }
+    )
+
+
+def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> LlamaConfig:
+    given: Any = target
+    rope = getattr(given, "rope_parameters", None) or {"rope_type": "default", "rope_theta": 10000.0}
+    heads = given.num_attention_heads
+    assert draft.intermediate_size is not None and draft.num_layers is not None
+    return LlamaConfig(
+        vocab_size=vocab_size,
+        hidden_size=given.hidden_size,
+        intermediate_size=draft.intermediate_size,
+        num_hidden_layers=draft.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(given, "num_key_value_heads", None) or heads,
+        head_dim=getattr(given, "head_dim", None) or given.hidden_size // heads,
+        rms_norm_eps=getattr(given, "rms_norm_eps", 1e-6),
+        max_position_embeddings=given.max_position_embeddings,
+        rope_parameters=dict(rope.get("full_attention", rope)),
+        tie_word_embeddings=False,
+        bos_token_id=getattr(given, "bos_token_id", None),
+        eos_token_id=getattr(given, "eos_token_id", None),
+    )

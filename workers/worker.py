@@ -17,6 +17,7 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .checkpoint import Learned, read_new, read_saved, save
 from .config import WorkerConfig
+from .drafts.models import Drafts
 from .full import FullModels
 from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
@@ -30,7 +31,7 @@ from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .passes import Answer, PassRunner
 from .peft_import import import_adapter
-from .programs import PROGRAMS
+from .programs import program_of
 from .rank_memory import RankMemory
 from .residency import Residency
 from .sampler import SAMPLERS
@@ -93,7 +94,9 @@ class Worker:
         adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config, config.adapter_slots))
         residency = _residency(self._base, config, config.full_slots)
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
-        self._models = Models(self._base, adapters, full)
+        of_drafts = _residency(self._base, config, config.full_slots)
+        drafts = Drafts(self._base, of_drafts, config.optimizer_states)
+        self._models = Models(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Of ranks that have ended a snapshot, what they say of it.
@@ -117,9 +120,11 @@ class Worker:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
         if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        model = self._put(spec.run_id, partial(self._models.initialized, spec.training, PROGRAMS[spec.role]))
+        model = self._put(
+            spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
+        )
         targets = model.targets if isinstance(model, Adapter) else ()
-        return RunInfo(model.num_parameters, tuple(target.name for target in targets))
+        return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training)
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""

@@ -16,8 +16,8 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..attention import AttentionKind
-from ..full.parameter import Parameter
 from ..model import BaseModel
+from ..parameter import Parameter
 from .features import Features
 from .guesses import GuessChunk, Survival, Teacher
 from .modules import normed, rotated, rotation, swiglu_mlp

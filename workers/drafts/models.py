@@ -1,0 +1,25 @@
+"""Drafts: all draft models of one base on this rank."""
+
+from ...schemas.models import DraftConfig
+from ..config import OptimizerStates
+from ..holder import Holder
+from ..model import BaseModel
+from ..moments import MOMENTS
+from ..programs import Program
+from ..residency import Residency
+from .model import DraftModel
+
+
+class Drafts(Holder[DraftModel]):
+    things = "drafts"
+
+    def __init__(
+        self, base: BaseModel, residency: Residency | None = None, optimizer_states: OptimizerStates = "float32"
+    ) -> None:
+        """residency: None = all of them stay on the device."""
+        super().__init__(residency or Residency(base.device))
+        self._base, self._moments = base, MOMENTS[optimizer_states]
+
+    def build(self, draft: DraftConfig, program: Program) -> DraftModel:
+        """One with zero weights and no id yet. Raises OperationError on what makes no such draft."""
+        return DraftModel(draft, self._base, program, self._moments)

@@ -92,10 +92,9 @@ class Models:
             holder.drop(target_id(model_id))
 
     def aim(self, draft_id: str, target: Learner | None) -> None:
-        """From now on the draft guesses what this one says, None = the bare base model. Raises as `resident`."""
+        """From now on the draft guesses what this one says, for which there is room, None = the bare base model."""
         draft = self.drafts.get(draft_id)
         if target is not None:
-            self.make_room(target_id(draft_id), target, is_copy=True)
             target = self.put(target_id(draft_id), target)
         else:
             self.drop(target_id(draft_id))

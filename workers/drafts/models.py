@@ -1,5 +1,6 @@
 """Drafts: all draft models of one base on this rank."""
 
+from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..config import OptimizerStates
 from ..holder import Holder
@@ -21,5 +22,11 @@ class Drafts(Holder[DraftModel]):
         self._base, self._moments = base, MOMENTS[optimizer_states]
 
     def build(self, draft: DraftConfig, program: Program) -> DraftModel:
-        """One with zero weights and no id yet. Raises OperationError on what makes no such draft."""
+        """One with zero weights and no id yet. Raises OperationError on what makes no such draft, and where ranks share
+        out its target's tokens."""
+        if self._base.spec.tp * self._base.spec.sp > 1:
+            raise OperationError(
+                f"drafts are not trained by ranks that run {self._base.spec}: give them ranks of their own, with"
+                " --role-group draft=single or draft=fsdp=N"
+            )
         return DraftModel(draft, self._base, program, self._moments)

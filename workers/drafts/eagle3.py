@@ -153,11 +153,13 @@ class Eagle3Pass:
 
     def scores(self, rows: slice) -> DraftScores:
         self._rows = rows
-        sources, network = self._sources(), self._network
+        sources, exists, network = self._sources(), self._exists(), self._network
         hidden = torch.stack([each.detach()[sources[:, i]] for i, each in enumerate(self._outputs)], dim=1)
+        # What is of another sequence may be broken there.
+        hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
         self._chunk = GuessChunk(hidden, head, network.vocabulary, self._teacher.of(rows))
-        return self._chunk.scores(self._exists(), self._survival.at(sources))
+        return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
         return self._labels.weights[rows, None].expand(-1, len(self._outputs))

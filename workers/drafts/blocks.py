@@ -1,0 +1,84 @@
+"""Blocks: what a block-drafting model guesses at once: a token that is known, its anchor, and some behind it."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..attention import Packing
+from ..sampler.noise import noise_key, uniforms
+from .strategy import Labels, Options
+
+
+@dataclass(frozen=True)
+class Span:
+    """Blocks of one sequence, one after the other, and the tokens of which each of them sees some."""
+
+    blocks: slice
+    context: slice
+
+
+@dataclass(frozen=True, eq=False)
+class Blocks:
+    """m blocks of `size` tokens. anchors: int64 [m], where their first ones are among n packed tokens, ascending.
+    stops: int64 [m], where their sequences end. spans: by sequence, all blocks in order."""
+
+    anchors: Tensor
+    stops: Tensor
+    size: int
+    spans: Sequence[Span]
+
+    @staticmethod
+    def drawn(packing: Packing, labels: Labels, options: Options, size: int) -> "Blocks":
+        """Of each sequence up to options["num_anchors"], by options["seed"]."""
+        weights = labels.weights.cpu().numpy()
+        anchors, stops, spans, num_blocks = [], [], [], 0
+        for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
+            key = noise_key(int(options["seed"]), number)
+            found = tokens.start + drawn_anchors(weights[tokens], key, int(options["num_anchors"]))
+            if len(found):
+                rows = slice(num_blocks, num_blocks + len(found))
+                spans.append(Span(rows, slice(tokens.start, int(found[-1]))))
+                anchors.append(found)
+                stops.append(np.full(len(found), tokens.stop))
+                num_blocks = rows.stop
+        device = labels.weights.device
+        return Blocks(_joined(anchors).to(device), _joined(stops).to(device), size, spans)
+
+    def places(self) -> Tensor:
+        """int64 [m, size - 1]: behind which tokens the guesses stand; the anchor where there is no such token."""
+        behind = self._behind()
+        return torch.where(self.exists(), behind, self.anchors[:, None])
+
+    def exists(self) -> Tensor:
+        """bool [m, size - 1]: whether the sequence goes on so far."""
+        return self._behind() < self.stops[:, None]
+
+    def _behind(self) -> Tensor:
+        """Position k of a block is what stands behind token k - 1 from its anchor."""
+        return self.anchors[:, None] + torch.arange(self.size - 1, device=self.anchors.device)
+
+
+def drawn_anchors(weights: np.ndarray, key: int, num_anchors: int) -> np.ndarray:
+    """Of a sequence's tokens, ascending, those whose next one has a weight; of more than num_anchors a random choice
+    without replacement.
+
+    Each token's lot depends on the key and its place alone: what else is in the batch changes nothing.
+    """
+    candidates = np.flatnonzero(weights)
+    lots = uniforms(np.array([key], dtype=np.uint64), candidates)
+    return np.sort(candidates[np.argsort(lots, kind="stable")[:num_anchors]])
+
+
+def _sequences(packing: Packing) -> Iterator[slice]:
+    for group in packing.groups:
+        for number in range(group.count):
+            start = group.start + number * group.length
+            yield slice(start, start + group.length)
+
+
+def _joined(parts: list[np.ndarray]) -> Tensor:
+    """int64"""
+    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64))

@@ -40,7 +40,7 @@ class _Blocks(torch.autograd.Function):
             seen, own = part.context_scores(), part.own_scores()
             sums = torch.logaddexp(seen.logsumexp(-1), own.logsumexp(-1))
             log_sums[:, span.blocks] = sums
-            of_seen, of_own = ((scores - sums.unsqueeze(-1)).exp() for scores in (seen, own))
+            of_seen, of_own = (scores.sub_(sums.unsqueeze(-1)).exp_() for scores in (seen, own))
             out[:, span.blocks] = _flat_product(of_seen, part.context.value) + of_own @ part.own.value
         result = _by_token(out, blocks.size).to(query.dtype)
         ctx.save_for_backward(result, log_sums, query, *memories)
@@ -60,29 +60,30 @@ class _Blocks(torch.autograd.Function):
         for span in _some_blocks(blocks, query.shape[1]):
             part = _Part(span, blocks, ctx.scaling, query, memories)
             of_out, sums = part.of_blocks(grad), log_sums[:, span.blocks].unsqueeze(-1)
-            weights = (part.context_scores() - sums).exp()
-            of_scores = weights * (_flat_product(of_out, part.context.value.mT) - along[:, span.blocks])
-            of_scores *= ctx.scaling
-            of_query[:, span.blocks] += _flat_product(of_scores, part.context.key)
-            of_context[0][span.context] += _flat_sum(of_scores, part.query)
+            weights = part.context_scores().sub_(sums).exp_()
             of_context[1][span.context] += _flat_sum(weights, of_out)
-            weights = (part.own_scores() - sums).exp()
-            of_scores = weights * (of_out @ part.own.value.mT - along[:, span.blocks]) * ctx.scaling
-            of_query[:, span.blocks] += of_scores @ part.own.key
-            of_own[0][:, span.blocks] = of_scores.mT @ part.query
+            of_scores = _flat_product(of_out, part.context.value.mT).sub_(along[:, span.blocks]).mul_(weights)
+            of_context[0][span.context] += _flat_sum(of_scores, part.query)
+            of_query[:, span.blocks] = _flat_product(of_scores, part.context.key)
+            weights = part.own_scores().sub_(sums).exp_()
             of_own[1][:, span.blocks] = weights.mT @ of_out
+            of_scores = (of_out @ part.own.value.mT).sub_(along[:, span.blocks]).mul_(weights)
+            of_own[0][:, span.blocks] = of_scores.mT @ part.query
+            of_query[:, span.blocks] += of_scores @ part.own.key
+        of_query *= ctx.scaling
         found = [_by_token(of_query, blocks.size), *of_context, *(_by_token(each, blocks.size) for each in of_own)]
         return None, None, *(each.to(query.dtype) for each in found)
 
 
 class _Part:
-    """Some blocks of one sequence, c of them. query: [kv_heads, c, queries, head_dim], `queries` being those of a block
-    that share a key; context: [kv_heads, seen, head_dim]; own: [kv_heads, c, size, head_dim]. All float32 at least."""
+    """Some blocks of one sequence, c of them, all in float32 at least. query: [kv_heads, c, queries, head_dim], scaled,
+    `queries` being those of a block that share a key. context: [kv_heads, seen, head_dim]. own: [kv_heads, c, size,
+    head_dim]."""
 
     def __init__(self, span: Span, blocks: Blocks, scaling: float, query: Tensor, memories: Sequence[Tensor]) -> None:
-        self._span, self._blocks, self._scaling = span, blocks, scaling
+        self._span, self._blocks = span, blocks
         self._kv_heads = memories[0].shape[1]
-        self.query = self.of_blocks(query)
+        self.query = self.of_blocks(query) * scaling
         self.context = Memory(*(_wide(each[span.context]).transpose(0, 1) for each in memories[:2]))
         self.own = Memory(*(self.of_blocks(each) for each in memories[2:]))
 
@@ -92,16 +93,17 @@ class _Part:
         return _by_block(x[rows.start * size : rows.stop * size], self._kv_heads, size)
 
     def context_scores(self) -> Tensor:
-        """[kv_heads, c, queries, seen]; what is not seen is -inf."""
-        context = self._span.context
-        tokens = torch.arange(context.start, context.stop, device=self.query.device)
-        hidden = tokens >= self._blocks.anchors[self._span.blocks, None]
-        scores = _flat_product(self.query, self.context.key.mT).mul_(self._scaling)
-        return scores.masked_fill_(hidden[:, None, :], float("-inf"))
+        """[kv_heads, c, queries, seen]; what is not seen is -inf. What is before the first anchor all of them see."""
+        context, anchors = self._span.context, self._blocks.anchors[self._span.blocks, None]
+        first = self._blocks.known_anchors[self._span.blocks.start]
+        scores = _flat_product(self.query, self.context.key.mT)
+        hidden = torch.arange(first, context.stop, device=anchors.device) >= anchors
+        scores[..., first - context.start :].masked_fill_(hidden[:, None, :], float("-inf"))
+        return scores
 
     def own_scores(self) -> Tensor:
         """[kv_heads, c, queries, size]"""
-        return (self.query @ self.own.key.mT).mul_(self._scaling)
+        return self.query @ self.own.key.mT
 
 
 def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
@@ -110,7 +112,8 @@ def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
         num_seen = span.context.stop - span.context.start + blocks.size
         step = max(1, MOST_SCORES // (heads * blocks.size * num_seen))
         for start in range(span.blocks.start, span.blocks.stop, step):
-            yield Span(slice(start, min(start + step, span.blocks.stop)), span.context)
+            stop = min(start + step, span.blocks.stop)
+            yield Span(slice(start, stop), slice(span.context.start, blocks.known_anchors[stop - 1]))
 
 
 def _by_block(x: Tensor, kv_heads: int, size: int) -> Tensor:

@@ -22,10 +22,12 @@ class Span:
 
 @dataclass(frozen=True, eq=False)
 class Blocks:
-    """m blocks of `size` tokens. anchors: int64 [m], where their first ones are among n packed tokens, ascending.
-    stops: int64 [m], where their sequences end. spans: by sequence, all blocks in order."""
+    """m blocks of `size` tokens. anchors: int64 [m], where their first ones are among n packed tokens, ascending;
+    known_anchors: the same, where no device is waited for. stops: int64 [m], where their sequences end. spans: by
+    sequence, all blocks in order."""
 
     anchors: Tensor
+    known_anchors: Sequence[int]
     stops: Tensor
     size: int
     spans: Sequence[Span]
@@ -34,18 +36,19 @@ class Blocks:
     def drawn(packing: Packing, labels: Labels, options: Options, size: int) -> "Blocks":
         """Of each sequence up to options["num_anchors"], by options["seed"]."""
         weights = labels.weights.cpu().numpy()
-        anchors, stops, spans, num_blocks = [], [], [], 0
+        anchors: list[int] = []
+        stops: list[int] = []
+        spans: list[Span] = []
         for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
             key = noise_key(int(options["seed"]), number)
-            found = tokens.start + drawn_anchors(weights[tokens], key, int(options["num_anchors"]))
-            if len(found):
-                rows = slice(num_blocks, num_blocks + len(found))
-                spans.append(Span(rows, slice(tokens.start, int(found[-1]))))
-                anchors.append(found)
-                stops.append(np.full(len(found), tokens.stop))
-                num_blocks = rows.stop
-        device = labels.weights.device
-        return Blocks(_joined(anchors).to(device), _joined(stops).to(device), size, spans)
+            found = (tokens.start + drawn_anchors(weights[tokens], key, int(options["num_anchors"]))).tolist()
+            if found:
+                blocks = slice(len(anchors), len(anchors) + len(found))
+                spans.append(Span(blocks, slice(tokens.start, found[-1])))
+                anchors += found
+                stops += [tokens.stop] * len(found)
+        on_device = torch.tensor([anchors, stops], dtype=torch.int64, device=labels.weights.device)
+        return Blocks(on_device[0], anchors, on_device[1], size, spans)
 
     def places(self) -> Tensor:
         """int64 [m, size - 1]: behind which tokens the guesses stand; the anchor where there is no such token."""
@@ -77,8 +80,3 @@ def _sequences(packing: Packing) -> Iterator[slice]:
         for number in range(group.count):
             start = group.start + number * group.length
             yield slice(start, start + group.length)
-
-
-def _joined(parts: list[np.ndarray]) -> Tensor:
-    """int64"""
-    return torch.from_numpy(np.concatenate([np.empty(0, np.int64), *parts]).astype(np.int64))

@@ -177,9 +177,11 @@ class DFlashPass:
     def backward(self, slopes: Slopes) -> None:
         """Where there is no slope there is no gradient, whatever the logits are."""
         assert self._slopes is not None
-        of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).view(-1, 1)
+        has_slope = (slopes.cross_entropy != 0) | (slopes.acceptance != 0)
+        of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).masked_fill(~has_slope, 0.0).view(-1, 1)
         gradient = self._log_draft.exp_().neg_()
-        gradient.scatter_add_(1, self._tokens(), torch.ones_like(of_log)).mul_(of_log).masked_fill_(of_log == 0, 0.0)
+        gradient.scatter_add_(1, self._tokens(), torch.ones_like(of_log)).mul_(of_log)
+        gradient.masked_fill_(~has_slope.view(-1, 1), 0.0)
         of_hidden = self._head.backward(gradient).view(-1, self._depth, self._outputs.shape[-1])
         self._slopes[self._rows, 1:] = of_hidden.to(self._slopes.dtype)
 

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from ..attention import Packing
-from ..sampler.noise import noise_key, uniforms
 from .strategy import Labels, Options
+
+_MASK = (1 << 64) - 1
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class Blocks:
         stops: list[int] = []
         spans: list[Span] = []
         for number, tokens in zip(labels.numbers, _sequences(packing), strict=True):
-            key = noise_key(int(options["seed"]), number)
-            found = (tokens.start + drawn_anchors(weights[tokens], key, int(options["num_anchors"]))).tolist()
+            lots = Lots(int(options["seed"]), number)
+            found = (tokens.start + drawn_anchors(weights[tokens], lots, int(options["num_anchors"]))).tolist()
             if found:
                 blocks = slice(len(anchors), len(anchors) + len(found))
                 spans.append(Span(blocks, slice(tokens.start, found[-1])))
@@ -64,15 +65,28 @@ class Blocks:
         return self.anchors[:, None] + torch.arange(self.size - 1, device=self.anchors.device)
 
 
-def drawn_anchors(weights: np.ndarray, key: int, num_anchors: int) -> np.ndarray:
-    """Of a sequence's tokens, ascending, those whose next one has a weight; of more than num_anchors a random choice
-    without replacement.
+@dataclass(frozen=True)
+class Lots:
+    """What chance gives each token of a sequence, by the seed, the sequence's number and the token's place alone.
 
-    Each token's lot depends on the key and its place alone: what else is in the batch changes nothing.
+    The generator is Philox, which counts (Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011)).
     """
+
+    seed: int
+    number: int
+
+    def drawn(self, num_tokens: int) -> np.ndarray:
+        """uint64 [num_tokens]; of fewer the same ones."""
+        key = np.array([self.seed & _MASK, self.number & _MASK], dtype=np.uint64)
+        return np.random.Philox(key=key).random_raw(num_tokens)
+
+
+def drawn_anchors(weights: np.ndarray, lots: Lots, num_anchors: int) -> np.ndarray:
+    """Of a sequence's tokens, ascending, those whose next one has a weight; of more than num_anchors a random choice
+    without replacement. What else is in the batch changes nothing."""
     candidates = np.flatnonzero(weights)
-    lots = uniforms(np.array([key], dtype=np.uint64), candidates)
-    return np.sort(candidates[np.argsort(lots, kind="stable")[:num_anchors]])
+    order = np.argsort(lots.drawn(len(weights))[candidates], kind="stable")
+    return np.sort(candidates[order[:num_anchors]])
 
 
 def _sequences(packing: Packing) -> Iterator[slice]:

@@ -15,8 +15,8 @@ from transformers import PreTrainedConfig
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..full.parameter import Parameter
 from ..model import BaseModel
+from ..parameter import Parameter
 from .block_attention import Memory, attend_blocks
 from .blocks import Blocks
 from .features import Features, TargetHead
@@ -175,9 +175,9 @@ class DFlashPass:
         return self._places[rows]
 
     def backward(self, slopes: Slopes) -> None:
-        """Where there is no slope there is no gradient, whatever the logits are."""
+        """Where there is no guess, or no slope, there is no gradient, whatever the logits are."""
         assert self._slopes is not None
-        has_slope = (slopes.cross_entropy != 0) | (slopes.acceptance != 0)
+        has_slope = self._exists[self._rows] & ((slopes.cross_entropy != 0) | (slopes.acceptance != 0))
         of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).masked_fill(~has_slope, 0.0).view(-1, 1)
         gradient = self._log_draft.exp_().neg_()
         gradient.scatter_add_(1, self._tokens(), torch.ones_like(of_log)).mul_(of_log)

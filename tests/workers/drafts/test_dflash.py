@@ -14,7 +14,7 @@ from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.attention import Packing, pack_lengths
 from trainhouse.workers.drafts import block_attention
 from trainhouse.workers.drafts.block_attention import Memory, attend_blocks
-from trainhouse.workers.drafts.blocks import Blocks, drawn_anchors
+from trainhouse.workers.drafts.blocks import Blocks, Lots, drawn_anchors
 from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
 from trainhouse.workers.drafts.features import Features
 from trainhouse.workers.drafts.scores import DraftScores, Slopes
@@ -328,17 +328,19 @@ def test_greedy_and_sampled_are_products_along_a_block() -> None:
             assert float(scores.acceptance[row, k]) == pytest.approx(accepted)
 
 
-def test_gradients_by_acceptance() -> None:
-    """Of losses that are made of it, too: here its sum."""
+@pytest.mark.parametrize("name", ["cross_entropy", "acceptance"])
+def test_gradients_of_any_loss_are_those_of_guesses_that_there_are(name: str) -> None:
+    """Here of the plain sum, which is made of the others, too."""
     weights, packed = new_weights(), samples()
     going = network(weights).over(features(packed), labels(packed), OPTIONS, 1000)
     scores, leaves = going.scores(slice(0, going.num_rows)).leaves()
-    going.backward(Slopes.of(scores.acceptance, leaves))
+    going.backward(Slopes.of(getattr(scores, name), leaves))
     going.close()
     draft, total = naive(weights), torch.zeros((), dtype=torch.float64)
     for sample in packed:
         for anchor in naive_anchors(sample):
-            total = total + sum((-each).exp() for each in naive_entropies(draft, sample, anchor))
+            entropies = naive_entropies(draft, sample, anchor)
+            total = total + sum(each if name == "cross_entropy" else (-each).exp() for each in entropies)
     found = {name: grad for name, weight in weights.items() if (grad := weight.grad) is not None}
     assert farthest(found, gradients_of(total, weights)) < 1e-9
 
@@ -418,10 +420,11 @@ def test_no_tensor_of_all_blocks_by_all_tokens_exists(monkeypatch: pytest.Monkey
 def test_anchors_are_drawn_by_seed_and_number_from_tokens_that_have_something_to_guess() -> None:
     weights = np.array([0.0, 1.0, 0.5, 0.0, -1.0, 1.0, 1.0, 0.0, 1.0])
     candidates = {1, 2, 4, 5, 6, 8}
-    assert drawn_anchors(weights, 1, 512).tolist() == sorted(candidates)
-    found = [tuple(drawn_anchors(weights, key, 3).tolist()) for key in range(200)]
+    assert drawn_anchors(weights, Lots(1, 0), 512).tolist() == sorted(candidates)
+    found = [tuple(drawn_anchors(weights, Lots(seed, 4), 3).tolist()) for seed in range(-100, 100)]
     assert all(len(set(each)) == 3 and list(each) == sorted(each) and candidates >= set(each) for each in found)
-    assert found[0] == tuple(drawn_anchors(weights, 0, 3).tolist())
+    assert found[100] == tuple(drawn_anchors(weights, Lots(0, 4), 3).tolist())
+    assert Lots(0, 4).drawn(9)[:5].tolist() == Lots(0, 4).drawn(5).tolist()
     # Of 20 choices of 3 of 6 all turn up, and each candidate in about half.
     assert len(set(found)) == 20
     assert all(70 < sum(each in choice for choice in found) < 130 for each in candidates)

@@ -33,7 +33,7 @@ class Features:
     """Of n tokens. positions: int64 [n], which restart with each sequence. embedded: [n, hidden], what goes into the
     target's first layer. captured: [n, layers * hidden], outputs of the layers that the draft reads, side by side.
     logits: the target's of what comes behind some of the tokens. embed, head: the target's own, for drafts that have
-    none.
+    none; neither waits for other ranks, which may go through other sequences.
     """
 
     positions: Tensor

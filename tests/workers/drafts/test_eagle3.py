@@ -108,7 +108,8 @@ def test_what_is_wrong_from_the_second_guess_on_is_told_apart(
         return trained(case, sequences, depth).differences(naively_trained(case, sequences, depth, rollout=wrong))
 
     assert max(differences(1).values()) < EXACT
-    assert min(differences(DEPTH)[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
+    of_more = differences(DEPTH)
+    assert min(of_more[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
 
 
 def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
 from ...tiny import LLAMA3_ROPE, TINY_SHAPE
-from ..adapted import relative_error
+from ..adapted import Adapted, relative_error
 from .eagle3_case import (
     TARGET_VOCABULARY,
     Case,
@@ -107,7 +108,8 @@ def test_what_is_wrong_from_the_second_guess_on_is_told_apart(
         return trained(case, sequences, depth).differences(naively_trained(case, sequences, depth, rollout=wrong))
 
     assert max(differences(1).values()) < EXACT
-    assert min(differences(DEPTH)[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
+    of_more = differences(DEPTH)
+    assert min(of_more[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
 
 
 def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(
@@ -216,6 +218,16 @@ def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[To
     assert found["cross_entropy"][rows].isnan().any()
 
 
+def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]) -> None:
+    wanted = trained(case, sequences, DEPTH).scores
+    network = Eagle3().network(case.shape, case.parameters, case.vocabulary)
+    draft = network.over(*packed(sequences), {"ttt_length": float(DEPTH)}, 10_000)
+    rows = slice(0, draft.num_rows)
+    scores = draft.scores(rows)
+    assert all(torch.equal(getattr(scores, name), wanted[name]) for name in FIELDS)
+    assert torch.equal(draft.places(rows), torch.arange(sum(LENGTHS))[:, None].expand(-1, DEPTH))
+
+
 # Teachers
 
 
@@ -310,7 +322,7 @@ def test_behind_a_wrong_guess_none_counts(chunk_rows: int) -> None:
             assert (found["sampled"][row, guess] < 1 - 1e-6) == (wrong in range(row - guess, row + 1))
 
 
-# Numbers that are less exact
+# Numbers that are less exact, and those of a new draft
 
 
 def rounded(case: Case, sequences: Sequence[Told], dtype: torch.dtype) -> tuple[Case, list[Told]]:
@@ -352,6 +364,28 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
     assert largest_error(gradients, wanted) < 1e-5
     assert all(parameters[name].grad is each for name, each in gradients.items())
     assert all(relative_error(narrow[name].float(), each) > 1e-3 for name, each in wanted.items())
+
+
+def test_a_new_draft_hangs_on_its_seed_and_has_the_targets_head(tiny_models: dict[str, Path]) -> None:
+    base = Adapted(tiny_models["llama"]).base
+    asked = DraftConfig(algorithm="eagle3", draft_vocab_size=100)
+    parameters = Eagle3().parameters(DraftShape.of(Eagle3().resolved(asked, base.config, 512), base.config, 512))
+    vocabulary = torch.arange(3, 303, 3)
+
+    def new(seed: int) -> dict[str, Tensor]:
+        tensors = {each.key: torch.zeros(each.shape) for each in parameters}
+        Eagle3().initialize(tensors, base, vocabulary, torch.Generator().manual_seed(seed))
+        return tensors
+
+    first, again, other = new(1), new(1), new(2)
+    assert torch.equal(first["lm_head.weight"], base.unembedding[vocabulary])
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        if weight.ndim == 1:
+            assert torch.equal(weight, torch.ones_like(weight))
+        elif name != "lm_head.weight":
+            assert not torch.equal(weight, other[name])
+            assert float(weight.square().sum(1).mean()) == pytest.approx(1.0, rel=0.1)
 
 
 # What is refused, and what is filled in

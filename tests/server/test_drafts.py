@@ -11,6 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 from tinker import types
@@ -26,9 +27,11 @@ from trainhouse.server.vocabulary import most_frequent
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .noting import RESOLVED, noting
+from ..live import live_server
+from .noting import NOTING, RESOLVED, noting
 from .real import ALICE, BOB, MODEL, Run, Server, datum, running_server, sample_body, server_config
 from .test_loaded import delete, until
+from .test_restart import Client
 
 pytestmark = pytest.mark.anyio
 
@@ -342,6 +345,42 @@ async def test_what_a_draft_guesses_and_says_is_as_it_was_after_many_deaths(serv
         found = await told(draft)
         assert (found["target_seed"], found["first_token"], found["tokens_said"]) == (seed, 7, 2)
     assert found["steps"] == 3
+
+
+@pytest.mark.full
+def test_after_kill_9_a_draft_goes_on_with_its_newest_target(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """A move that waited for its turn is done by the next process; of those before it nothing is left but here."""
+    models = {MODEL: tiny_models["qwen3"]}
+    with live_server(models, tmp_path, module=NOTING) as live:
+        client = Client(live)
+        session = {"session_id": client.post("create_session", {"sdk_version": "0"})["session_id"]}
+        paths = []
+        for seed in (3, 4, 6):
+            body = session | {"model_seq_id": seed, "base_model": MODEL, "lora_config": {"rank": 4, "seed": seed}}
+            policy = client.post("create_model", body)["model_id"]
+            paths.append(client.post("save_weights_for_sampler", {"model_id": policy, "path": "a"})["path"])
+        body = session | {"model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
+        draft = {"model_id": client.post("create_model", body | {"target_path": paths[0]})["model_id"]}
+        loss = draft | {"data": DATA, "loss_fn": "eagle3"}
+        client.post("build_vocab_map", draft | {"counts": {"9": 1}, "seq_id": 1})
+        client.post("forward_backward", loss | {"seq_id": 2})
+        client.post("set_target", draft | {"path": paths[1], "seq_id": 3})
+        client.post("optim_step", draft | {"seq_id": 4})
+        waits = client.post("set_target", draft | {"path": paths[2], "seq_id": 6}, Prefer="respond-async")
+        for path in paths[:2]:
+            kind = path.removeprefix("tinker://").replace("/", "/checkpoints/", 1)
+            headers = {"X-API-Key": ALICE}
+            assert httpx.delete(f"{live.url}/api/v1/training_runs/{kind}", headers=headers).status_code == 204
+        os.kill(live.process.pid, signal.SIGKILL)
+        live.process.wait(20)
+    with live_server(models, tmp_path, module=NOTING) as live:
+        client = Client(live)
+        before = client.post("forward", loss | {"seq_id": 5})["metrics"]
+        assert client.post("retrieve_future", waits)["target_path"] == paths[2]
+        behind = client.post("forward", loss | {"seq_id": 7})["metrics"]
+        told_by = ("target_seed:last", "steps:last", "first_token:last")
+        assert [[metrics[name] for name in told_by] for metrics in (before, behind)] == [[4, 1, 0], [6, 1, 0]]
+        assert client.post("get_info", draft)["target_path"] == paths[2]
 
 
 # Vocabularies

@@ -37,6 +37,12 @@ TORCH_FREE_LAYOUTS = {
     "styles",
 }
 
+# Of workers, what is the same for every kind of model.
+CORE = (
+    *("batch", "holder", "layout", "learner", "moments", "objective", "operation", "optim", "residency", "scoring"),
+    *("snapshot_writer", "worker"),
+)
+
 
 def sources(package: str) -> Iterator[Path]:
     return (path for path in (ROOT / package).rglob("*.py") if not path.name.endswith("_pb2.py"))
@@ -69,6 +75,30 @@ def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
                 assert target[1] in TORCH_FREE_WORKERS, f"{path} imports {'.'.join(target)}"
                 if target[1] == "parallel":
                     assert target[2] in TORCH_FREE_LAYOUTS, f"{path} imports {'.'.join(target)}"
+
+
+def words(path: Path) -> Iterator[str]:
+    """That a file's code consists of: names, attributes, modules, and strings that are a single word."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        match node:
+            case ast.Name(id=word) | ast.Attribute(attr=word) | ast.arg(arg=word) | ast.Constant(value=str(word)):
+                yield word
+            case ast.alias(name=word):
+                yield from word.split(".")
+            case ast.ImportFrom(module=str(word)):
+                yield from word.split(".")
+
+
+def test_the_core_knows_no_kind_of_model_by_name() -> None:
+    """What runs passes, takes steps, moves and saves: kinds differ by what their Program says."""
+    kinds = {path.stem for path in (ROOT / "workers" / "programs").glob("*.py")} - {"__init__", "program"}
+    assert {"policy", "critic", "eagle3"} <= kinds
+    core = [ROOT / "workers" / f"{name}.py" for name in CORE]
+    for path in [*core, *(ROOT / "workers" / "passes").glob("*.py")]:
+        assert not kinds & {word.lower() for word in words(path)}, path
+    assert kinds & {word.lower() for word in words(ROOT / "workers" / "heads" / "values.py")}, (
+        "a head may, and is found"
+    )
 
 
 def test_ray_is_imported_by_the_pools_alone() -> None:

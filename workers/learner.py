@@ -105,6 +105,11 @@ class Learner(ABC):
         self._lane_scratch: dict[int, Vector] = {}
         self._earlier_changes = 0
 
+    @property
+    def of_trunk(self) -> "Learner | None":
+        """Whose weights the base model has when it runs for this one: None = its own."""
+        return self
+
     def is_alike(self, other: "Learner") -> bool:
         """Whether its weights can be copied into this one's."""
         return self.training == other.training and self.program is other.program

@@ -1,10 +1,12 @@
-"""Models: what runs and samplers have on this rank, by id: adapters of the base model, or weights of their own."""
+"""Models: what runs and samplers have on this rank, by id: adapters of the base model, weights of their own, drafts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
-from ..schemas.models import FullConfig, TrainingConfig
+from ..schemas.models import DraftConfig, FullConfig, TrainingConfig
+from .drafts.model import DraftModel
+from .drafts.models import Drafts
 from .full import FullModels, FullWeights
 from .holder import Holder
 from .learner import FORWARD, STEP, Learner
@@ -15,17 +17,20 @@ from .programs.policy import POLICY
 
 
 class Models:
-    def __init__(self, base: BaseModel, adapters: Adapters, full: FullModels | None = None) -> None:
-        """full: None = there are to be none."""
+    def __init__(
+        self, base: BaseModel, adapters: Adapters, full: FullModels | None = None, drafts: Drafts | None = None
+    ) -> None:
+        """full, drafts: None = there are to be none."""
         self._base = base
-        self.adapters, self.full = adapters, full or FullModels(base, 0)
+        self.adapters, self.full, self.drafts = adapters, full or FullModels(base, 0), drafts or Drafts(base)
+        self._holders: tuple[Holder[Any], ...] = self.adapters, self.full, self.drafts
 
     def __contains__(self, model_id: str) -> bool:
-        return model_id in self.adapters or model_id in self.full
+        return any(model_id in holder for holder in self._holders)
 
     def __iter__(self) -> Iterator[str]:
-        yield from self.adapters
-        yield from self.full
+        for holder in self._holders:
+            yield from holder
 
     def get(self, model_id: str) -> Learner:
         """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
@@ -33,21 +38,25 @@ class Models:
 
     @contextmanager
     def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Learner]]:
-        """Inside, the wanted vectors of these are on the device, of at most as many as there are slots. Adapters, which
-        are small, come as a whole.
+        """Inside, the wanted vectors of these are on the device, of at most as many as there are slots, and what drafts
+        among them guess. Adapters, which are small, come as a whole.
 
         Raises KeyError, and OperationError when one cannot be brought there.
         """
+        targets = [target_id(model_id) for model_id in model_ids if target_id(model_id) in self]
         with ExitStack() as held:
-            for holder, of_kind in ((self.adapters, STEP), (self.full, wanted)):
+            for holder, of_kind in ((self.adapters, STEP), (self.full, wanted), (self.drafts, wanted)):
                 own = [model_id for model_id in model_ids if self._holder(model_id) is holder]
                 held.enter_context(holder.resident(own, of_kind))
+                held.enter_context(holder.resident([each for each in targets if each in holder], FORWARD))
             yield [self.get(model_id) for model_id in model_ids]
 
     def build(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
         """One with zero weights and no id yet. Raises OperationError on a rank too high or nothing to train."""
         if isinstance(training, FullConfig):
             return self.full.build(training, program)
+        if isinstance(training, DraftConfig):
+            return self.drafts.build(training, program)
         return self.adapters.build(training, program)
 
     def initialized(self, training: TrainingConfig, program: Program = POLICY) -> Learner:
@@ -77,30 +86,42 @@ class Models:
         return self._holder_of(model).put(model_id, model)
 
     def drop(self, model_id: str) -> None:
-        """Unknown ids are ignored."""
-        self.adapters.drop(model_id)
-        self.full.drop(model_id)
+        """With what it guesses, if it is a draft; unknown ids are ignored."""
+        for holder in self._holders:
+            holder.drop(model_id)
+            holder.drop(target_id(model_id))
+
+    def aim(self, draft_id: str, target: Learner | None) -> None:
+        """From now on the draft guesses what this one says, for which there is room, None = the bare base model."""
+        draft = self.drafts.get(draft_id)
+        if target is not None:
+            target = self.put(target_id(draft_id), target)
+        else:
+            self.drop(target_id(draft_id))
+        draft.target = target
 
     def leave_device(self) -> None:
         """See Residency."""
-        self.adapters.leave_device()
-        self.full.leave_device()
+        for holder in self._holders:
+            holder.leave_device()
 
     def moving_seconds(self) -> float:
         """How long moving them has taken since the start."""
-        return self.adapters.moving_seconds + self.full.moving_seconds
+        return sum(holder.moving_seconds for holder in self._holders)
 
     def memory(self) -> dict[str, int]:
         """Bytes in memory and on disk, and how many there are, by place."""
-        return self.adapters.memory() | self.full.memory()
+        return {name: number for holder in self._holders for name, number in holder.memory().items()}
 
     def in_force(self, models: Sequence[Learner], learns: bool = False) -> AbstractContextManager[None]:
         """Inside, the base model has the weights of the one among these that has its own: it is alone then. learns:
         whether backward passes add to its gradients."""
-        own = next((model for model in models if isinstance(model, FullWeights)), None)
+        of_trunk = [model.of_trunk for model in models]
+        own = next((model for model in of_trunk if isinstance(model, FullWeights)), None)
         if own is None:
             return nullcontext()
-        assert all(model is own for model in models), "a model with weights of its own runs alone"
+        assert all(model is own for model in of_trunk), "a model with weights of its own runs alone"
+        learns = learns and own in models
         return self._base.with_weights(own.weight_views(), own.gradient_views() if learns else None)
 
     @property
@@ -110,13 +131,20 @@ class Models:
 
     def runs_alone(self, model_id: str) -> bool:
         """Whether nothing of others can run in the same micro-batches."""
-        return model_id in self.full
+        return model_id in self.full or model_id in self.drafts
 
     def _holder(self, model_id: str) -> Holder[Any]:
-        return self.full if model_id in self.full else self.adapters
+        return next((holder for holder in self._holders if model_id in holder), self.adapters)
 
     def _holder_of(self, model: Learner) -> Holder[Any]:
         if isinstance(model, FullWeights):
             return self.full
+        if isinstance(model, DraftModel):
+            return self.drafts
         assert isinstance(model, Adapter)
         return self.adapters
+
+
+def target_id(draft_id: str) -> str:
+    """Of what a draft guesses."""
+    return f"{draft_id}:target"

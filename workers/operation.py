@@ -3,15 +3,20 @@
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
 from ..schemas.errors import OperationError
 from ..schemas.training import Datum, ForwardBackwardRequest
-from .losses import LOSSES, VALUE_LOSSES, Loss
+from .losses import GUESS_LOSSES, LOSSES, VALUE_LOSSES, Loss
+from .losses.loss import Config
 from .verbs import Share
 
 TARGETS = "target_tokens"
+
+# Config keys that count something.
+_COUNTS = frozenset({"ttt_length", "num_anchors"})
 
 
 @dataclass(frozen=True)
@@ -39,7 +44,7 @@ class Operation:
 
     loss_name: str
     loss: Loss
-    config: Mapping[str, float]
+    config: Config
     weight: float
     rows: tuple[Row, ...]
     num_tokens: int
@@ -65,7 +70,7 @@ def read_operation(
     """
     share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
-        if request.loss_fn in LOSSES | VALUE_LOSSES:
+        if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
             raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: one of {_listed(losses)}")
         raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}")
     if not share.num_data:
@@ -93,23 +98,37 @@ def read_operation(
     )
 
 
-def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, float]:
-    config = dict(loss.config)
+def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
+    config: dict[str, Any] = dict(loss.config) | {key: words[0] for key, words in loss.choices.items()}
     for key, value in request.loss_fn_config.items():
         if key not in config:
-            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(loss.config)}")
+            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(config)}")
+        if key in loss.choices:
+            if value not in loss.choices[key]:
+                raise OperationError(
+                    f"{request.loss_fn} config {key} is {value!r}: it must be one of {_listed(loss.choices[key])}"
+                )
+            config[key] = value
+            continue
         if isinstance(value, str) or not np.isfinite(value):
             raise OperationError(f"{request.loss_fn} config {key} is {value!r}: it must be a finite number")
         config[key] = float(value)
+    _check_numbers(request.loss_fn, config)
+    return config
+
+
+def _check_numbers(loss_name: str, config: Config) -> None:
     if (clip := config.get("clip", 0.0)) < 0:
-        raise OperationError(f"{request.loss_fn} config clip is {clip}: it is a distance, such as 0.2")
+        raise OperationError(f"{loss_name} config clip is {clip}: it is a distance, such as 0.2")
     low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
     if low > high:
         raise OperationError(
-            f"{request.loss_fn} config clip_low_threshold {low} exceeds clip_high_threshold {high}:"
+            f"{loss_name} config clip_low_threshold {low} exceeds clip_high_threshold {high}:"
             " they are bounds on the ratio itself, such as 0.8 and 1.2"
         )
-    return config
+    for key in _COUNTS & config.keys():
+        if config[key] < 1 or config[key] != int(config[key]):
+            raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it is a number of tokens, at least 1")
 
 
 def _loss_weight(request: ForwardBackwardRequest) -> float:
@@ -122,7 +141,8 @@ def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
     required = _required(loss)
     if missing := [name for name in required if name not in datum.loss_fn_inputs]:
         raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {_inputs(loss)}")
-    if unknown := [name for name in datum.loss_fn_inputs if name not in required and name not in loss.optional]:
+    known = {*required, *loss.optional, *([TARGETS] if loss.scores == "losses" else [])}
+    if unknown := [name for name in datum.loss_fn_inputs if name not in known]:
         raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {_inputs(loss)}")
 
 
@@ -142,6 +162,8 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
     if targets.ndim != 1 and not (loss.many_targets and targets.ndim == 2 and targets.shape[1]):
         wanted = "[T] or [T, K]" if loss.many_targets else "[T]"
         raise OperationError(f"datum {index}: {TARGETS} has shape {list(targets.shape)}: {loss_name} takes {wanted}")
+    if loss.scores == "losses" and len(targets) == length:
+        _check_plain(index, tokens, targets, loss_name)
     if len(targets) != length:
         raise OperationError(
             f"datum {index}: {TARGETS} has {len(targets)} positions, model_input {length}: position i of the targets"
@@ -155,6 +177,17 @@ def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: 
             raise OperationError(
                 f"datum {index}: {name} has shape {list(array.shape)}, {like} {list(targets.shape)}: they must be equal"
             )
+
+
+def _check_plain(index: int, tokens: np.ndarray, targets: np.ndarray, loss_name: str) -> None:
+    wrong = np.flatnonzero(targets[:-1] != tokens[1:])
+    if len(wrong):
+        at = int(wrong[0])
+        raise OperationError(
+            f"datum {index}: {TARGETS} has token id {targets[at]} at position {at}, model_input {tokens[at + 1]} at"
+            f" {at + 1}: {loss_name} reads plain sequences, whose targets are model_input moved on by one; leave"
+            f" {TARGETS} out to have that made"
+        )
 
 
 def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers: Sequence[int]) -> None:
@@ -214,12 +247,18 @@ def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
     for name, fill in loss.optional.items():
         if name not in inputs:
             inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
+    if loss.scores == "losses" and TARGETS not in given:  # what follows the last token nobody knows
+        inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
     return Row(datum.tokens.astype(np.int64), targets, inputs)
 
 
 def _targets(datum: Datum, loss: Loss) -> np.ndarray:
-    """Of values, of which there is one for each token: the first."""
-    return datum.loss_fn_inputs[TARGETS] if loss.scores == "logprobs" else np.zeros(len(datum.tokens), np.int64)
+    """Of values, of which there is one for each token: the first. Of a draft's guesses, those that are not given."""
+    if loss.scores == "logprobs" or (loss.scores == "losses" and TARGETS in datum.loss_fn_inputs):
+        return datum.loss_fn_inputs[TARGETS]
+    if loss.scores == "losses":
+        return np.append(datum.tokens[1:], datum.tokens[:1])
+    return np.zeros(len(datum.tokens), np.int64)
 
 
 def _required(loss: Loss) -> tuple[str, ...]:

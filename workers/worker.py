@@ -10,13 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import numpy as np
 import torch
 from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .checkpoint import Learned, read_new, read_saved, save
+from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
 from .config import WorkerConfig
+from .drafts.models import Drafts
 from .full import FullModels
 from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
@@ -24,13 +26,13 @@ from .lora import Adapter, Adapters
 from .memory import memory_for, tune_allocator
 from .model import BaseModel, resolve_device, unique_name
 from .model_cache import with_model_here
-from .models import Models
+from .models import Models, target_id
 from .operation import ModelLimits
 from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .passes import Answer, PassRunner
 from .peft_import import import_adapter
-from .programs import PROGRAMS
+from .programs import program_of
 from .rank_memory import RankMemory
 from .residency import Residency
 from .sampler import SAMPLERS
@@ -93,7 +95,9 @@ class Worker:
         adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config, config.adapter_slots))
         residency = _residency(self._base, config, config.full_slots)
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
-        self._models = Models(self._base, adapters, full)
+        of_drafts = _residency(self._base, config, config.full_slots)
+        drafts = Drafts(self._base, of_drafts, config.optimizer_states)
+        self._models = Models(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Of ranks that have ended a snapshot, what they say of it.
@@ -117,9 +121,11 @@ class Worker:
         """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
         if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
-        model = self._put(spec.run_id, partial(self._models.initialized, spec.training, PROGRAMS[spec.role]))
+        model = self._put(
+            spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
+        )
         targets = model.targets if isinstance(model, Adapter) else ()
-        return RunInfo(model.num_parameters, tuple(target.name for target in targets))
+        return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training)
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
@@ -195,6 +201,21 @@ class Worker:
                 model.window.refused = "its checkpoint came in part: load it again"
                 raise
             leave_to_first(model, self._mesh)
+        if run_id in self._models.drafts and is_snapshot(Path(directory)):
+            self.set_target(run_id, target_in(Path(directory)))
+
+    def set_target(self, run_id: str, directory: str | Path | None) -> None:
+        """From now on the draft guesses what a policy says that was saved there, None = the bare base model."""
+        self._check_draft(run_id)
+        target = None if directory is None else self._made(partial(self._target_of, run_id, Path(directory)))
+        self._models.aim(run_id, target)
+        self._passes.forget(run_id)
+
+    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
+        """The tokens that a draft can say, int64 ascending. Raises OperationError once it has learned."""
+        self._check_draft(run_id)
+        with self._resident(run_id, FORWARD):
+            self._models.drafts.get(run_id).say(token_ids)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         """The run's weights of now, for a sampler; the same id again is overwritten. See WorkerConfig.full_sampling."""
@@ -209,6 +230,10 @@ class Worker:
         if self._models.full.is_shared(adapter_id):
             return
         self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
+
+    def load_draft(self, draft_id: str, directory: str) -> None:
+        """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
+        self._put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""
@@ -347,6 +372,17 @@ class Worker:
         with ExitStack() as held:
             (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id], wanted)))
             yield model
+
+    def _target_of(self, run_id: str, directory: Path) -> Learner:
+        target = read_new(self._models, directory)
+        self._models.make_room(target_id(run_id), target, is_copy=True)
+        return target
+
+    def _check_draft(self, run_id: str) -> None:
+        self._check_run(run_id)
+        if run_id not in self._models.drafts:
+            role = self._models.get(run_id).program.role
+            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and a vocabulary of their own")
 
     def _check_samples(self, run_id: str) -> None:
         self._check_run(run_id)

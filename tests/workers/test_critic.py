@@ -211,7 +211,7 @@ def test_critics_and_references_give_samplers_nothing(worker: Worker) -> None:
 
 
 def test_the_names_of_roles_are_those_of_programs() -> None:
-    assert set(get_args(Role)) == PROGRAMS.keys()
+    assert set(get_args(Role)) == {program.role for program in PROGRAMS.values()}
     assert all(loss.scores == program.scores for program in PROGRAMS.values() for loss in program.losses.values())
 
 

@@ -8,12 +8,16 @@ Of both, beside them:
 trainhouse.json          format version, what is trained, base, steps taken
 optimizer.safetensors    AdamW's moments, where the optimizer was asked for
 window.safetensors       in snapshots: the gradients accumulated since the last step, if any
+Of a draft:
+model.safetensors        by the names that SGLang and vLLM know
+vocabulary.safetensors   the tokens that it can say
+target/                  in snapshots: what it guesses, if that is not the bare base model
 Where several ranks write, each of these has a number, such as optimizer-00001-of-00004.safetensors. The weights are
 those of the last step. Saving disturbs no gradients, and but for snapshots saves none.
 """
 
 from .learned import Learned
-from .reading import Saved, read_new, read_saved
+from .reading import Saved, is_snapshot, read_draft, read_new, read_saved, target_in
 from .saving import save
 
-__all__ = ["Learned", "Saved", "read_new", "read_saved", "save"]
+__all__ = ["Learned", "Saved", "is_snapshot", "read_draft", "read_new", "read_saved", "save", "target_in"]

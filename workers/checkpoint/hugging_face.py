@@ -1,4 +1,4 @@
-"""What transformers wants to find beside the weights of a model: its config, their index, and the tokenizer."""
+"""Models with weights of their own as Hugging Face has them: with a config, an index and the tokenizer."""
 
 import shutil
 from copy import deepcopy
@@ -8,9 +8,10 @@ from typing import Any
 import torch
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfig
 
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
 from ..full import FullWeights
-from ..learner import Learner
-from .description import write_json
+from .description import Description, write_json
 from .tensor_files import file_name
 
 WEIGHTS = "model"
@@ -27,15 +28,35 @@ _BESIDE = (
 )
 
 
-def write_surroundings(model: Learner, directory: Path, num_parts: int) -> None:
-    assert isinstance(model, FullWeights)
-    _write_config(model, directory)
-    if num_parts > 1:
-        write_json(directory / f"{WEIGHTS}.safetensors.index.json", _index(model, num_parts))
-    for pattern in _BESIDE:
-        for path in Path(model.source).glob(pattern):  # a hub id is no directory, and has none
-            if path.is_file():
-                shutil.copyfile(path, directory / path.name)
+class HuggingFace:
+    """See Form."""
+
+    stem, is_small = WEIGHTS, False
+
+    def __init__(self, model: FullWeights) -> None:
+        self._model = model
+
+    def describe(self) -> dict[str, Any]:
+        return {}
+
+    def check(self, saved: Description) -> None:
+        if isinstance(saved.training, LoraConfig):
+            raise OperationError(
+                f"{saved.directory} is an adapter, and the model has weights of its own: create a model with LoRA and"
+                " load into that"
+            )
+
+    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+        _write_config(self._model, directory)
+        if num_parts > 1:
+            write_json(directory / f"{WEIGHTS}.safetensors.index.json", _index(self._model, num_parts))
+        for pattern in _BESIDE:
+            for path in Path(self._model.source).glob(pattern):  # a hub id is no directory, and has none
+                if path.is_file():
+                    shutil.copyfile(path, directory / path.name)
+
+    def read_beside(self, directory: Path) -> None:
+        pass
 
 
 def _write_config(model: FullWeights, directory: Path) -> None:

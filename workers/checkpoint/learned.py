@@ -55,7 +55,7 @@ class Learned:
 
     Its own vectors, or others that stay as they are while it goes on. window: with the gradients since the last step,
     which are among the vectors then, where there are any. has_optimizer: whether with what a resumed training needs.
-    part, num_parts: which of the writers this rank is, if any.
+    part, num_parts: which of the writers this rank is, if any. target: of a draft, the weights that it guesses.
     """
 
     model: Learner
@@ -65,6 +65,7 @@ class Learned:
     has_optimizer: bool = True
     part: int = 0
     num_parts: int = 1
+    target: "Learned | None" = None
 
     @staticmethod
     def by(model: Learner, mesh: Mesh, optimizer: bool = True) -> "Learned":
@@ -78,11 +79,13 @@ class Learned:
     def with_window(model: Learner, mesh: Mesh) -> "Learned":
         """Of a model on the device that is in no operation."""
         window = replace(model.window, losses=dict(model.window.losses))
-        return replace(_learned(model, model.live(), mesh), window=window)
+        target = None if model.of_trunk in (None, model) else Learned.by(model.of_trunk, mesh, optimizer=False)
+        return replace(_learned(model, model.live(), mesh), window=window, target=target)
 
     @property
     def is_written_here(self) -> bool:
-        return self.part < self.num_parts
+        """Whether this rank writes any of it."""
+        return self.part < self.num_parts or (self.target is not None and self.target.is_written_here)
 
     def kept(self) -> "Learned":
         """Of vectors of its own, which stay as they are while the model goes on, and hold nothing else. What was put
@@ -94,10 +97,12 @@ class Learned:
             is_its_own = storage.data_ptr() not in of_model and storage.nbytes() == each.nbytes
             return each if is_its_own else _copied(each)
 
-        return self.mapped(kept)
+        own = replace(self, target=None).mapped(kept)
+        return replace(own, target=None if self.target is None else self.target.kept())
 
     def mapped(self, function: Callable[[Tensor], Tensor]) -> "Learned":
-        return replace(self, vectors={name: vector.mapped(function) for name, vector in self.vectors.items()})
+        vectors = {name: vector.mapped(function) for name, vector in self.vectors.items()}
+        return replace(self, vectors=vectors, target=None if self.target is None else self.target.mapped(function))
 
 
 def _copied(vector: Tensor) -> Tensor:

@@ -1,11 +1,55 @@
-"""What PEFT wants to know of an adapter: adapter_config.json."""
+"""Adapters as PEFT has them."""
 
+from pathlib import Path
 from typing import Any
 
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
 from ..lora import Adapter
+from .description import Description, few, write_json
 
 
-def peft_config(adapter: Adapter, base_name: str) -> dict[str, Any]:
+class Peft:
+    """See Form."""
+
+    stem, is_small = "adapter_model", True
+
+    def __init__(self, adapter: Adapter) -> None:
+        self._adapter = adapter
+
+    def describe(self) -> dict[str, Any]:
+        return {"targets": [target.name for target in self._adapter.targets]}
+
+    def check(self, saved: Description) -> None:
+        adapter, theirs = self._adapter, saved.training
+        if not isinstance(theirs, LoraConfig):
+            raise OperationError(
+                f"{saved.directory} has all weights of a model, and the model trains an adapter: create one with"
+                " training full and load into that"
+            )
+        for name in ("rank", "alpha"):
+            of_model, of_saved = getattr(adapter.lora, name), getattr(theirs, name)
+            if of_model != of_saved:
+                raise OperationError(
+                    f"{saved.directory} was saved with {name} {of_saved}, the model has {name} {of_model}:"
+                    f" create a model with {name} {of_saved} and load into that"
+                )
+        own, others = {target.name for target in adapter.targets}, saved.targets
+        if own != others:
+            raise OperationError(
+                f"{saved.directory} adapts other layers than the model: only the checkpoint has {few(others - own)},"
+                f" only the model has {few(own - others)}; use the train_attn, train_mlp and train_unembed it was"
+                " saved with"
+            )
+
+    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+        write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
+
+    def read_beside(self, directory: Path) -> None:
+        pass
+
+
+def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
     return {
         "peft_type": "LORA",
         "task_type": adapter.program.peft_task,

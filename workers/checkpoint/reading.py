@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
 from ..learner import ADAMW, Learner, Window
-from ..lora import Adapter
 from ..models import Models
-from ..programs import Program
+from ..programs import Program, program_of
 from ..programs.policy import POLICY
 from .description import Description
-from .saving import weights_stem
+from .forms import form_of
+from .saving import TARGET
 from .tensor_files import SavedTensors, has_tensors
 
 
@@ -24,7 +25,7 @@ class Saved:
     """A checkpoint: whole tensors in host memory by their names in files, moments by their kind. Those of an adapter
     have been read, those of a model with weights of its own are read one by one when they are put into it.
 
-    num_steps: None = without optimizer state.
+    num_steps: None = without optimizer state. directory: from which it is.
     """
 
     weights: Mapping[str, Tensor]
@@ -32,10 +33,12 @@ class Saved:
     num_steps: int | None
     gradients: Mapping[str, Tensor]
     window: Window
+    directory: Path
 
     def put_into(self, model: Learner) -> None:
         """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
         layout = model.layout
+        form_of(model).read_beside(self.directory)
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
@@ -57,22 +60,35 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
     """
     description = Description.read(directory)
     description.check(model)
+    form = form_of(model)
+    form.check(description)
     whole = model.layout.whole
     shapes = whole.named_views(torch.empty(whole.size, device="meta"))
 
     def read(stem: str, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         tensors = SavedTensors(directory, stem, wanted)
-        return tensors.read() if isinstance(model, Adapter) else tensors
+        return tensors.read() if form.is_small else tensors
 
     window = description.window
-    weights = read(weights_stem(model), shapes)
+    weights = read(form.stem, shapes)
     moments: Mapping[str, Mapping[str, Tensor]] = {}
     if optimizer:
         _check_optimizer(directory)
         found = read("optimizer", {f"{kind}.{name}": shape for kind in ADAMW for name, shape in shapes.items()})
         moments = {kind: _OfKind(found, kind) for kind in ADAMW}
     gradients = read("window", shapes) if window.num_operations else {}
-    return Saved(weights, moments, description.num_steps if optimizer else None, gradients, window)
+    num_steps = description.num_steps if optimizer else None
+    return Saved(weights, moments, num_steps, gradients, window, directory)
+
+
+def target_in(directory: Path) -> Path | None:
+    """Of a draft's snapshot, where what the draft guesses is; None = it is the bare base model."""
+    return directory / TARGET if (directory / TARGET).is_dir() else None
+
+
+def is_snapshot(directory: Path) -> bool:
+    """Whether it is of all that a run had. Raises OperationError."""
+    return Description.read(directory).is_of_snapshot
 
 
 def read_new(models: Models, directory: Path, program: Program = POLICY) -> Learner:
@@ -83,6 +99,14 @@ def read_new(models: Models, directory: Path, program: Program = POLICY) -> Lear
     model = models.build(Description.read(directory).training, program)
     read_saved(model, directory, optimizer=False).put_into(model)
     return model
+
+
+def read_draft(models: Models, directory: Path) -> Learner:
+    """A draft's weights and its vocabulary as a model of their own, which has no id yet. Raises as read_saved."""
+    training = Description.read(directory).training
+    if not isinstance(training, DraftConfig):
+        raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
+    return read_new(models, directory, program_of("draft", training))
 
 
 class _OfKind(Mapping[str, Tensor]):

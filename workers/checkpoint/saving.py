@@ -10,13 +10,14 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..learner import ADAMW, Learner
-from ..lora import Adapter
+from ..learner import ADAMW
 from .description import Description, write_json
-from .hugging_face import WEIGHTS, write_surroundings
+from .forms import form_of
 from .learned import Learned
-from .peft import peft_config
 from .tensor_files import file_name, save_tensors
+
+# Where a draft's snapshot has what the draft guesses.
+TARGET = "target"
 
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _FULL = (
@@ -31,8 +32,11 @@ def save(learned: Learned, directory: Path, *, base_name: str) -> None:
     Raises OperationError (server) where there is no room for it.
     """
     try:
-        if learned.is_written_here:
+        if learned.part < learned.num_parts:
             _write(learned, directory, base_name)
+        if learned.target is not None:
+            (directory / TARGET).mkdir(exist_ok=True)
+            save(learned.target, directory / TARGET, base_name=base_name)
     except (OSError, SafetensorError) as error:
         if _is_for_want_of_room(error):
             raise OperationError(_FULL, "server") from None
@@ -46,27 +50,21 @@ def _is_for_want_of_room(error: OSError | SafetensorError) -> bool:
 
 
 def _write(learned: Learned, directory: Path, base_name: str) -> None:
-    model = learned.model
+    model, form = learned.model, form_of(learned.model)
 
     def write(stem: str, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(directory / file_name(stem, learned.part, learned.num_parts), tensors)
 
-    write(weights_stem(model), learned.vectors["weights"].named())
+    write(form.stem, learned.vectors["weights"].named())
     if learned.has_optimizer:
         write("optimizer", _named_moments(learned))
     if "accumulator" in learned.vectors:
         write("window", learned.vectors["accumulator"].named())
     if learned.part > 0:
         return
-    if isinstance(model, Adapter):
-        write_json(directory / "adapter_config.json", peft_config(model, base_name))
-    else:
-        write_surroundings(model, directory, learned.num_parts)
-    write_json(directory / "trainhouse.json", Description.of(model, learned.num_steps, learned.window, base_name))
-
-
-def weights_stem(model: Learner) -> str:
-    return "adapter_model" if isinstance(model, Adapter) else WEIGHTS
+    form.write_beside(directory, learned.num_parts, base_name)
+    description = Description.of(model, learned.num_steps, learned.window, base_name)
+    write_json(directory / "trainhouse.json", description | form.describe())
 
 
 def _named_moments(learned: Learned) -> dict[str, Tensor]:

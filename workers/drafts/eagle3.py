@@ -15,9 +15,9 @@ from transformers import PreTrainedConfig
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..attention import AttentionKind
-from ..full.parameter import Parameter
+from ..attention import AttentionKind, CachedPacking, attend
 from ..model import BaseModel
+from ..parameter import Parameter
 from .features import Features
 from .guesses import GuessChunk, Survival, Teacher
 from .modules import normed, rotated, rotation, swiglu_mlp
@@ -91,7 +91,7 @@ class Eagle3Network:
     def unrolled(self, features: Features, depth: int) -> list[Tensor]:
         """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
         of guesses beyond the end of the sequence it means nothing."""
-        state, outputs = linear(features.captured, self.parameters["fc.weight"]), []
+        state, outputs = self.begun(features.captured), []
         of_embedded = self._projected(features.embedded, "input_layernorm", slice(None, self.shape.hidden))
         keys: list[Tensor] = []
         values: list[Tensor] = []
@@ -103,14 +103,35 @@ class Eagle3Network:
             keys.append(rotated(self._heads(key), *turn))
             values.append(self._heads(value))
             query = rotated(self._heads(query), *turn)
-            attended = attend_unrolled(query, keys, values, features.packing, self._kind).flatten(1)
-            state = state + linear(attended, self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
-            update = swiglu_mlp(
-                self._normed(state, f"{_LAYER}.post_attention_layernorm"), self.parameters, f"{_LAYER}.mlp"
-            )
-            state = state + update
+            state = self._behind(state, attend_unrolled(query, keys, values, features.packing, self._kind))
             outputs.append(self._normed(state, "norm"))
         return outputs
+
+    def begun(self, captured: Tensor) -> Tensor:
+        """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
+        return linear(captured, self.parameters["fc.weight"])
+
+    def guessed(
+        self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
+    ) -> tuple[Tensor, Tensor]:
+        """A step of drafting: of tokens of many sequences the state behind them, and what the output head reads.
+
+        state: [tokens, hidden] before them. embedded: of the tokens that follow. positions: int64 [tokens].
+        """
+        half = self.shape.hidden
+        of_embedded = self._projected(embedded, "input_layernorm", slice(None, half))
+        of_state = self._projected(state, "hidden_norm", slice(half, None))
+        query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
+        turn = self._rotation(positions, state.dtype)
+        attended = attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind)
+        state = self._behind(state, attended)
+        return state, self._normed(state, "norm")
+
+    def _behind(self, state: Tensor, attended: Tensor) -> Tensor:
+        """attended: [tokens, heads, head_dim]."""
+        state = state + linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
+        x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
+        return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp")
 
     def _projected(self, x: Tensor, norm: str, columns: slice) -> list[Tensor]:
         """This half's part of query, key and value: the embeddings' is the same in every step."""
@@ -153,11 +174,13 @@ class Eagle3Pass:
 
     def scores(self, rows: slice) -> DraftScores:
         self._rows = rows
-        sources, network = self._sources(), self._network
+        sources, exists, network = self._sources(), self._exists(), self._network
         hidden = torch.stack([each.detach()[sources[:, i]] for i, each in enumerate(self._outputs)], dim=1)
+        # What is of another sequence may be broken there.
+        hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
         self._chunk = GuessChunk(hidden, head, network.vocabulary, self._teacher.of(rows))
-        return self._chunk.scores(self._exists(), self._survival.at(sources))
+        return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
         return self._labels.weights[rows, None].expand(-1, len(self._outputs))

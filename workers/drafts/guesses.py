@@ -47,12 +47,14 @@ class GuessChunk:
     def __init__(self, hidden: Tensor, head: Tensor, vocabulary: Tensor, taught: Taught) -> None:
         """hidden: [m, depth, size]; head: [V, size], whose gradient is added to its `grad`."""
         self._hidden, self._head, self._vocabulary, self._taught = hidden, head, vocabulary, taught
+        self._exists = torch.ones(hidden.shape[:2], dtype=torch.bool, device=hidden.device)
         logits = hidden.flatten(0, 1) @ head.detach().t()
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         self._log_draft = torch.log_softmax(logits, dim=-1).unflatten(0, hidden.shape[:2])
 
     def scores(self, exists: Tensor, greedy_sampled: "Survival") -> DraftScores:
         """exists: bool [m, depth]."""
+        self._exists = exists
         taught, real = self._taught, exists.to(self._log_draft.dtype)
         cross_entropy = -torch.bmm(self._log_draft, taught.of_draft.unsqueeze(-1)).squeeze(-1) * real
         acceptance = torch.minimum(self._drafted, self._target).sum(-1) * real
@@ -63,12 +65,15 @@ class GuessChunk:
         return DraftScores(cross_entropy, acceptance, correct, covered, real, greedy, sampled)
 
     def backward(self, slopes: Slopes) -> Tensor:
-        """By hidden: [m, depth, size]."""
+        """By hidden: [m, depth, size]. Whatever a loss makes of guesses that do not exist."""
+        of_cross_entropy, of_acceptance = (
+            slope.masked_fill(~self._exists, 0.0) for slope in (slopes.cross_entropy, slopes.acceptance)
+        )
         drafted = self._drafted
-        gradient = (drafted - self._taught.of_draft[:, None]) * slopes.cross_entropy.unsqueeze(-1)
-        if bool(slopes.acceptance.any()):
+        gradient = (drafted - self._taught.of_draft[:, None]) * of_cross_entropy.unsqueeze(-1)
+        if bool(of_acceptance.any()):
             below = drafted * (drafted < self._target)
-            gradient += (below - drafted * below.sum(-1, keepdim=True)) * slopes.acceptance.unsqueeze(-1)
+            gradient += (below - drafted * below.sum(-1, keepdim=True)) * of_acceptance.unsqueeze(-1)
         flat = gradient.flatten(0, 1).to(self._hidden.dtype)
         if self._head.grad is not None:
             add_product(self._head.grad, flat, self._hidden.flatten(0, 1))

@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...schemas.models import DraftConfig
-from ..full.parameter import Parameter
 from ..model import BaseModel
+from ..parameter import Parameter
 from .features import Features
 from .scores import DraftScores, Slopes
 from .shape import DraftShape

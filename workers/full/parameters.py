@@ -8,8 +8,8 @@ from ..model import BaseModel
 from ..parallel.families import FAMILIES
 from ..parallel.split import Split
 from ..parallel.styles import Unit
+from ..parameter import Cut, ExpertParameter, Parameter
 from ..programs import Program
-from .parameter import Cut, ExpertParameter, Parameter
 
 # As they lie in experts of transformers, each below the other.
 _PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}

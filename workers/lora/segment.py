@@ -17,9 +17,9 @@ _LONG = 192
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens start:stop of the packed row run with this model; None = the bare base.
+    """Tokens start:stop of the packed row run for this model; None = the bare base.
 
-    One that is no adapter has weights of its own: all tokens of the row are its.
+    Where the trunk runs with one that is no adapter, this has weights of its own: all tokens of the row are its.
     """
 
     start: int
@@ -28,7 +28,8 @@ class Segment:
 
     @property
     def adapter(self) -> Adapter | None:
-        return self.model if isinstance(self.model, Adapter) else None
+        of_trunk = None if self.model is None else self.model.of_trunk
+        return of_trunk if isinstance(of_trunk, Adapter) else None
 
     @property
     def length(self) -> int:

@@ -1,4 +1,4 @@
-"""The losses, one a file, by what they are of: log-probabilities, or a critic's values.
+"""The losses, one a file, by what they are of: log-probabilities, a critic's values, or a draft's guesses.
 
 To add one: write the file and its line here; the parametrized tests pick it up.
 """
@@ -6,6 +6,7 @@ To add one: write the file and its line here; the parametrized tests pick it up.
 from .cispo import CISPO
 from .cross_entropy import CROSS_ENTROPY
 from .dro import DRO
+from .eagle3 import EAGLE3
 from .gspo import GSPO
 from .importance_sampling import IMPORTANCE_SAMPLING
 from .loss import Loss, LossOutput
@@ -25,4 +26,6 @@ LOSSES: dict[str, Loss] = {
 
 VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
 
-__all__ = ["LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]
+GUESS_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3}
+
+__all__ = ["GUESS_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

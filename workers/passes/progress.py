@@ -9,6 +9,7 @@ from torch import Tensor
 from ...schemas.training import ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
 from ..learner import Learner
+from ..losses import Loss
 from ..operation import Operation
 from ..scoring import Scored
 from ..verbs import Failure, Part, SharedOutput
@@ -18,10 +19,11 @@ Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
 @dataclass
 class Totals:
-    """loss, metrics: sums over positions. denominator: see Loss.denominator."""
+    """loss, metrics: sums over positions. ratios, denominator: see LossOutput and Loss.denominator."""
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     num_tokens: int = 0
     denominator: float = 0.0
 
@@ -31,19 +33,22 @@ class Totals:
         self.denominator += other.denominator
         for name, value in other.metrics.items():
             self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, (numerator, denominator) in other.ratios.items():
+            so_far = self.ratios.get(name, (0.0, 0.0))
+            self.ratios[name] = so_far[0] + numerator, so_far[1] + denominator
 
 
 @dataclass(eq=False)
 class Progress:
     """The finished parts of an operation.
 
-    scored: what its scores are called. num_data: theirs, on all ranks. scores: of this rank's, by number of the datum.
-    totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory because adapters leave
-    the device between passes; None where there is none.
+    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores: of this rank's, by number of
+    the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory because
+    adapters leave the device between passes; None where there is none.
     """
 
     run_id: str
-    scored: str = "logprobs"
+    loss: Loss
     num_data: int = 0
     scores: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
@@ -54,12 +59,22 @@ class Progress:
         return ForwardBackwardOutput(tuple(outputs.values()), self._metrics())
 
     def shared_output(self) -> SharedOutput:
-        return SharedOutput({number: {self.scored: each} for number, each in self.scores.items()}, self._metrics())
+        name = self.loss.scores
+        return SharedOutput({number: {name: each} for number, each in self.scores.items()}, self._metrics())
 
     def _metrics(self) -> dict[str, float]:
         totals = self.totals
         means = {f"{name}:mean": value / max(totals.num_tokens, 1) for name, value in totals.metrics.items()}
-        return {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)} | means
+        return {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)} | means | self._ratios()
+
+    def _ratios(self) -> dict[str, float]:
+        """Each, and what it is made of: the sums of several operations tell the ratio over all of them."""
+        found: dict[str, float] = {}
+        for name, (numerator, denominator) in self.totals.ratios.items():
+            found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
+            found[f"{name}/of:sum"] = denominator
+        of_all = {name.removesuffix(":mean"): value for name, value in found.items() if name.endswith(":mean")}
+        return found | {f"{name}:mean": value for name, value in self.loss.summary(of_all).items()}
 
 
 @dataclass(frozen=True)
@@ -81,11 +96,13 @@ def agreed(verdicts: Sequence[Verdict]) -> Verdict:
 
 @dataclass(frozen=True, eq=False)
 class Scores:
-    """A Scored in host memory: each float32 [n] or [n, K]."""
+    """A Scored in host memory: each float32 [n] or [n, K]. ratios, denominator: of all of it, see LossOutput."""
 
     scores: np.ndarray
     losses: np.ndarray
     metrics: dict[str, np.ndarray]
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    denominator: float = 0.0
 
     @staticmethod
     def of(scored: Scored) -> "Scores":
@@ -130,7 +147,8 @@ class Task:
             self.refuse(reason)
             return
         metrics = {name: _sum(values) for name, values in scores.metrics.items()}
-        self._totals[segment.datums[0]] = Totals(_sum(scores.losses), metrics)
+        totals = Totals(_sum(scores.losses), metrics, scores.ratios, denominator=scores.denominator)
+        self._totals[segment.datums[0]] = totals
         for datum, of_datum in cut(segment, scores.scores, self.operation):
             self._scores[datum] = of_datum
 
@@ -193,7 +211,7 @@ def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation
     row = int(bad.nonzero()[0][0])
     sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
     datum, position = operation.numbers[segment.datums[sequence]], row - segment.bounds[sequence]
-    what = {"logprobs": "log-probability", "values": "value"}[operation.loss.scores]
+    what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[operation.loss.scores]
     reads = ", ".join((*operation.loss.required, *operation.loss.optional))
     if np.isnan(scores.scores[row]).any():
         return (

@@ -13,7 +13,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
-from ..heads import HEADS
+from ..heads import HEADS, LogprobHead
 from ..lanes import Lanes
 from ..learner import BACKWARD, FORWARD, Learner
 from ..lora import Adapter, Segment
@@ -26,6 +26,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
 from ..scoring import Heads, Scored, scored, scored_with_gradient
 from ..verbs import Failure, Part
+from .guessing import Guessing
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
 from .trouble import Trouble, out_of_memory_message, trouble_of
@@ -54,6 +55,7 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
+        self._guessing = Guessing(base, models, LogprobHead(base, config.head_chunk_tokens))
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
@@ -103,7 +105,7 @@ class PassRunner:
     def _progress(self, part: Part, operation: Operation) -> Progress:
         """Raises OperationError when earlier parts of the operation are not here."""
         if not part.first_datum:
-            progress = Progress(part.request.model_id, operation.loss.scores)
+            progress = Progress(part.request.model_id, operation.loss)
             if not part.last:
                 self._open[part.operation_id] = progress
             return progress
@@ -243,7 +245,7 @@ class PassRunner:
             model.weight_views()  # a copy in the base's dtype is made before several lanes look for it
             if gradients:
                 model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
+        run = self._way_of(tasks, models, gradients)
         heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
         is_alone = not self._mesh.is_coupled
         try:
@@ -255,6 +257,18 @@ class PassRunner:
         finally:
             for model in models:
                 model.join_lanes()
+
+    def _way_of(self, tasks: list[Task], models: list[Learner], gradients: bool) -> "Callable[..., None]":
+        """How a micro-batch of theirs is run."""
+        if models[0].program.strategy is not None:
+            return partial(self._run_guesses, gradients)
+        return partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
+
+    def _run_guesses(
+        self, gradients: bool, heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
+        share = self._share_of(micro_batch)
+        self._guessing.run(gradients, micro_batch, tasks, _filled(segments, share), share)
 
     def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
         """Whose tokens may come from another rank, on all ranks in the same order."""

@@ -2,14 +2,16 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import torch
 
 from ..layout import Matrix
 from ..losses import Loss
+from ..losses.loss import Scores
 
 if TYPE_CHECKING:  # these hold programs
+    from ..drafts.strategy import Strategy
     from ..learner import Learner
     from ..model import BaseModel
 
@@ -29,11 +31,12 @@ class Program:
     scores: what its head gives for each token (see heads). losses: by name, those that it takes. trains: whether there
     are gradients and steps. samples: whether tokens can be drawn by it. matrices: what its runs learn beside LoRA.
     initialize: these, of a new run; the generator is the seeded one, behind the draws of LoRA. peft_task, peft_modules:
-    what PEFT calls the kind, and the modules that are saved whole beside its adapters.
+    what PEFT calls the kind, and the modules that are saved whole beside its adapters. strategy: of one that is no head
+    over the trunk's last hidden states, but a model by itself, which reads what another one has inside.
     """
 
     role: str
-    scores: Literal["logprobs", "values"]
+    scores: Scores
     losses: dict[str, Loss]
     trains: bool = True
     samples: bool = True
@@ -41,3 +44,4 @@ class Program:
     initialize: "Callable[[Learner, torch.Generator], None]" = _as_it_is
     peft_task: str = "CAUSAL_LM"
     peft_modules: tuple[str, ...] = ()
+    strategy: "Strategy | None" = None

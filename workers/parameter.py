@@ -7,8 +7,8 @@ from operator import itemgetter
 
 from torch import Tensor
 
-from ..parallel.spec import AXES
-from ..parallel.split import Split
+from .parallel.spec import AXES
+from .parallel.split import Split
 
 
 @dataclass(frozen=True)

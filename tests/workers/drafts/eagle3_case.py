@@ -1,0 +1,211 @@
+"""A tiny draft of EAGLE-3 and what it is told of a target, drawn: what its tests share."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.workers.attention import Packing, pack_lengths
+from trainhouse.workers.drafts.eagle3 import Eagle3, Eagle3Pass
+from trainhouse.workers.drafts.features import Features
+from trainhouse.workers.drafts.scores import DraftScores, Slopes
+from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.drafts.strategy import Labels
+from transformers import LlamaConfig
+
+from .naive_eagle3 import FIELDS, NaiveDraft, NaiveSequence, Rollout, naive_scores
+
+HIDDEN, HEADS, HEAD_DIM, TARGET_VOCABULARY = 16, 4, 4, 12
+DECAY = 0.8
+
+# [m, depth]: what is lost by each guess.
+Objective = Callable[[DraftScores], Tensor]
+
+
+def cross_entropy(scores: DraftScores) -> Tensor:
+    return scores.cross_entropy
+
+
+def both(scores: DraftScores) -> Tensor:
+    """By cross entropy and acceptance alike, and not linear in it."""
+    return scores.cross_entropy + (1.5 - scores.acceptance) ** 2
+
+
+@dataclass(frozen=True, eq=False)
+class Told:
+    """Of one sequence: what `NaiveSequence` has, float64, and the weights of what is guessed."""
+
+    embedded: Tensor
+    captured: Tensor
+    logits: Tensor
+    weights: Tensor
+
+    def __len__(self) -> int:
+        return len(self.embedded)
+
+    def naive(self) -> NaiveSequence:
+        return NaiveSequence(self.embedded, self.captured, self.logits)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """parameters: float64, by name. vocabulary: what the draft can say."""
+
+    shape: DraftShape
+    parameters: Mapping[str, Tensor]
+    vocabulary: Tensor
+
+    def sequences(self, lengths: Sequence[int], seed: int = 1) -> list[Told]:
+        generator = torch.Generator().manual_seed(seed)
+        return [self._sequence(length, generator) for length in lengths]
+
+    def _sequence(self, length: int, generator: torch.Generator) -> Told:
+        """The target says about what the draft guesses first, lest it is never right."""
+
+        def drawn(*size: int) -> Tensor:
+            return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+        silent = Told(drawn(length, HIDDEN), drawn(length, self.shape.captured * HIDDEN), drawn(0), drawn(length).abs())
+        features = packed([silent])[0]
+        (guessed,) = Eagle3().network(self.shape, self.parameters, self.vocabulary).unrolled(features, 1)
+        logits = drawn(length, TARGET_VOCABULARY)
+        logits[1:, self.vocabulary] += 2.0 * guessed[:-1] @ self.parameters["lm_head.weight"].t()
+        return replace(silent, logits=logits)
+
+
+def some_case(kv_heads: int = 2, vocabulary: Sequence[int] = range(TARGET_VOCABULARY), seed: int = 0) -> Case:
+    target = LlamaConfig(
+        hidden_size=HIDDEN,
+        intermediate_size=24,
+        num_hidden_layers=8,
+        num_attention_heads=HEADS,
+        num_key_value_heads=kv_heads,
+        head_dim=HEAD_DIM,
+        vocab_size=TARGET_VOCABULARY,
+    )
+    asked = DraftConfig(algorithm="eagle3", draft_vocab_size=len(vocabulary))
+    shape = DraftShape.of(Eagle3().resolved(asked, target, TARGET_VOCABULARY), target, TARGET_VOCABULARY)
+    generator = torch.Generator().manual_seed(seed)
+    parameters = {each.key: _drawn(each.shape, generator) for each in Eagle3().parameters(shape)}
+    return Case(shape, parameters, torch.tensor(vocabulary))
+
+
+def _drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Norms near 1, and matrices whose outputs are about as large as their inputs."""
+    drawn = torch.randn(tuple(shape), generator=generator, dtype=torch.float64)
+    return 1.0 + 0.3 * drawn if len(shape) == 1 else drawn / shape[-1] ** 0.5
+
+
+@dataclass(frozen=True, eq=False)
+class Trained:
+    """states: [guesses, hidden] behind those that exist, the first of all sequences before the second. scores: by
+    field, [tokens, depth]. gradients: by parameter."""
+
+    loss: float
+    states: Tensor
+    scores: dict[str, Tensor]
+    gradients: dict[str, Tensor]
+
+    def differences(self, other: "Trained") -> dict[str, float]:
+        """By what is compared: the largest one, relative where numbers exceed 1."""
+        mine, theirs = self._numbers(), other._numbers()
+        return {
+            name: float((mine[name] - each).abs().max() / max(1.0, each.abs().max())) for name, each in theirs.items()
+        }
+
+    def _numbers(self) -> dict[str, Tensor]:
+        return {"loss": torch.tensor(self.loss).double(), "states": self.states} | self.scores | self.gradients
+
+
+def trained(
+    case: Case,
+    sequences: Sequence[Told],
+    depth: int,
+    chunk_rows: int = 10_000,
+    objective: Objective = both,
+    dtype: torch.dtype = torch.float64,
+) -> Trained:
+    """By one pass over all of them, in their order. dtype: of weights and features; gradients are float32 at least."""
+    parameters, gradients = learnable(case.parameters, dtype)
+    network = Eagle3().network(case.shape, parameters, case.vocabulary)
+    features, labels = packed(sequences, dtype)
+    outputs = [each.detach() for each in network.unrolled(features, depth)]
+    by_sequence = [output.split([len(each) for each in sequences]) for output in outputs]
+    states = [rows[: max(0, len(rows) - 1 - i)] for i, parts in enumerate(by_sequence) for rows in parts]
+    draft = network.over(features, labels, {"ttt_length": float(depth)}, chunk_rows)
+    loss, scores = run(draft, objective)
+    return Trained(loss, torch.cat(states), scores, gradients)
+
+
+def naively_trained(
+    case: Case,
+    sequences: Sequence[Told],
+    depth: int,
+    objective: Objective = both,
+    rollout: type[Rollout] = Rollout,
+) -> Trained:
+    """By rollouts from every token, one after the other."""
+    shape = case.shape
+    weights = {name: each.clone().requires_grad_() for name, each in case.parameters.items()}
+    draft = NaiveDraft(weights, case.vocabulary, shape.heads, shape.kv_heads, shape.head_dim, shape.eps)
+    found = [naive_scores(draft, each.naive(), depth, rollout) for each in sequences]
+    scores = {name: torch.cat([each.scores[name] for each in found]) for name in FIELDS}
+    of_guesses = torch.cat([each.weights for each in sequences])[:, None].expand(-1, depth)
+    losses = weighted(objective(DraftScores(**scores)), of_guesses) * scores["exists"]
+    gradients = torch.autograd.grad(losses.sum(), list(weights.values()))
+    states = [state for guess in range(depth) for each in found for at, state in each.states.items() if at[1] == guess]
+    return Trained(
+        float(losses.detach().sum()),
+        torch.stack(states).detach(),
+        {name: each.detach() for name, each in scores.items()},
+        dict(zip(weights, gradients, strict=True)),
+    )
+
+
+def learnable(values: Mapping[str, Tensor], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Of this type, and the buffers that they add gradients to, as the worker has them."""
+    parameters = {name: each.to(dtype, copy=True).requires_grad_() for name, each in values.items()}
+    wide = torch.promote_types(dtype, torch.float32)
+    gradients = {name: torch.zeros_like(each, dtype=wide, requires_grad=False) for name, each in parameters.items()}
+    for name, parameter in parameters.items():
+        parameter.grad_dtype = wide
+        parameter.grad = gradients[name]
+    return parameters, gradients
+
+
+def packed(sequences: Sequence[Told], dtype: torch.dtype = torch.float64) -> tuple[Features, Labels]:
+    lengths = [len(each) for each in sequences]
+    embedded, captured, logits, weights = (
+        torch.cat([getattr(each, name) for each in sequences]) for name in ("embedded", "captured", "logits", "weights")
+    )
+    wide = torch.promote_types(dtype, torch.float32)
+    logits, weights = logits.to(wide), weights.to(wide)
+    features = Features(
+        positions=torch.cat([torch.arange(length) for length in lengths]),
+        packing=Packing(pack_lengths(lengths)),
+        embedded=embedded.to(dtype),
+        captured=captured.to(dtype),
+        logits=lambda rows: logits[rows],
+    )
+    nothing = torch.zeros(len(weights), dtype=torch.long)
+    return features, Labels(nothing, weights, range(len(lengths)))
+
+
+def run(draft: Eagle3Pass, objective: Objective) -> tuple[float, dict[str, Tensor]]:
+    """Some rows after the others, and back: the summed loss, and the scores of all of them."""
+    total, parts = 0.0, []
+    for start in range(0, draft.num_rows, draft.chunk_rows):
+        rows = slice(start, min(start + draft.chunk_rows, draft.num_rows))
+        scores, leaves = draft.scores(rows).leaves()
+        losses = weighted(objective(scores), draft.weights(rows))
+        draft.backward(Slopes.of(losses, leaves))
+        total += float((losses * scores.exists).sum().detach())
+        parts.append(scores)
+    draft.close()
+    return total, {name: torch.cat([getattr(part, name).detach() for part in parts]) for name in FIELDS}
+
+
+def weighted(losses: Tensor, weights: Tensor) -> Tensor:
+    """Both [m, depth]: what lies further ahead counts less."""
+    return losses * weights * DECAY ** torch.arange(losses.shape[1])

@@ -1,0 +1,447 @@
+"""EAGLE-3's unrolled pass against drafting from every token as a server does it, and what its gradients hang on."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.workers.drafts import eagle3
+from trainhouse.workers.drafts.eagle3 import Eagle3
+from trainhouse.workers.drafts.guesses import Teacher
+from trainhouse.workers.drafts.modules import rotated, rotation
+from trainhouse.workers.drafts.shape import DraftShape
+from transformers import LlamaConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
+
+from ...tiny import LLAMA3_ROPE, TINY_SHAPE
+from ..adapted import Adapted, relative_error
+from .eagle3_case import (
+    TARGET_VOCABULARY,
+    Case,
+    Told,
+    Trained,
+    both,
+    cross_entropy,
+    learnable,
+    naively_trained,
+    packed,
+    run,
+    some_case,
+    trained,
+)
+from .naive_eagle3 import FIELDS, NaiveDraft, Rollout
+
+LENGTHS = (3, 1, 2, 7, 7, 12, 1)
+DEPTH = 3
+SOME_TOKENS = (0, 3, 4, 7, 9, 11)
+EXACT = 1e-9
+YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
+
+
+@pytest.fixture(scope="module")
+def case() -> Case:
+    return some_case(vocabulary=SOME_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def sequences(case: Case) -> list[Told]:
+    return case.sequences(LENGTHS)
+
+
+# Training is drafting
+
+
+@pytest.mark.parametrize("depth", [1, 3, 7])
+@pytest.mark.parametrize("kv_heads", [2, 4])
+@pytest.mark.parametrize("vocabulary", [range(TARGET_VOCABULARY), SOME_TOKENS])
+def test_a_pass_is_a_rollout_from_every_token(depth: int, kv_heads: int, vocabulary: Sequence[int]) -> None:
+    case = some_case(kv_heads, vocabulary)
+    sequences = case.sequences(LENGTHS)
+    found = trained(case, sequences, depth, chunk_rows=5)
+    wanted = naively_trained(case, sequences, depth)
+    differences = found.differences(wanted)
+    assert differences.keys() == {"loss", "states", *FIELDS, *case.parameters}
+    assert max(differences.values()) < EXACT, differences
+    assert all(gradient.any() for gradient in found.gradients.values())
+    assert set(found.scores["greedy"][:, 0].tolist()) == {0.0, 1.0}
+
+
+class FeaturesOfTheTokenBefore(Rollout):
+    def feature(self, token: int) -> Tensor:
+        return super().feature(max(0, token - 1))
+
+
+class FeaturesOfTheNextToken(Rollout):
+    """Which in drafting are not known yet."""
+
+    def feature(self, token: int) -> Tensor:
+        return super().feature(min(token + 1, len(self.sequence) - 1))
+
+
+class PositionsOfTheAnchor(Rollout):
+    def position(self, guess: int) -> int:
+        return self.anchor
+
+
+class NoKeysOfItsOwn(Rollout):
+    def seen(self) -> tuple[Tensor, Tensor]:
+        keys, values = super().seen()
+        return keys[: self.anchor + 1], values[: self.anchor + 1]
+
+
+@pytest.mark.parametrize("wrong", [FeaturesOfTheTokenBefore, FeaturesOfTheNextToken])
+def test_another_rollout_is_told_apart(case: Case, sequences: list[Told], wrong: type[Rollout]) -> None:
+    differences = trained(case, sequences, DEPTH).differences(naively_trained(case, sequences, DEPTH, rollout=wrong))
+    assert min(differences[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-4
+
+
+@pytest.mark.parametrize("wrong", [PositionsOfTheAnchor, NoKeysOfItsOwn])
+def test_what_is_wrong_from_the_second_guess_on_is_told_apart(
+    case: Case, sequences: list[Told], wrong: type[Rollout]
+) -> None:
+    def differences(depth: int) -> dict[str, float]:
+        return trained(case, sequences, depth).differences(naively_trained(case, sequences, depth, rollout=wrong))
+
+    assert max(differences(1).values()) < EXACT
+    of_more = differences(DEPTH)
+    assert min(of_more[name] for name in ("loss", "states", "cross_entropy", *case.parameters)) > 1e-5
+
+
+def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(
+    case: Case, sequences: list[Told], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wanted, ahead = naively_trained(case, sequences, DEPTH), eagle3._ahead
+    monkeypatch.setattr(eagle3, "_ahead", lambda tokens, distance, device: ahead(tokens, distance + 1, device))
+    assert trained(case, sequences, DEPTH).differences(wanted)["states"] > 1e-2
+
+
+# Sums
+
+
+def summed(parts: Sequence[Trained]) -> dict[str, Tensor]:
+    return {name: torch.stack([part.gradients[name] for part in parts]).sum(0) for name in parts[0].gradients}
+
+
+def largest_error(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
+    return max(relative_error(found[name], each) for name, each in wanted.items())
+
+
+Passes = Callable[[list[Told]], list[list[Told]]]
+PASSES: dict[str, Passes] = {
+    "the other way round": lambda told: [told[::-1]],
+    "equal lengths apart": lambda told: [[*told[:4], told[5], told[4], told[6]]],
+    "each alone": lambda told: [[each] for each in told],
+    "in two": lambda told: [told[:3], told[3:]],
+}
+DTYPES = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
+
+
+@DTYPES
+@pytest.mark.parametrize("passes", PASSES.values(), ids=PASSES.keys())
+def test_gradients_are_sums_however_sequences_are_packed(
+    case: Case, sequences: list[Told], passes: Passes, dtype: torch.dtype, tolerance: float
+) -> None:
+    whole = trained(case, sequences, DEPTH, dtype=dtype)
+    parts = [trained(case, each, DEPTH, dtype=dtype) for each in passes(sequences)]
+    assert sum(part.loss for part in parts) == pytest.approx(whole.loss, rel=tolerance)
+    assert largest_error(summed(parts), whole.gradients) < tolerance
+
+
+@DTYPES
+@pytest.mark.parametrize("chunk_rows", [1, 4, 17])
+def test_gradients_do_not_hang_on_how_many_rows_are_scored_at_a_time(
+    case: Case, sequences: list[Told], chunk_rows: int, dtype: torch.dtype, tolerance: float
+) -> None:
+    whole = trained(case, sequences, DEPTH, dtype=dtype)
+    found = trained(case, sequences, DEPTH, chunk_rows, dtype=dtype)
+    assert largest_error(found.gradients, whole.gradients) < tolerance
+    assert all(found.differences(whole)[name] < tolerance for name in FIELDS)
+
+
+@DTYPES
+def test_means_of_passes_would_not_be_the_mean(
+    case: Case, sequences: list[Told], dtype: torch.dtype, tolerance: float
+) -> None:
+    def mean(told: list[Told]) -> dict[str, Tensor]:
+        found = trained(case, told, DEPTH, dtype=dtype)
+        return {name: each / found.scores["exists"].sum() for name, each in found.gradients.items()}
+
+    parts = [mean(each) for each in PASSES["in two"](sequences)]
+    found = {name: torch.stack([part[name] for part in parts]).mean(0) for name in parts[0]}
+    assert largest_error(found, mean(sequences)) > 0.01 > tolerance
+
+
+def test_without_weights_there_is_no_gradient(case: Case, sequences: list[Told]) -> None:
+    told = [replace(each, weights=torch.zeros(len(each), dtype=torch.float64)) for each in sequences]
+    found = trained(case, told, DEPTH)
+    assert found.loss == 0
+    assert not any(gradient.any() for gradient in found.gradients.values())
+
+
+def test_weights_are_of_the_token_that_is_guessed(case: Case, sequences: list[Told]) -> None:
+    """The first two tokens of a sequence are guessed by nobody, and the last one is the label of the last row."""
+    told = sequences[3]
+    for row, counts in ((0, False), (1, True), (len(told) - 1, True)):
+        weights = torch.zeros(len(told), dtype=torch.float64)
+        weights[row] = 1.0
+        found = trained(case, [replace(told, weights=weights)], DEPTH)
+        assert all(bool(gradient.any()) == counts for gradient in found.gradients.values())
+
+
+@pytest.mark.parametrize("objective", [both, cross_entropy])
+def test_a_sequence_of_one_token_counts_for_nothing(
+    case: Case, sequences: list[Told], objective: Callable[..., Tensor]
+) -> None:
+    ones = case.sequences([1, 1, 1], seed=5)
+    alone = trained(case, ones, DEPTH, objective=objective)
+    assert alone.loss == 0
+    assert not any(each.any() for each in (*alone.scores.values(), *alone.gradients.values()))
+    without = trained(case, sequences, DEPTH, objective=objective)
+    among = trained(case, [*ones, *sequences], DEPTH, objective=objective)
+    assert largest_error(among.gradients, without.gradients) < 1e-12
+
+
+def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[Told]) -> None:
+    broken = replace(sequences[3], captured=torch.full_like(sequences[3].captured, float("nan")))
+    told = [*sequences[:3], broken, *sequences[4:]]
+    sound = trained(case, sequences, DEPTH).scores
+    found = trained(case, told, DEPTH).scores
+    rows = slice(sum(LENGTHS[:3]), sum(LENGTHS[:4]))
+    for name in FIELDS:
+        assert torch.equal(found[name][: rows.start], sound[name][: rows.start])
+        assert torch.equal(found[name][rows.stop :], sound[name][rows.stop :])
+    assert found["cross_entropy"][rows].isnan().any()
+
+
+def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]) -> None:
+    wanted = trained(case, sequences, DEPTH).scores
+    network = Eagle3().network(case.shape, case.parameters, case.vocabulary)
+    draft = network.over(*packed(sequences), {"ttt_length": float(DEPTH)}, 10_000)
+    rows = slice(0, draft.num_rows)
+    scores = draft.scores(rows)
+    assert all(torch.equal(getattr(scores, name), wanted[name]) for name in FIELDS)
+    assert torch.equal(draft.places(rows), torch.arange(sum(LENGTHS))[:, None].expand(-1, DEPTH))
+
+
+# Teachers
+
+
+def test_a_map_of_all_tokens_is_no_map() -> None:
+    case = some_case()
+    sequences = case.sequences(LENGTHS)
+    mapped = replace(case, shape=replace(case.shape, target_vocabulary=TARGET_VOCABULARY + 1))
+    found, wanted = trained(mapped, sequences, DEPTH), trained(case, sequences, DEPTH)
+    assert not any(found.differences(wanted).values())
+    fewer = trained(some_case(vocabulary=range(TARGET_VOCABULARY - 1)), sequences, DEPTH)
+    assert not torch.equal(fewer.scores["cross_entropy"], wanted.scores["cross_entropy"])
+
+
+@pytest.mark.parametrize("vocabulary", [range(TARGET_VOCABULARY), SOME_TOKENS])
+@pytest.mark.parametrize("num_rows", [1, 3, 64])
+def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[int], num_rows: int) -> None:
+    logits = 3 * torch.randn(33, TARGET_VOCABULARY)
+    teacher = Teacher(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
+    parts = [teacher.of(slice(start, min(33, start + num_rows))) for start in range(0, 33, num_rows)]
+    whole = teacher.of(slice(0, 33))
+    for name in ("of_draft", "share", "likeliest", "covered"):
+        assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
+    exact = logits.double().softmax(-1)[:, list(vocabulary)]
+    torch.testing.assert_close((whole.of_draft * whole.share).double(), exact, rtol=1e-5, atol=1e-7)
+    with pytest.raises(AssertionError):
+        torch.testing.assert_close(whole.of_draft.double() * 0.999, exact, rtol=1e-5, atol=1e-7)
+
+
+def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
+    logits = torch.zeros(5, TARGET_VOCABULARY)
+    logits[:, 4:9] = 2.0
+    likeliest = Teacher(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(slice(0, 5))
+    assert likeliest.likeliest.tolist() == [4] * 5
+
+
+# Acceptance
+
+
+def perfect(vocabulary: Sequence[int], length: int = 9) -> tuple[Case, Told]:
+    """A draft whose state no guess changes, of a target that has the same features and logits everywhere: the draft's,
+    and some for what it cannot say."""
+    case = some_case(vocabulary=vocabulary)
+    nothing = {name: torch.zeros_like(case.parameters[name]) for name in case.parameters if _updates(name)}
+    case = replace(case, parameters=dict(case.parameters) | nothing)
+    (told,) = case.sequences([length])
+    captured = told.captured[:1]
+    shape = case.shape
+    draft = NaiveDraft(case.parameters, case.vocabulary, shape.heads, shape.kv_heads, shape.head_dim, shape.eps)
+    logits = torch.full((1, TARGET_VOCABULARY), -3.0, dtype=torch.float64)
+    logits[0, case.vocabulary] = draft.guess(case.parameters["fc.weight"] @ captured[0]).log()
+    return case, replace(told, captured=captured.repeat(length, 1), logits=logits.repeat(length, 1))
+
+
+def _updates(name: str) -> bool:
+    return "o_proj" in name or "down_proj" in name
+
+
+def test_a_perfect_draft_is_always_accepted() -> None:
+    case, told = perfect(range(TARGET_VOCABULARY))
+    found = trained(case, [told], DEPTH, objective=cross_entropy)
+    exists = found.scores["exists"]
+    for name in ("acceptance", "correct", "covered", "greedy", "sampled"):
+        torch.testing.assert_close(found.scores[name], exists, rtol=0, atol=1e-12)
+    assert all(gradient.abs().max() < 1e-12 for gradient in found.gradients.values())
+    for simulated in ("greedy", "sampled"):
+        assert float((found.scores[simulated].sum(0) / exists.sum(0)).sum()) == pytest.approx(DEPTH)
+
+
+def test_a_draft_of_fewer_tokens_is_accepted_as_often_as_the_target_says_these() -> None:
+    case, told = perfect(SOME_TOKENS)
+    scores = trained(case, [told], DEPTH).scores
+    share = float(told.logits[0].softmax(0)[list(SOME_TOKENS)].sum())
+    assert 0.1 < share < 0.9
+    for guess in range(DEPTH):
+        rows = scores["exists"][:, guess] == 1
+        torch.testing.assert_close(scores["acceptance"][rows, guess], torch.full_like(scores["exists"][rows, 0], share))
+        sampled = scores["sampled"][rows, guess]
+        torch.testing.assert_close(sampled, torch.full_like(sampled, share ** (guess + 1)))
+
+
+@pytest.mark.parametrize("chunk_rows", [1, 10_000])
+def test_behind_a_wrong_guess_none_counts(chunk_rows: int) -> None:
+    case, told = perfect(range(TARGET_VOCABULARY))
+    wrong, logits = 4, told.logits.clone()
+    logits[wrong] *= -1.0
+    found = trained(case, [replace(told, logits=logits)], DEPTH, chunk_rows).scores
+    for row in range(len(told)):
+        for guess in range(min(row, DEPTH)):
+            assert found["correct"][row, guess] == float(row != wrong)
+            # Guesses from the same token were of the rows up to this one.
+            assert found["greedy"][row, guess] == float(wrong not in range(row - guess, row + 1))
+            assert (found["sampled"][row, guess] < 1 - 1e-6) == (wrong in range(row - guess, row + 1))
+
+
+# Numbers that are less exact, and those of a new draft
+
+
+def rounded(case: Case, sequences: Sequence[Told], dtype: torch.dtype) -> tuple[Case, list[Told]]:
+    """What is left of it in this type, in float64."""
+
+    def left(x: Tensor) -> Tensor:
+        return x.to(dtype).double()
+
+    told = [replace(each, embedded=left(each.embedded), captured=left(each.captured)) for each in sequences]
+    return replace(case, parameters={name: left(each) for name, each in case.parameters.items()}), told
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 5e-2)])
+def test_gradients_of_less_exact_weights_are_float32(
+    case: Case, sequences: list[Told], dtype: torch.dtype, tolerance: float
+) -> None:
+    found = trained(case, sequences, DEPTH, dtype=dtype)
+    wanted = trained(*rounded(case, sequences, dtype), DEPTH)
+    assert {gradient.dtype for gradient in found.gradients.values()} == {torch.float32}
+    assert {score.dtype for score in found.scores.values()} == {torch.float32}
+    for name, gradient in found.gradients.items():
+        other = wanted.gradients[name]
+        error = relative_error(gradient.double(), other)
+        assert error < tolerance < relative_error(gradient.double() * (1 + 2 * tolerance), other), name
+
+
+def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -> None:
+    """Buffers of bfloat16 would lose what is small beside what they have."""
+    once = trained(case, sequences, DEPTH, dtype=torch.bfloat16).gradients
+    parameters, gradients = learnable(case.parameters, torch.bfloat16)
+    network = Eagle3().network(case.shape, parameters, case.vocabulary)
+    features, labels = packed(sequences, torch.bfloat16)
+    num_passes, narrow = 64, {name: each.bfloat16() for name, each in once.items()}
+    for _ in range(num_passes):
+        run(network.over(features, labels, {"ttt_length": float(DEPTH)}, 10_000), both)
+    for _ in range(num_passes - 1):
+        narrow = {name: each + once[name].bfloat16() for name, each in narrow.items()}
+    wanted = {name: num_passes * each for name, each in once.items()}
+    assert largest_error(gradients, wanted) < 1e-5
+    assert all(parameters[name].grad is each for name, each in gradients.items())
+    assert all(relative_error(narrow[name].float(), each) > 1e-3 for name, each in wanted.items())
+
+
+def test_a_new_draft_hangs_on_its_seed_and_has_the_targets_head(tiny_models: dict[str, Path]) -> None:
+    base = Adapted(tiny_models["llama"]).base
+    asked = DraftConfig(algorithm="eagle3", draft_vocab_size=100)
+    parameters = Eagle3().parameters(DraftShape.of(Eagle3().resolved(asked, base.config, 512), base.config, 512))
+    vocabulary = torch.arange(3, 303, 3)
+
+    def new(seed: int) -> dict[str, Tensor]:
+        tensors = {each.key: torch.zeros(each.shape) for each in parameters}
+        Eagle3().initialize(tensors, base, vocabulary, torch.Generator().manual_seed(seed))
+        return tensors
+
+    first, again, other = new(1), new(1), new(2)
+    assert torch.equal(first["lm_head.weight"], base.unembedding[vocabulary])
+    for name, weight in first.items():
+        assert torch.equal(weight, again[name])
+        if weight.ndim == 1:
+            assert torch.equal(weight, torch.ones_like(weight))
+        elif name != "lm_head.weight":
+            assert not torch.equal(weight, other[name])
+            assert float(weight.square().sum(1).mean()) == pytest.approx(1.0, rel=0.1)
+
+
+# What is refused, and what is filled in
+
+
+def target(**fields: Any) -> LlamaConfig:
+    return LlamaConfig(**(TINY_SHAPE | fields))
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "captured"),
+    [(1, (0,)), (2, (0, 1)), (4, (0, 1)), (8, (1, 3, 4)), (32, (1, 15, 28)), (36, (1, 17, 32))],
+)
+def test_layers_near_the_first_the_middle_and_the_last_are_captured(num_layers: int, captured: tuple[int, ...]) -> None:
+    found = Eagle3().resolved(DraftConfig(algorithm="eagle3"), target(num_hidden_layers=num_layers), 512)
+    assert found == DraftConfig(
+        algorithm="eagle3", num_layers=1, capture_layers=captured, draft_vocab_size=512, intermediate_size=128
+    )
+
+
+def test_what_is_asked_for_is_kept() -> None:
+    asked = DraftConfig(
+        algorithm="eagle3", num_layers=1, capture_layers=(0, 5), draft_vocab_size=9, intermediate_size=7, seed=3
+    )
+    assert Eagle3().resolved(asked, target(num_hidden_layers=8), 512) == asked
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 2}, "num_layers is 2: a draft of eagle3 has 1 layer"),
+        ({"block_size": 8}, "block_size is of dflash: a draft of eagle3 has none, leave it out"),
+        ({"mask_token_id": 0}, "mask_token_id is of dflash: a draft of eagle3 has none, leave it out"),
+        ({"capture_layers": (1, 8)}, "capture_layers has 8: the target has layers 0 to 7, counted from 0"),
+        (
+            {"draft_vocab_size": 513},
+            "draft_vocab_size 513 exceeds the target's vocabulary of 512: lower it",
+        ),
+    ],
+)
+def test_what_makes_no_draft_is_refused_by_name(fields: dict[str, object], message: str) -> None:
+    asked = DraftConfig.model_validate({"algorithm": "eagle3"} | fields)
+    with pytest.raises(OperationError) as refusal:
+        Eagle3().resolved(asked, target(num_hidden_layers=8), 512)
+    assert str(refusal.value) == message
+
+
+@pytest.mark.parametrize("rope", [None, LLAMA3_ROPE, YARN])
+def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> None:
+    config = target(**({"rope_parameters": rope} if rope else {}))
+    resolved = Eagle3().resolved(DraftConfig(algorithm="eagle3"), config, 512)
+    shape, positions = DraftShape.of(resolved, config, 512), torch.tensor([0, 1, 7, 800])
+    heads = torch.randn(len(positions), 3, shape.head_dim)
+    found = rotated(heads, *rotation(positions, *shape.rotation(heads.device), heads.dtype))
+    cos, sin = LlamaRotaryEmbedding(config)(heads, positions[None])
+    wanted = apply_rotary_pos_emb(heads.transpose(0, 1)[None], heads.transpose(0, 1)[None], cos, sin)[0]
+    torch.testing.assert_close(found, wanted[0].transpose(0, 1), rtol=0, atol=1e-6)
+    later = rotated(heads, *rotation(positions + 1, *shape.rotation(heads.device), heads.dtype))
+    assert not torch.allclose(later, found, rtol=0, atol=1e-2)

@@ -1,0 +1,253 @@
+"""Drafts in a worker: trained, moved to other targets, saved and gone on with."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import DraftConfig, LoraConfig
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.worker import Worker
+
+LENGTHS = (9, 30, 4, 17)
+ADAM = AdamParams(learning_rate=3e-3, grad_clip_norm=1.0)
+
+
+@pytest.fixture(params=["llama", "qwen3"])
+def directory(request: pytest.FixtureRequest, tiny_models: dict[str, Path]) -> Path:
+    return tiny_models[request.param]
+
+
+@pytest.fixture
+def worker(directory: Path) -> Worker:
+    return a_worker(directory)
+
+
+def a_worker(directory: Path, **knobs: Any) -> Worker:
+    return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))
+
+
+def created(worker: Worker, run_id: str = "draft", **fields: Any) -> None:
+    worker.create_run(RunSpec(run_id, DraftConfig(algorithm="eagle3", seed=3, **fields), "draft"))
+
+
+def some_data(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[Datum, ...]:
+    random = np.random.default_rng(seed)
+    data = []
+    for length in lengths:
+        weights = (random.uniform(size=length) * (random.uniform(size=length) > 0.3)).astype(np.float32)
+        data.append(Datum(random.integers(3, 512, length).astype(np.int32), {"weights": weights}))
+    return tuple(data)
+
+
+def request(
+    data: Sequence[Datum], run_id: str = "draft", forward_only: bool = False, **config: Any
+) -> ForwardBackwardRequest:
+    return ForwardBackwardRequest(
+        run_id, 1, tuple(data), "eagle3", {"ttt_length": 3} | config, forward_only=forward_only
+    )
+
+
+def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
+    """In one pass."""
+    answers = worker.run_pass(Pass(tuple(Part(number, each) for number, each in enumerate(requests))))
+    assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
+    return list(answers)  # pyright: ignore[reportReturnType]
+
+
+def stepped(worker: Worker, run_id: str = "draft") -> dict[str, float]:
+    (metrics,) = worker.apply_steps((Step(run_id, ADAM, "mean"),))
+    assert isinstance(metrics, dict), metrics
+    return metrics
+
+
+def losses_of(worker: Worker, num_steps: int, first: int = 0, run_id: str = "draft") -> list[float]:
+    found = []
+    for step in range(first, first + num_steps):
+        (output,) = run(worker, request(some_data(step % 2), run_id))
+        found.append(output.metrics["loss:sum"])
+        stepped(worker, run_id)
+    return found
+
+
+def loss(worker: Worker, run_id: str = "draft") -> float:
+    (output,) = run(worker, request(some_data(7), run_id, forward_only=True))
+    return output.metrics["loss:sum"]
+
+
+def saved_policy(worker: Worker, directory: Path, seed: int) -> Path:
+    """One that says other things than the base model."""
+    worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=seed)))
+    adapter = worker._models.get("policy")
+    adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(seed)))
+    path = directory / f"policy-{seed}"
+    path.mkdir(parents=True)
+    worker.save_run("policy", str(path), optimizer=False)
+    worker.drop_run("policy")
+    return path
+
+
+def snapshot(worker: Worker, path: Path) -> Path:
+    path.mkdir()
+    worker.begin_snapshot(1, "draft", str(path))
+    worker._snapshots.wait()
+    return path
+
+
+def test_training_lowers_the_loss_and_a_forward_changes_nothing(worker: Worker) -> None:
+    created(worker)
+    before = loss(worker)
+    assert loss(worker) == before
+    losses = losses_of(worker, 30)
+    assert losses[-2] < 0.97 * losses[0]
+    assert losses[-1] < 0.97 * losses[1]
+
+
+def test_what_a_pass_tells_is_that_of_any_way_to_cut_the_batch(worker: Worker, directory: Path) -> None:
+    created(worker)
+    data = some_data(1)
+    (whole,) = run(worker, request(data))
+    gradient = worker._models.get("draft").accumulator.clone()
+    other = a_worker(directory, micro_batch_tokens=12, head_chunk_tokens=5)
+    created(other)
+    parts = [run(other, request([datum]))[0] for datum in reversed(data)]
+    torch.testing.assert_close(other._models.get("draft").accumulator, gradient, rtol=1e-4, atol=1e-5)
+    for name, value in whole.metrics.items():
+        if name.endswith(":sum"):
+            assert sum(part.metrics[name] for part in parts) == pytest.approx(value, rel=1e-5, abs=1e-5), name
+    means = np.mean([part.metrics["acceptance/1:mean"] for part in parts])
+    assert means != pytest.approx(whole.metrics["acceptance/1:mean"], rel=1e-3), "which is no mean of means"
+    for datum, output in zip(reversed(data), parts, strict=True):
+        number = data.index(datum)
+        np.testing.assert_allclose(
+            output.loss_fn_outputs[0]["losses"], whole.loss_fn_outputs[number]["losses"], atol=1e-4
+        )
+
+
+def test_a_step_divides_by_what_the_losses_say_they_are_sums_of(worker: Worker) -> None:
+    created(worker)
+    data = some_data(1)
+    run(worker, request(data))
+    weights = sum(float(datum.loss_fn_inputs["weights"][1:-1].sum()) for datum in data)
+    assert worker._models.get("draft").window.weight_sum == pytest.approx(weights)
+    stepped(worker)
+
+
+def test_a_snapshot_goes_on_where_the_draft_stood(directory: Path, tmp_path: Path) -> None:
+    """With gradients that wait, a target that is no base model, and tokens that it cannot say."""
+    worker, other = a_worker(directory), a_worker(directory)
+    for each in (worker, other):
+        created(each, draft_vocab_size=200)
+        each.set_vocabulary("draft", np.arange(100, 500, 2, dtype=np.int64))
+        each.set_target("draft", str(saved_policy(each, tmp_path / "a" if each is worker else tmp_path / "b", 5)))
+        losses_of(each, 3)
+        run(each, request(some_data(11)))
+    again = a_worker(directory)
+    created(again, draft_vocab_size=200)
+    again.load_run("draft", str(snapshot(worker, tmp_path / "snapshot")), optimizer=True)
+    assert loss(again) == loss(other)
+    run(again, request(some_data(12)))
+    run(other, request(some_data(12)))
+    assert stepped(again) == stepped(other)
+    assert losses_of(again, 2) == losses_of(other, 2)
+    again.set_target("draft", None)
+    assert loss(again) != pytest.approx(loss(other), rel=1e-4)
+
+
+def test_a_checkpoint_leaves_the_target_alone(worker: Worker, tmp_path: Path) -> None:
+    created(worker)
+    losses_of(worker, 2)
+    of_base = loss(worker)
+    (tmp_path / "saved").mkdir()
+    worker.save_run("draft", str(tmp_path / "saved"), optimizer=True)
+    assert not (tmp_path / "saved" / "target").exists()
+    created(worker, "other")
+    worker.set_target("other", str(saved_policy(worker, tmp_path, 5)))
+    worker.load_run("other", str(tmp_path / "saved"), optimizer=True)
+    assert loss(worker, "other") != pytest.approx(of_base, rel=1e-4)
+    worker.set_target("other", None)
+    assert loss(worker, "other") == of_base
+
+
+def test_the_target_is_the_policy_as_it_was_saved(worker: Worker, tmp_path: Path) -> None:
+    """Loss by another target: the same as where that one is the base model, merged by hand."""
+    created(worker)
+    directory = saved_policy(worker, tmp_path, 5)
+    of_base = loss(worker)
+    worker.set_target("draft", str(directory))
+    of_policy = loss(worker)
+    worker.set_target("draft", str(saved_policy(worker, tmp_path, 6)))
+    assert len({of_base, of_policy, loss(worker)}) == 3
+    worker.set_target("draft", str(directory))
+    assert loss(worker) == of_policy
+    worker.drop_run("draft")
+    assert not list(worker._models)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_layers": 2}, "num_layers is 2: a draft of eagle3 has 1 layer"),
+        ({"capture_layers": (0, 9)}, "capture_layers has 9: the target has layers 0 to 1"),
+        ({"draft_vocab_size": 1000}, "draft_vocab_size 1000 exceeds the target's vocabulary of 512"),
+        ({"block_size": 4}, "block_size is of dflash"),
+    ],
+)
+def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(OperationError, match=message):
+        created(worker, **fields)
+
+
+@pytest.mark.parametrize(
+    ("loss_fn", "config", "inputs", "message"),
+    [
+        ("cross_entropy", {}, {}, "of another kind of model: one of eagle3"),
+        ("eagle3", {"objective": "mse"}, {}, "objective is 'mse': it must be one of kl, lk_alpha, lk_lambda"),
+        ("eagle3", {"ttt_length": 0}, {}, "ttt_length is 0: it is a number of tokens, at least 1"),
+        ("eagle3", {"decay": "x"}, {}, "decay is 'x': it must be a finite number"),
+        ("eagle3", {}, {"advantages": [1.0] * 4}, "eagle3 has no input advantages"),
+        (
+            "eagle3",
+            {},
+            {"target_tokens": [5, 6, 8, 9]},
+            "target_tokens has token id 6 at position 1, model_input 7 at 2",
+        ),
+    ],
+)
+def test_what_no_draft_is_trained_by(
+    worker: Worker, loss_fn: str, config: dict[str, Any], inputs: dict[str, Any], message: str
+) -> None:
+    created(worker)
+    data = (Datum(np.array([4, 5, 7, 8]), {name: np.array(each) for name, each in inputs.items()}),)
+    wrong = ForwardBackwardRequest("draft", 1, data, loss_fn, config)
+    (answer,) = worker.run_pass(Pass((Part(1, wrong),)))
+    assert isinstance(answer, Failure)
+    assert message in answer.message
+
+
+def test_targets_that_are_given_count_the_last_token_too(worker: Worker) -> None:
+    created(worker)
+    row = np.array([4, 5, 7, 8, 11])
+    given = Datum(row[:-1], {"target_tokens": row[1:]})
+    (with_targets,) = run(worker, request([given], forward_only=True))
+    (without,) = run(worker, request([Datum(row[:-1], {})], forward_only=True))
+    assert with_targets.metrics["accuracy/1/of:sum"] == 3
+    assert without.metrics["accuracy/1/of:sum"] == 2
+    losses = with_targets.loss_fn_outputs[0]["losses"]
+    np.testing.assert_array_equal(losses[:3], without.loss_fn_outputs[0]["losses"][:3])
+    assert losses[3] > 0
+
+
+def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker) -> None:
+    created(worker, draft_vocab_size=10)
+    with pytest.raises(OperationError, match="12 tokens for a draft_vocab_size of 10"):
+        worker.set_vocabulary("draft", np.arange(12))
+    worker.set_vocabulary("draft", np.arange(20, 30))
+    losses_of(worker, 1)
+    with pytest.raises(OperationError, match="the draft has learned with its vocabulary, for 1 steps"):
+        worker.set_vocabulary("draft", np.arange(10))

@@ -1,0 +1,34 @@
+"""Form: how a kind of model lies in a directory, beside what all of them have there."""
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from .description import Description
+
+
+class Form(Protocol):
+    @property
+    def stem(self) -> str:
+        """Of the files of weights."""
+        ...
+
+    @property
+    def is_small(self) -> bool:
+        """Whether its files are read as a whole, and written by the first rank."""
+        ...
+
+    def describe(self) -> dict[str, Any]:
+        """What its description says beyond that of any model."""
+        ...
+
+    def check(self, saved: Description) -> None:
+        """Raises OperationError where the model cannot become what was saved."""
+        ...
+
+    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+        """What else its readers want to find. num_parts: of the files of weights."""
+        ...
+
+    def read_beside(self, directory: Path) -> None:
+        """What the model learns from that."""
+        ...

@@ -1,0 +1,19 @@
+"""Which form each kind of model has."""
+
+from ..drafts.model import DraftModel
+from ..full import FullWeights
+from ..learner import Learner
+from ..lora import Adapter
+from .draft import Draft
+from .form import Form
+from .hugging_face import HuggingFace
+from .peft import Peft
+
+
+def form_of(model: Learner) -> Form:
+    if isinstance(model, Adapter):
+        return Peft(model)
+    if isinstance(model, DraftModel):
+        return Draft(model)
+    assert isinstance(model, FullWeights)
+    return HuggingFace(model)

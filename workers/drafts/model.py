@@ -1,0 +1,78 @@
+"""DraftModel: what a draft has learned, the tokens that it can say, and its target."""
+
+from collections.abc import Mapping
+from functools import partial
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..layout import Layout
+from ..learner import SEED_MASK, Learner
+from ..model import BaseModel
+from ..moments import Moments
+from ..programs import Program
+from .shape import DraftShape
+from .strategy import Network
+
+
+class DraftModel(Learner):
+    """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
+    of the bare base model."""
+
+    def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
+        """Raises OperationError on what makes no such draft."""
+        assert program.strategy is not None
+        self._base, self._strategy = base, program.strategy
+        self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
+        self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
+        layout = Layout(program.strategy.parameters(self.shape))
+        super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
+        self.moments = moments
+        self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
+        self.target: Learner | None = None
+
+    @property
+    def of_trunk(self) -> Learner | None:
+        """As of any learner: whose weights the base model has when it runs for this one."""
+        return self.target
+
+    def initialize(self) -> None:
+        generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
+        parameters = _by_name(self.layout, self.weights)
+        with self._base.whole_unembedding():
+            self._strategy.initialize(parameters, self._base, self.vocabulary, generator)
+
+    def say(self, token_ids: np.ndarray) -> None:
+        """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
+        if len(token_ids) != self.shape.vocabulary:
+            raise OperationError(f"{len(token_ids)} tokens for a draft_vocab_size of {self.shape.vocabulary}")
+        if self.num_steps or self.window.num_operations:
+            raise OperationError(
+                f"the draft has learned with its vocabulary, for {self.num_steps} steps: build the map before the first"
+                " forward_backward, or create a new draft"
+            )
+        self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
+        self.initialize()
+
+    def network(self, trains: bool) -> Network:
+        """Of its weights as they are now. trains: whether passes over it add to its gradients."""
+        weights = self.weight_views()
+        if trains:
+            gradients = self.gradient_views()
+            weights = {name: _learning(weight, gradients[name]) for name, weight in weights.items()}
+        return self._strategy.network(self.shape, weights, self.vocabulary)
+
+
+def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:
+    return {str(matrix.key): layout.view(vector, matrix.key) for matrix in layout.matrices}
+
+
+def _learning(weight: Tensor, gradient: Tensor) -> Tensor:
+    """gradient: float32, to which backward passes add."""
+    leaf = weight.detach().requires_grad_()
+    leaf.grad_dtype = torch.float32
+    leaf.grad = gradient
+    return leaf

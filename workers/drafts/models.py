@@ -1,0 +1,32 @@
+"""Drafts: all draft models of one base on this rank."""
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..config import OptimizerStates
+from ..holder import Holder
+from ..model import BaseModel
+from ..moments import MOMENTS
+from ..programs import Program
+from ..residency import Residency
+from .model import DraftModel
+
+
+class Drafts(Holder[DraftModel]):
+    things = "drafts"
+
+    def __init__(
+        self, base: BaseModel, residency: Residency | None = None, optimizer_states: OptimizerStates = "float32"
+    ) -> None:
+        """residency: None = all of them stay on the device."""
+        super().__init__(residency or Residency(base.device))
+        self._base, self._moments = base, MOMENTS[optimizer_states]
+
+    def build(self, draft: DraftConfig, program: Program) -> DraftModel:
+        """One with zero weights and no id yet. Raises OperationError on what makes no such draft, and where ranks share
+        out its target's tokens."""
+        if self._base.spec.tp * self._base.spec.sp > 1:
+            raise OperationError(
+                f"drafts are not trained by ranks that run {self._base.spec}: give them ranks of their own, with"
+                " --role-group draft=single or draft=fsdp=N"
+            )
+        return DraftModel(draft, self._base, program, self._moments)

@@ -1,0 +1,51 @@
+"""EAGLE-3's losses of a draft's guesses (arXiv 2503.01840): sum over guesses k = 1, 2, ... of decay^(k-1) w l_k, where
+the draft can say what the target finds likeliest, w being the weight of the token that is guessed.
+
+kl: l is the cross-entropy with the target's distribution. lk_alpha: -log a, a being the probability that the target
+accepts what the draft draws. lk_lambda: v l_kl + (1 - v) (1 - a) with v = lk_scale exp(-lk_decay sg(a))
+(arXiv 2602.23881; there v is made of a mean over the batch, here of each guess's own a: a batch in parts is the same).
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..drafts.scores import DraftScores
+from .guesses import acceptance_lengths, guess_ratios
+from .loss import Config, Loss, LossOutput
+
+# Of an acceptance of 0, which has no logarithm.
+_LEAST = 1e-12
+
+
+def eagle3(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    counted = inputs["weights"] * scores.covered
+    depth = counted.shape[1]
+    decay = torch.as_tensor([config["decay"] ** k for k in range(depth)], dtype=counted.dtype, device=counted.device)
+    losses = torch.where(counted != 0, counted * decay * _of_guesses(scores, config), 0.0)
+    return LossOutput(losses, ratios=guess_ratios(scores, inputs["weights"]), denominator=counted[:, 0].sum())
+
+
+def _of_guesses(scores: DraftScores, config: Config) -> Tensor:
+    """[m, depth]"""
+    match config["objective"]:
+        case "lk_alpha":
+            return -scores.acceptance.clamp(min=_LEAST).log()
+        case "lk_lambda":
+            share = config["lk_scale"] * torch.exp(-config["lk_decay"] * scores.acceptance.detach())
+            return share * scores.cross_entropy + (1 - share) * (1 - scores.acceptance)
+        case _:
+            return scores.cross_entropy
+
+
+EAGLE3 = Loss(
+    eagle3,
+    required=(),
+    optional={"weights": lambda inputs, config: 1.0},
+    config={"ttt_length": 7, "decay": 0.8, "lk_scale": 1.0, "lk_decay": 3.0},
+    choices={"objective": ("kl", "lk_alpha", "lk_lambda")},
+    summary=acceptance_lengths,
+    counted_by="weights",
+    scores="losses",
+)

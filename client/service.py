@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import os
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, Self
 
 import httpx
@@ -144,6 +144,40 @@ class ServiceClient:
         )
 
     create_reference_client = blocking(create_reference_client_async)
+
+    def create_draft_client_async(
+        self,
+        base_model: str,
+        algorithm: models.Algorithm,
+        target_path: str | None = None,
+        num_layers: int | None = None,
+        capture_layers: Sequence[int] | None = None,
+        draft_vocab_size: int | None = None,
+        intermediate_size: int | None = None,
+        block_size: int | None = None,
+        mask_token_id: int | None = None,
+        seed: int | None = None,
+        user_metadata: Metadata = None,
+    ) -> APIFuture[TrainingClient]:
+        """A small model that guesses what a base model will say, or a policy's checkpoint by its path.
+
+        What is left open depends on the base model: `get_info().draft` tells it. See docs/drafts.md.
+        """
+        draft = models.NewDraft(
+            algorithm=algorithm,
+            num_layers=num_layers,
+            capture_layers=None if capture_layers is None else tuple(capture_layers),
+            draft_vocab_size=draft_vocab_size,
+            intermediate_size=intermediate_size,
+            block_size=block_size,
+            mask_token_id=mask_token_id,
+            seed=seed,
+        )
+        fields = {"base_model": base_model, "model_role": "draft", "draft": draft, "target_path": target_path}
+        fields["user_metadata"] = user_metadata
+        return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
+
+    create_draft_client = blocking(create_draft_client_async)
 
     def create_training_client_from_state_async(self, path: str) -> APIFuture[TrainingClient]:
         """A new model with the weights of a checkpoint and a fresh optimizer."""

@@ -11,13 +11,13 @@ from typing import Literal, TypeVar
 
 import numpy as np
 
-from ..schemas import checkpoints, training
+from ..schemas import checkpoints, drafts, training
 from ..schemas.codec import decode_forward_backward_output, encode_forward_backward_request
 from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
-from .data import chunks, merged
+from .data import Tokens, as_tokens, chunks, merged
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
@@ -72,6 +72,10 @@ class TrainingClient:
         """
         if self._info.model_role == "critic":
             raise ValueError("a critic has no log-probabilities for a loss of yours: it is trained by value_mse")
+        if (draft := self._info.draft) is not None:
+            raise ValueError(
+                f"a draft has no log-probabilities for a loss of yours: it is trained by {draft.algorithm}"
+            )
         forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
         loss, gradients = loss_fn(data, [output["logprobs"] for output in forward.loss_fn_outputs])
         weighted = [with_weights(datum, -np.asarray(slope)) for datum, slope in zip(data, gradients, strict=True)]
@@ -143,6 +147,34 @@ class TrainingClient:
             raise ValueError(f"every is {every}: a number of steps, at least 1")
         self._num_steps = self._num_steps if num_steps is None else num_steps
         self._hooks.append((every, hook))
+
+    def set_target(self, path: str | None) -> APIFuture[drafts.SetTargetResponse]:
+        """From here on this draft guesses a policy's checkpoint, by its tinker:// path; None = the bare base model."""
+        self._require_draft("set_target")
+        return self._operation("set_target", drafts.SetTargetRequest, {"path": path}, drafts.SetTargetResponse)
+
+    def build_vocab_map(
+        self,
+        tokens: Sequence[Tokens] | None = None,
+        weights: Sequence[Sequence[float] | np.ndarray] | None = None,
+        counts: Mapping[int, int] | None = None,
+    ) -> APIFuture[drafts.BuildVocabMapResponse]:
+        """Before its first step: what this draft can say are the most frequent tokens, as many as draft_vocab_size.
+
+        tokens: sequences, of which what has a weight other than 0 counts. counts: by token id, instead of these.
+        """
+        self._require_draft("build_vocab_map")
+        fields = {
+            "tokens": None if tokens is None else [as_tokens(each) for each in tokens],
+            "weights": None if weights is None else [[float(weight) for weight in each] for each in weights],
+            "counts": counts,
+        }
+        answer = drafts.BuildVocabMapResponse
+        return self._operation("build_vocab_map", drafts.BuildVocabMapRequest, fields, answer)
+
+    def _require_draft(self, verb: str) -> None:
+        if self._info.draft is None:
+            raise ValueError(f"{verb} is of draft models, and this is a {self._info.model_role}: create_draft_client")
 
     def save_state(
         self, name: str, ttl_seconds: int | None = None, overwrite: bool = False

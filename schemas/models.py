@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from .training import Wire
 
@@ -54,6 +54,13 @@ class DraftConfig(Wire):
     seed: int | None = None
 
 
+class NewDraft(DraftConfig):
+    """As it is asked for."""
+
+    # A misspelt one would make another draft.
+    model_config = ConfigDict(extra="forbid")
+
+
 TrainingConfig = LoraConfig | FullConfig | DraftConfig
 """What of a model is trained."""
 
@@ -66,8 +73,13 @@ def training_of(values: Mapping[str, Any]) -> TrainingConfig:
 
 
 def lora_of(training: TrainingConfig) -> LoraConfig | None:
-    """None: of a full model, which has none."""
+    """None: of a model of another kind."""
     return training if isinstance(training, LoraConfig) else None
+
+
+def draft_of(training: TrainingConfig) -> DraftConfig | None:
+    """None: of a model of another kind."""
+    return training if isinstance(training, DraftConfig) else None
 
 
 class OptimizerConfig(Wire):
@@ -76,9 +88,11 @@ class OptimizerConfig(Wire):
 
 
 class CreateModelRequest(Wire):
-    """model_role, training and seed are ours. training None: "lora" where there is a lora_config, else "full".
+    """model_role, training, seed, draft and target_path are ours. training None: "lora" where there is a lora_config,
+    "full" where there is no draft either.
 
-    seed: of a full model; that of LoRA is in lora_config.
+    seed: of a full model; that of LoRA is in lora_config, that of a draft model in draft. draft, target_path: of draft
+    models, and the policy's checkpoint which they guess, None = the bare base model.
     """
 
     session_id: str
@@ -90,11 +104,17 @@ class CreateModelRequest(Wire):
     model_role: Role = "policy"
     training: Literal["lora", "full"] | None = None
     seed: int | None = None
+    draft: NewDraft | None = None
+    target_path: str | None = None
     type: Literal["create_model"] = "create_model"
 
 
 class CreateModelResponse(Wire):
+    """draft, with all that was left open, and target_path are ours."""
+
     model_id: str
+    draft: DraftConfig | None = None
+    target_path: str | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -110,9 +130,10 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """lora_alpha, target_modules, max_context_length and model_role are ours.
+    """lora_alpha, target_modules, max_context_length, model_role, draft and target_path are ours.
 
-    Of a full model lora_rank and lora_alpha are 0, and target_modules is empty.
+    Of what is no LoRA lora_rank and lora_alpha are 0, and target_modules is empty. draft: with all that was left open.
+    target_path: what a draft model guesses now, None = the bare base model.
     """
 
     model_id: str
@@ -125,6 +146,8 @@ class GetInfoResponse(Wire):
     target_modules: list[str]
     max_context_length: int
     model_role: Role
+    draft: DraftConfig | None = None
+    target_path: str | None = None
     type: Literal["get_info"] = "get_info"
 
 

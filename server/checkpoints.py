@@ -197,6 +197,7 @@ class Checkpoints:
             base_model=source.base_model,
             training=source.training,
             role=source.role,
+            target_path=source.target_path,
             created_at=now,
             last_request_at=now,
             user_metadata={"copied_from": source.tinker_path},
@@ -358,6 +359,7 @@ class Checkpoints:
             base_model=run.base_model,
             training=run.training,
             role=run.role,
+            target_path=run.target_path,
             has_optimizer=has_optimizer,
         )
 
@@ -413,6 +415,11 @@ def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
     )
 
 
+def full_path(path: str) -> str:
+    """With its scheme, which may be left out."""
+    return f"tinker://{path.removeprefix('tinker://')}"
+
+
 def _missing(path: str) -> RequestError:
     return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
 
@@ -461,6 +468,7 @@ def _about(draft: CheckpointRecord, request_id: str | None) -> Mapping[str, obje
         "base_model": draft.base_model,
         "training": draft.training.model_dump(),
         "role": draft.role,
+        "target_path": draft.target_path,
         "has_optimizer": draft.has_optimizer,
         "created_at": draft.created_at,
         "request_id": request_id,

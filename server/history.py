@@ -22,10 +22,15 @@ KEPT = {
     "forward_backward",
     "optim_step",
     "load_weights",
+    "set_target",
+    "build_vocab_map",
     *STRIKES,
     REFUSED,
 }
 """The kinds without which a run's state cannot be made again."""
+
+_REPEATED = {"forward_backward", "load_weights", "set_target", "build_vocab_map"}
+"""Of these, behind its beginning and beside its steps."""
 
 
 class Outcome(Enum):
@@ -136,9 +141,9 @@ class History:
                 clears = is_tainted or past.outcome is Outcome.STRUCK
                 yield past, Repeat.CLEAR if clears else Repeat.AGAIN
                 is_tainted = False
-            elif past.kind in ("forward_backward", "load_weights") and is_done:
+            elif past.kind in _REPEATED and is_done:
                 yield past, Repeat.AGAIN
-                is_tainted &= past.kind == "forward_backward"
+                is_tainted &= past.kind != "load_weights"
             is_tainted |= past.taints or (past.kind == "forward_backward" and not is_done)
 
     def close(self) -> None:

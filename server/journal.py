@@ -26,7 +26,7 @@ class Header:
 
     kind: the request's type. run_id: of a run or a sampler. drawn: seeds that the request left open.
     refused: why the operation was not accepted; its seq_id counts as done. reader: another tenant, in whose name the
-    checkpoint may be read that is to be loaded.
+    checkpoint may be read that is to be loaded. target_path: of the checkpoint that a new draft model guesses.
     """
 
     kind: str
@@ -39,6 +39,7 @@ class Header:
     drawn: Mapping[str, int] = field(default_factory=dict)
     refused: str | None = None
     reader: str | None = None
+    target_path: str | None = None
     version: int = FORMAT_VERSION
 
 

@@ -12,6 +12,7 @@ from ..schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ..schemas.codec import decode_forward_backward
+from ..schemas.drafts import BuildVocabMapRequest, SetTargetRequest
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -24,6 +25,8 @@ Request = (
     | SaveWeightsRequest
     | SaveWeightsForSamplerRequest
     | SaveWeightsExternalRequest
+    | SetTargetRequest
+    | BuildVocabMapRequest
 )
 """An operation of a live run that is carried out as a client asks for it."""
 
@@ -32,6 +35,8 @@ _JSON: dict[str, type[BaseModel]] = {
     "save_weights": SaveWeightsRequest,
     "save_weights_for_sampler": SaveWeightsForSamplerRequest,
     "save_weights_external": SaveWeightsExternalRequest,
+    "set_target": SetTargetRequest,
+    "build_vocab_map": BuildVocabMapRequest,
     "load_weights": LoadWeightsRequest,
     "create_model": CreateModelRequest,
     "create_model_from_checkpoint": LoadWeightsRequest,

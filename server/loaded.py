@@ -1,19 +1,24 @@
 """Loaded: the checkpoints that live runs have loaded, each kept as it was then until snapshots hold what it did.
 
 Their owners may delete and overwrite them meanwhile. Files are shared with the checkpoint where the file system can.
-Layout below state_dir/loaded: RUN/SEQ_ID of the operation, with .staging-* beside them while they are made.
+Layout below state_dir/loaded: RUN/SEQ_ID of the operation, RUN/SEQ_ID-target of what a draft model guesses from it on,
+with .staging-* beside them while they are made.
 """
 
 import asyncio
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import Literal
 
 from ..schemas.errors import OperationError
 from .checkpoint_files import link_files, link_or_copy
 from .checkpoints import directory_name
 from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
 from .manifest import MANIFEST, check
+
+Part = Literal["weights", "target"]
+"""What of a run a checkpoint was loaded into."""
 
 
 class Loaded:
@@ -23,21 +28,21 @@ class Loaded:
         self._root = root.absolute()
         self._sync = sync
 
-    async def find(self, run_id: str, seq_id: int) -> Path | None:
+    async def find(self, run_id: str, seq_id: int, part: Part = "weights") -> Path | None:
         """What the operation has loaded, if it has. Raises ValueError where that is damaged."""
-        directory = self._of(run_id) / str(seq_id)
+        directory = self._of(run_id) / _name(seq_id, part)
         if not await asyncio.to_thread(directory.exists):
             return None
         await asyncio.to_thread(check, directory)
         return directory
 
-    async def keep(self, run_id: str, seq_id: int, checkpoint: Path) -> Path:
+    async def keep(self, run_id: str, seq_id: int, checkpoint: Path, part: Part = "weights") -> Path:
         """In place of what was kept before. checkpoint: a whole one, with its manifest.
 
         Raises OperationError: by the user where it was deleted meanwhile, by the server where there is no room for it.
         """
         try:
-            return await asyncio.to_thread(self._keep, self._of(run_id), str(seq_id), checkpoint)
+            return await asyncio.to_thread(self._keep, self._of(run_id), _name(seq_id, part), checkpoint)
         except FileNotFoundError as error:
             raise OperationError(f"the checkpoint was not loaded, for it was deleted meanwhile ({error})") from error
         except OSError as error:
@@ -82,5 +87,9 @@ class Loaded:
 
     def _retain(self, of_run: Path, is_needed: Callable[[int], bool]) -> None:
         for directory in of_run.glob("[0-9]*"):
-            if not is_needed(int(directory.name)):
+            if not is_needed(int(directory.name.partition("-")[0])):
                 shutil.rmtree(directory, ignore_errors=True)
+
+
+def _name(seq_id: int, part: Part) -> str:
+    return str(seq_id) if part == "weights" else f"{seq_id}-{part}"

@@ -2,6 +2,7 @@
 is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from functools import partial
@@ -20,32 +21,40 @@ from ..schemas.checkpoints import (
     SaveWeightsResponse,
 )
 from ..schemas.codec import encode_forward_backward_output
+from ..schemas.drafts import BuildVocabMapRequest, SetTargetRequest, SetTargetResponse
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import CreateModelRequest, CreateModelResponse, FullConfig, TrainingConfig
+from ..schemas.models import CreateModelRequest, CreateModelResponse, draft_of
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .auth import Tenant
 from .bodies import Received
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, full_path
+from .fitting import check_loadable, check_target
 from .futures import Result
 from .journal import Journal
 from .journaled import Request, decode_entry
-from .loaded import Loaded
+from .loaded import Loaded, Part
 from .recordings import Recordings
 from .samplers import Samplers
+from .seeds import with_drawn
 from .segments import Place
 from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
 from .trouble import room_for
+from .vocabulary import most_frequent
+
+Find = Callable[[], Awaitable[CheckpointRecord]]
 
 
 @dataclass(frozen=True)
 class CreateRun:
-    """Always a run's first operation, seq_id 0. path: of the checkpoint it starts from; optimizer: its state, too."""
+    """Always a run's first operation, seq_id 0. path: of the checkpoint it starts from; optimizer: its state, too.
+    target_path: of the checkpoint that a draft model guesses."""
 
     path: str | None = None
     optimizer: bool = False
+    target_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -63,13 +72,16 @@ Operation = CreateRun | LoadWeights | Request
 async def read_operation(journal: Journal, place: Place) -> Operation:
     """As it was accepted. Raises OSError, ValueError; RequestError where this version would not accept it."""
     entry = await journal.read(place)
+    header = entry.header
     match await decode_entry(entry):
         case CreateModelRequest():
-            return CreateRun()
-        case LoadWeightsRequest(path=path, optimizer=optimizer) if entry.header.kind == "load_weights":
-            return LoadWeights(path, optimizer, entry.header.reader)
+            return CreateRun(target_path=header.target_path)
+        case LoadWeightsRequest(path=path, optimizer=optimizer) if header.kind == "load_weights":
+            return LoadWeights(path, optimizer, header.reader)
         case LoadWeightsRequest(path=path, optimizer=optimizer):
-            return CreateRun(path, optimizer)
+            return CreateRun(path, optimizer, header.target_path)
+        case ForwardBackwardRequest() as request:
+            return with_drawn(request, header.drawn)
         case SampleRequest():
             raise ValueError(f"the journal's entry at {place} is a sampling request")
         case request:
@@ -86,6 +98,17 @@ def kind_of(operation: Operation) -> str:
             return "forward" if operation.forward_only else "forward_backward"
         case _:
             return operation.type
+
+
+def loads_files(operation: Operation) -> bool:
+    """Of a checkpoint, which are kept until snapshots hold what it did with them."""
+    match operation:
+        case CreateRun():
+            return operation.path is not None or operation.target_path is not None
+        case LoadWeights() | SetTargetRequest():
+            return operation.path is not None
+        case _:
+            return False
 
 
 @dataclass(frozen=True)
@@ -155,13 +178,26 @@ class Operations:
                 return await self._save_external(run, operation, run.request_id(seq_id))
             case LoadWeights():
                 return await self._load_weights(run, operation, seq_id)
+            case SetTargetRequest():
+                return await self._set_target(run, operation, seq_id)
+            case BuildVocabMapRequest():
+                return await self._build_vocab_map(run, operation)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
         """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
-        if isinstance(operation, LoadWeights):
-            await self._load(run, operation, seq_id, partial(self._known, operation.path), again=True)
-        else:
-            await self.perform(run, operation, seq_id)
+        match operation:
+            case LoadWeights(path=path):
+                await self._load(run, operation, seq_id, partial(self._known, path), again=True)
+            case SetTargetRequest(path=path):
+                await self._move_target(run, path, seq_id, self._known, again=True)
+            case _:
+                await self.perform(run, operation, seq_id)
+
+    async def recorded(self, run: RunRecord) -> RunRecord:
+        """As the store has it, of one that was created: with what the workers have made of what it left open."""
+        stored = await self._store.get_run(run.run_id)
+        assert stored is not None
+        return replace(run, training=stored.training, target_path=stored.target_path)
 
     async def share(self, run: RunRecord, adapter_id: str) -> None:
         """Its own weights with a sampler, where these are shared. Raises OperationError."""
@@ -177,7 +213,7 @@ class Operations:
         self.infos.pop(run.run_id, None)
         await self._dispatch.drop_run(run.run_id)
 
-    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> None:
+    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> RunInfo:
         """In the workers, as it is created, or as it once was. Raises OperationError."""
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
@@ -185,7 +221,10 @@ class Operations:
         info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.training, run.role), tenant.name)
         if operation.path is not None:
             await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
+        if operation.target_path is not None:
+            await self._move_target(run, operation.target_path, 0, self._known, again=again)
         self.infos[run.run_id] = info
+        return info
 
     async def discard(self, run: RunRecord) -> None:
         """What the workers may still have of it. Raises OperationError."""
@@ -202,18 +241,18 @@ class Operations:
     async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
         await self.discard(run)  # of an earlier try, for which the database had no room
         try:
-            await self.make(run, operation, again=False)
+            info = await self.make(run, operation, again=False)
         except WorkerLost:
             raise
         except (OperationError, RequestError):
             await self.discard(run)  # it may be there without its checkpoint, and hold memory until its session ends
             raise
         if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
-            await self._store.insert_run(run)
+            await self._store.insert_run(replace(run, training=info.training))
         if operation.path is not None:
-            path = f"tinker://{operation.path.removeprefix('tinker://')}"
-            return _json(LoadWeightsResponse(path=path, model_id=run.run_id))
-        return _json(CreateModelResponse(model_id=run.run_id))
+            return _json(LoadWeightsResponse(path=full_path(operation.path), model_id=run.run_id))
+        draft = draft_of(info.training)
+        return _json(CreateModelResponse(model_id=run.run_id, draft=draft, target_path=operation.target_path))
 
     async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
         if operation.loss_fn == "stable_reinforce":
@@ -236,8 +275,10 @@ class Operations:
         return _json(SaveWeightsResponse(path=path))
 
     async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
-        if run.role != "policy":
+        if run.role not in ("policy", "draft"):
             raise OperationError(f"a {run.role} draws no tokens: sample from a policy")
+        if run.role == "draft" and operation.path is None:
+            raise OperationError("a draft draws no tokens by itself: give a path, under which its weights are saved")
         if operation.path is None:
             sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
             return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
@@ -299,55 +340,71 @@ class Operations:
         return checkpoint
 
     async def _load(
+        self, run: RunRecord, operation: CreateRun | LoadWeights, seq_id: int, find: Find, *, again: bool
+    ) -> None:
+        """What is found; again: that very version, whatever has become of it."""
+
+        async def found() -> CheckpointRecord:
+            checkpoint = await find()
+            check_loadable(run, checkpoint, operation.optimizer)
+            return checkpoint
+
+        directory = await self._kept(run, seq_id, "weights", found, again=again)
+        await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
+
+    async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
+        """Gradients that wait stay where they are, and so does what the draft has learned."""
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: set_target is of draft models")
+        find = partial(self._checkpoints.readable, readers={run.tenant_id})
+        path = operation.path and full_path(operation.path)
+        await self._move_target(run, path, seq_id, find, again=False)
+        await self._store.set_run_target(run.run_id, path)
+        return _json(SetTargetResponse(target_path=path))
+
+    async def _move_target(
         self,
         run: RunRecord,
-        operation: CreateRun | LoadWeights,
+        path: str | None,
         seq_id: int,
-        find: Callable[[], Awaitable[CheckpointRecord]],
+        find: Callable[[str], Awaitable[CheckpointRecord]],
         *,
         again: bool,
     ) -> None:
-        """What is found; again: that very version, whatever has become of it."""
+        """path: None = to the bare base model. again: as `_load`."""
+        if path is None:
+            await self._dispatch.set_target(run.run_id, None)
+            return
+
+        async def found() -> CheckpointRecord:
+            checkpoint = await find(path)
+            check_target(checkpoint, run.base_model)
+            return checkpoint
+
+        await self._dispatch.set_target(run.run_id, await self._kept(run, seq_id, "target", found, again=again))
+
+    async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest) -> Result:
+        draft = draft_of(run.training)
+        if draft is None:
+            raise OperationError(f"a {run.role} says all tokens of its base model: build_vocab_map is of draft models")
+        vocab_size = self._dispatch.models[run.base_model].vocab_size
+        size = draft.draft_vocab_size or vocab_size
+        vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
+        await self._dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
+        return _json(vocabulary.described())
+
+    async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
+        """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""
         try:
-            directory = await self._loaded.find(run.run_id, seq_id)
+            directory = await self._loaded.find(run.run_id, seq_id, part)
         except ValueError as error:
             if again:
                 raise OperationError(f"what was loaded is damaged on the server's disk: {error}", "server") from None
             directory = None  # kept by a try that was never answered
-        if directory is None:
-            directory = await self._keep(run, operation, seq_id, await find())
-        await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
-
-    async def _keep(
-        self, run: RunRecord, operation: CreateRun | LoadWeights, seq_id: int, checkpoint: CheckpointRecord
-    ) -> Path:
-        if checkpoint.base_model != run.base_model:
-            raise OperationError(
-                f"{checkpoint.tinker_path} was trained on {checkpoint.base_model}, run {run.run_id} on "
-                f"{run.base_model}: load it into a run of its own base model"
-            )
-        if (run.role == "critic") != (checkpoint.role == "critic"):
-            raise OperationError(
-                f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, and run {run.run_id} is a {run.role}: "
-                f"load it into a {checkpoint.role}"
-            )
-        if run.role != "reference" and type(run.training) is not type(checkpoint.training):
-            theirs, ours = (_kind(each) for each in (checkpoint.training, run.training))
-            raise OperationError(
-                f"{checkpoint.tinker_path} is of {theirs}, and run {run.run_id} is {ours}: create a model of it "
-                "(create_training_client_from_state)"
-            )
-        if operation.optimizer and not checkpoint.has_optimizer:
-            raise OperationError(
-                f"{checkpoint.tinker_path} has no optimizer state: load it with optimizer=false, or load a checkpoint "
-                "that save_state wrote"
-            )
-        async with self._checkpoints.reading(checkpoint) as files:
-            return await self._loaded.keep(run.run_id, seq_id, files)
-
-
-def _kind(training: TrainingConfig) -> str:
-    return "a full model" if isinstance(training, FullConfig) else "a LoRA adapter"
+        if directory is not None:
+            return directory
+        async with self._checkpoints.reading(await find()) as files:
+            return await self._loaded.keep(run.run_id, seq_id, files, part)
 
 
 def _json(response: BaseModel) -> Result:

@@ -16,6 +16,7 @@ from functools import partial
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from ..schemas.drafts import SetTargetRequest
 from ..schemas.errors import Category, OperationError, RequestError
 from ..schemas.futures import Pending
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -25,7 +26,7 @@ from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
 from .journal import Header
-from .operations import CreateRun, LoadWeights, Operation, kind_of, size_of
+from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of
 from .quotas import Admission, Standing
 from .resuming import Inherited, Resuming, Undone
 from .run_services import RunServices
@@ -290,6 +291,7 @@ class Run:
             content_encoding=received.content_encoding,
             drawn=drawn,
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
+            target_path=operation.target_path if isinstance(operation, CreateRun) else None,
         )
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
         size = size_of(operation, received)
@@ -434,8 +436,8 @@ class Run:
 
     def _note_done(self, seq_id: int, operation: Operation) -> None:
         if isinstance(operation, CreateRun):
-            self._state.began(operation)
-        if isinstance(operation, CreateRun | LoadWeights) and operation.path is not None:
+            self._state.began(operation, self.record)
+        if loads_files(operation):
             # What was loaded need not be kept much longer then.
             self._state.snapshot(Boundary(seq_id, self._window))
 
@@ -473,6 +475,8 @@ class Run:
         result = await self._services.operations.perform(self.record, operation, seq_id)
         if isinstance(operation, LoadWeights):
             self._window = Window()
+        if isinstance(operation, CreateRun | SetTargetRequest):
+            self.record = await self._services.operations.recorded(self.record)
         return result
 
     async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: Window) -> Result:

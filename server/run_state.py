@@ -78,9 +78,9 @@ class RunState:
         # For too long there was none.
         self._is_overdue = False
 
-    def began(self, created: CreateRun) -> None:
-        """The workers have it as it was created."""
-        self._created, self._is_live = created, True
+    def began(self, created: CreateRun, record: RunRecord) -> None:
+        """The workers have it as it was created, and as it is recorded now."""
+        self._created, self._record, self._is_live = created, record, True
 
     def began_before(self, created: CreateRun) -> None:
         """In an earlier process, whose workers are gone."""

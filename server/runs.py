@@ -9,11 +9,20 @@ from dataclasses import dataclass
 
 from ..schemas.checkpoints import LoadWeightsRequest
 from ..schemas.errors import RequestError
-from ..schemas.models import CreateModelRequest, FullConfig, LoraConfig, OptimizerConfig, Role, TrainingConfig
+from ..schemas.models import (
+    CreateModelRequest,
+    DraftConfig,
+    FullConfig,
+    LoraConfig,
+    OptimizerConfig,
+    Role,
+    TrainingConfig,
+)
 from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints
+from .fitting import check_role, check_target
 from .journal import Journaled
 from .journaled import decode_entry
 from .operations import CreateRun
@@ -29,8 +38,9 @@ from .store import CheckpointRecord, RunRecord, Store, string_metadata
 logger = logging.getLogger(__name__)
 
 _HELD_SECONDS = 600.0
-_LORA_SEED, _FULL_SEED = "lora_seed", "full_seed"
+_LORA_SEED, _FULL_SEED, _DRAFT_SEED = "lora_seed", "full_seed", "draft_seed"
 """What is drawn where a request leaves it open."""
+_SEEDS = {LoraConfig: _LORA_SEED, FullConfig: _FULL_SEED, DraftConfig: _DRAFT_SEED}
 
 
 class Runs:
@@ -90,11 +100,11 @@ class Runs:
                 f"with --max-lora-rank {asked.rank}"
             )
         await self._services.sessions.require_open(tenant, request.session_id)
-        seed = _LORA_SEED if isinstance(asked, LoraConfig) else _FULL_SEED
-        drawn = {} if asked.seed is not None else {seed: draw_seed()}
-        shape = _Shape(request.base_model, _accepted(request, drawn), request.model_role)
+        target_path = await self._target(tenant, request)
+        drawn = {} if asked.seed is not None else {_SEEDS[type(asked)]: draw_seed()}
+        shape = _Shape(request.base_model, _accepted(request, drawn), request.model_role, target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
-        return await self._create(record, CreateRun(), received, admission, drawn)
+        return await self._create(record, CreateRun(target_path=target_path), received, admission, drawn)
 
     async def create_from_checkpoint(
         self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
@@ -109,9 +119,10 @@ class Runs:
         checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
         base_model = base_model_of(checkpoint, request.base_model)
         require_served(self._dispatch, base_model)
-        shape = _Shape(base_model, checkpoint.training, _role_from(checkpoint, request))
+        target_path = await self._target_left(tenant, checkpoint)
+        shape = _Shape(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
         record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
-        creation = CreateRun(checkpoint.tinker_path, request.optimizer)
+        creation = CreateRun(checkpoint.tinker_path, request.optimizer, target_path)
         return await self._create(record, creation, received, admission, {})
 
     async def get(self, tenant: Tenant, run_id: str) -> Run:
@@ -204,6 +215,23 @@ class Runs:
         await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures), loadable)
         self._runs[record.run_id] = run
 
+    async def _target(self, tenant: Tenant, request: CreateModelRequest) -> str | None:
+        """What a new draft model is to guess, as it is asked for. Raises RequestError."""
+        if request.target_path is None:
+            return None
+        checkpoint = await self._checkpoints.resolve(tenant, request.target_path)
+        check_target(checkpoint, request.base_model)
+        return checkpoint.tinker_path
+
+    async def _target_left(self, tenant: Tenant, checkpoint: CheckpointRecord) -> str | None:
+        """What the draft model that was saved there guessed, if it is still there, and the tenant's to read."""
+        if checkpoint.target_path is None:
+            return None
+        try:
+            return (await self._checkpoints.resolve(tenant, checkpoint.target_path)).tinker_path
+        except RequestError:
+            return None
+
     async def _loadable(self, run_id: str) -> Sequence[str]:
         """Of a run that a copy may have left behind its client, the paths of checkpoints, oldest first."""
         if not (self._services.copied.is_waiting(run_id) or self._services.copied.is_behind(run_id)):
@@ -222,13 +250,15 @@ class Runs:
         entry = await self._services.journal.read(first.place)
         request = await decode_entry(entry)
         if isinstance(request, CreateModelRequest):
-            shape = _Shape(request.base_model, _accepted(request, header.drawn), request.model_role)
+            accepted = _accepted(request, header.drawn)
+            shape = _Shape(request.base_model, accepted, request.model_role, header.target_path)
             return _record(tenant, session_id, int(number), shape, request)
         assert isinstance(request, LoadWeightsRequest)
         checkpoint = await self._checkpoints.known(request.path)
         if checkpoint is None:
             raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
-        shape = _Shape(checkpoint.base_model, checkpoint.training, _role_from(checkpoint, request))
+        role = _role_from(checkpoint, request)
+        shape = _Shape(checkpoint.base_model, checkpoint.training, role, header.target_path)
         return _record(tenant, session_id, int(number), shape, request)
 
     async def _create(
@@ -276,6 +306,8 @@ def _check_optimizer(optimizer: OptimizerConfig) -> None:
 
 def _asked(request: CreateModelRequest) -> TrainingConfig:
     """What of it is to be trained. Raises RequestError."""
+    if request.draft is not None or request.model_role == "draft" or request.target_path is not None:
+        return _asked_draft(request)
     if request.training == "full" and request.lora_config is not None:
         raise RequestError(
             "training is 'full' and there is a lora_config: leave out lora_config to train all weights, or training to "
@@ -288,25 +320,36 @@ def _asked(request: CreateModelRequest) -> TrainingConfig:
     return request.lora_config or LoraConfig()
 
 
+def _asked_draft(request: CreateModelRequest) -> DraftConfig:
+    """Raises RequestError."""
+    if request.model_role != "draft":
+        given = "draft" if request.draft is not None else "target_path"
+        raise RequestError(
+            f"{given} is given and model_role is {request.model_role!r}: send model_role 'draft', or leave out {given}"
+        )
+    if request.draft is None:
+        raise RequestError("model_role is 'draft' and there is no draft: send one, such as {'algorithm': 'eagle3'}")
+    if request.lora_config is not None or request.training is not None:
+        given = "lora_config" if request.lora_config is not None else "training"
+        raise RequestError(f"a draft model has weights of its own, all of which are trained: leave out {given}")
+    if request.seed is not None:
+        raise RequestError(f"seed {request.seed} is of a full model: a draft model's is draft.seed")
+    return DraftConfig(**request.draft.model_dump())
+
+
 def _accepted(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
     """What of it is trained, with its seed. drawn: what the request left open.
 
     By that an earlier version is known, which took LoRA where nothing was said.
     """
-    if request.lora_config is None and _LORA_SEED not in drawn:
-        return FullConfig(seed=drawn.get(_FULL_SEED, request.seed))
-    lora = request.lora_config or LoraConfig()
-    return lora.model_copy(update={"seed": drawn.get(_LORA_SEED, lora.seed)})
+    asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _asked(request)
+    return asked.model_copy(update={"seed": drawn.get(_SEEDS[type(asked)], asked.seed)})
 
 
 def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:
     """Raises RequestError where the checkpoint's weights are not of such a model."""
     role = request.model_role or checkpoint.role
-    if (role == "critic") != (checkpoint.role == "critic"):
-        raise RequestError(
-            f"{checkpoint.tinker_path} was saved by a {checkpoint.role}: no {role} can be made of it, since critics "
-            "have a head of their own"
-        )
+    check_role(checkpoint, role)
     return role
 
 
@@ -317,6 +360,7 @@ class _Shape:
     base_model: str
     training: TrainingConfig
     role: Role
+    target_path: str | None
 
 
 def _record(
@@ -334,6 +378,7 @@ def _record(
         base_model=shape.base_model,
         training=shape.training,
         role=shape.role,
+        target_path=shape.target_path,
         created_at=now,
         last_request_at=now,
         user_metadata=string_metadata(request.user_metadata),

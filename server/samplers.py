@@ -146,8 +146,8 @@ class Samplers:
     async def _base_model(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
         if model_path:
             checkpoint = await self._checkpoints.resolve(tenant, model_path)
-            if checkpoint.role == "critic":
-                raise RequestError(f"{checkpoint.tinker_path} was saved by a critic, which draws no tokens")
+            if checkpoint.role != "policy":
+                raise RequestError(f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which draws no tokens")
             base_model = base_model_of(checkpoint, base_model)
         if base_model is None:
             raise RequestError("a sampling session needs base_model or model_path")

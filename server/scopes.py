@@ -40,6 +40,8 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/save_weights_external": ("train",),
     "POST /api/v1/load_checkpoint": ("train",),
     "POST /api/v1/load_weights": ("train",),
+    "POST /api/v1/set_target": ("train",),
+    "POST /api/v1/build_vocab_map": ("train",),
     "POST /api/v1/copy_weights": ("train",),
     "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),

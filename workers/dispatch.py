@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from ..schemas.errors import OperationError
-from ..schemas.models import FullConfig, LoraConfig
+from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .config import DispatchConfig, WorkerConfig
@@ -89,8 +91,8 @@ class WorkerDispatch:
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
         # Before it is there: who gives up waiting for it has to drop it.
-        is_full = isinstance(spec.training, FullConfig)
-        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_full)
+        is_apart = not isinstance(spec.training, LoraConfig)
+        home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_apart)
         return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
@@ -110,11 +112,20 @@ class WorkerDispatch:
     async def clear_gradients(self, run_id: str) -> None:
         await self._submit_verb(run_id, "clear_gradients")
 
+    async def set_target(self, run_id: str, directory: Path | None) -> None:
+        """What a draft model guesses from now on: the policy that was saved there, or the bare base model. Pending
+        gradients stay where they are, and the directory is not read any more behind it."""
+        await self._submit_verb(run_id, "set_target", None if directory is None else str(directory))
+
+    async def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
+        """What a draft model can say, before its first step. token_ids: int64 [draft_vocab_size], ascending."""
+        await self._submit_verb(run_id, "set_vocabulary", token_ids)
+
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:
         """Into an existing empty directory, as of the last step. A run with weights of its own is written while the
         workers go on with other work; an adapter takes no longer than a pass."""
         home = self._home_of_run(run_id)
-        if home.is_full:
+        if home.has_own_weights:
             await home.submit(run_id, Snapshot(str(directory), "state" if optimizer else "weights"))
         else:
             await self._submit_verb(run_id, "save_run", str(directory), optimizer)
@@ -244,7 +255,7 @@ class _Home:
     group: Group
     tenant_id: str
     base_model: str
-    is_full: bool
+    has_own_weights: bool
 
     async def submit(self, key: str, item: Item) -> Any:
         return await self.group.submit(key, self.tenant_id, item)

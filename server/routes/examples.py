@@ -8,6 +8,7 @@ from ..bodies import JsonSchema
 
 SESSION_ID = "3f1c0f6a9d2b4e58"
 MODEL_ID = f"{SESSION_ID}:train:0"
+DRAFT_ID = f"{SESSION_ID}:train:1"
 SAMPLER_ID = f"{SESSION_ID}:sample:0"
 BASE_MODEL = "Qwen/Qwen3-0.6B"
 NAME = "step-100"

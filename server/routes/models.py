@@ -17,6 +17,7 @@ from ...schemas.models import (
     SupportedModel,
     TokenizerFiles,
     Workers,
+    draft_of,
     lora_of,
 )
 from ...workers.config import ServedModel
@@ -70,7 +71,8 @@ async def get_workers(services: ServicesDependency, tenant: TenantDependency) ->
 async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
     """Of a live model, as soon as it has been created. An adapter's alpha sets its scale: alpha / rank.
 
-    Of a full model lora_rank and lora_alpha are 0.
+    Of a full model and a draft lora_rank and lora_alpha are 0. target_path: what a draft guesses now, if not the bare
+    base model.
     """
     run = await services.runs.get(tenant, request.model_id)
     base, info = services.dispatch.models[run.record.base_model], await run.info()
@@ -87,6 +89,8 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
         target_modules=list(info.target_modules) if lora else [],
         max_context_length=base.max_context_length,
         model_role=run.record.role,
+        draft=draft_of(run.record.training),
+        target_path=run.record.target_path,
     )
 
 

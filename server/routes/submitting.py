@@ -29,6 +29,7 @@ from ..futures import Result
 from ..journaled import Request as AsAsked
 from ..operations import Operation
 from ..quotas import UNORDERED, Admission, Standing
+from ..seeds import draw_open_seeds, with_drawn
 from ..services import Services
 from ..slots import Refused
 
@@ -118,7 +119,8 @@ async def submit_operation(
     """Hands what is asked for to its run. Raises RequestError."""
     asked = submit.content
     run = await services.runs.get(tenant, asked.model_id or "")
-    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission)
+    operation = with_drawn(operation, drawn := draw_open_seeds(operation))
+    submitted = await run.submit(asked.seq_id or 0, operation, submit.received, admission, drawn)
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 

@@ -12,6 +12,7 @@ from ...schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ...schemas.codec import decode_forward_backward
+from ...schemas.drafts import BuildVocabMapRequest, SetTargetRequest
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -19,7 +20,7 @@ from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..operations import LoadWeights
 from ..services import ServicesDependency
-from .examples import BASE_MODEL, CHECKPOINT, MODEL_ID, NAME, SESSION_ID
+from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
@@ -39,7 +40,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
         "model_id": {"type": "string"},
         "seq_id": {"type": "integer", "minimum": 0, "description": "1, 2, 3, ...; left out: the next one"},
         "loss_fn": {"type": "string", "description": "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ..."},
-        "loss_fn_config": {"type": "object", "additionalProperties": {"type": "number"}},
+        "loss_fn_config": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
         "forward_only": {"type": "boolean", "default": False},
         "loss_weight": {"type": "number", "default": 1.0},
         "data": {
@@ -94,7 +95,8 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
 
     Its id is `SESSION_ID:train:MODEL_SEQ_ID`. `training`: `lora` (then `lora_config` may be left out) or `full`.
 
-    `model_role`: `policy`; `critic`, whose head gives a value for each token; or `reference`, which stays as it is.
+    `model_role`: `policy`; `critic`, whose head gives a value for each token; `reference`, which stays as it is; or
+    `draft`, which guesses what a policy will say: `draft` says how, `target_path` which checkpoint of a policy.
     """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, services, admission, json_decoder(CreateModelRequest))
@@ -190,6 +192,27 @@ async def load_weights(request: Request, services: ServicesDependency, tenant: T
             created = await services.runs.create_from_checkpoint(tenant, load, submit.received, admission)
             response = SubmitResponse(request_id=created.request_id)
     return await answer(request, services, tenant, response)
+
+
+@router.post("/set_target", openapi_extra=json_body(SetTargetRequest, {"model_id": DRAFT_ID, "path": CHECKPOINT}))
+async def set_target(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """From here on a draft guesses this checkpoint of a policy of its base model; `path` null: the bare base model.
+
+    What it has learned stays, and so do gradients accumulated since the last optimizer step.
+    """
+    return await run_operation(request, services, tenant, "set_target", json_decoder(SetTargetRequest))
+
+
+@router.post(
+    "/build_vocab_map",
+    openapi_extra=json_body(BuildVocabMapRequest, {"model_id": DRAFT_ID, "tokens": [[5, 6, 7, 6]]}),
+)
+async def build_vocab_map(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """The `draft_vocab_size` most frequent tokens are what a draft can say; before its first step.
+
+    Of `tokens` those count whose `weights` are not 0; or give `counts`, by token id.
+    """
+    return await run_operation(request, services, tenant, "build_vocab_map", json_decoder(BuildVocabMapRequest))
 
 
 def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:

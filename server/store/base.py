@@ -13,7 +13,7 @@ from sqlalchemy import Connection, Row, Table, delete, func, insert, or_, select
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
-from ...schemas.models import FullConfig, LoraConfig, training_of
+from ...schemas.models import TrainingConfig, training_of
 from .records import (
     ApiKeyRecord,
     CheckpointCopyRecord,
@@ -179,6 +179,9 @@ class Store:
 
     async def get_run(self, run_id: str) -> RunRecord | None:
         return await self._one(RunRecord, select(runs).where(runs.c.run_id == run_id))
+
+    async def set_run_target(self, run_id: str, target_path: str | None) -> None:
+        await self._update(runs, runs.c.run_id == run_id, {"target_path": target_path})
 
     async def list_run_ids(self) -> frozenset[str]:
         """Of all tenants, ended ones included."""
@@ -517,7 +520,7 @@ def _row_values(record: object) -> dict[str, object]:
 
 
 def _column_value(value: object) -> object:
-    if isinstance(value, LoraConfig | FullConfig):
+    if isinstance(value, TrainingConfig):
         return value.model_dump()
     return list(value) if isinstance(value, tuple) else value
 

@@ -41,6 +41,11 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "ALTER TABLE runs RENAME COLUMN lora TO training",
         "ALTER TABLE checkpoints RENAME COLUMN lora TO training",
     ),
+    # A draft's training an older trainhouse would take for LoRA, too.
+    6: (
+        "ALTER TABLE runs ADD COLUMN target_path VARCHAR_C",
+        "ALTER TABLE checkpoints ADD COLUMN target_path VARCHAR_C",
+    ),
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 

@@ -72,7 +72,10 @@ class SessionRecord:
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. training.seed is drawn."""
+    """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. training.seed is drawn.
+
+    target_path: of the checkpoint that a draft model guesses; None: the bare base model, or no draft.
+    """
 
     run_id: str
     session_id: str
@@ -83,6 +86,7 @@ class RunRecord:
     last_request_at: float
     user_metadata: dict[str, str] | None = None
     role: Role = "policy"
+    target_path: str | None = None
 
     def request_id(self, seq_id: int) -> str:
         """Of one of its operations."""
@@ -91,7 +95,10 @@ class RunRecord:
 
 @dataclass(frozen=True)
 class CheckpointRecord:
-    """A published checkpoint; its files lie in `directory` with a manifest.json. Key: (run_id, kind, name)."""
+    """A published checkpoint; its files lie in `directory` with a manifest.json. Key: (run_id, kind, name).
+
+    target_path: what its run guessed then, as RunRecord.target_path.
+    """
 
     run_id: str
     tenant_id: str
@@ -107,6 +114,7 @@ class CheckpointRecord:
     training: TrainingConfig
     has_optimizer: bool
     role: Role = "policy"
+    target_path: str | None = None
 
     @property
     def checkpoint_id(self) -> str:

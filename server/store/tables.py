@@ -98,6 +98,7 @@ runs = Table(
     Column("last_request_at", Float, nullable=False),
     Column("user_metadata", JSON(none_as_null=True)),
     Column("role", Text, nullable=False),
+    Column("target_path", Text),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
 )
 
@@ -118,6 +119,7 @@ checkpoints = Table(
     Column("training", JSON, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
     Column("role", Text, nullable=False),
+    Column("target_path", Text),
     Index("checkpoints_by_tenant", "tenant_id", "created_at"),
 )
 

@@ -3,16 +3,19 @@ with such workers."""
 
 import json
 import sys
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.models import TrainingConfig, training_of
+from trainhouse.schemas.models import DraftConfig, TrainingConfig, training_of
+from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.config import DispatchConfig, WorkerConfig
-from trainhouse.workers.verbs import RunInfo, RunSpec
+from trainhouse.workers.verbs import Failure, Part, RunInfo, RunSpec, Step
 
 from ..workers.recording_worker import RecordingWorker
 
@@ -21,25 +24,46 @@ TARGETS = ("layers.0.mlp",)
 NO_ROOM, NO_ROOM_FOR_COPIES = -1, -2
 """Seeds of runs that cannot be created, or copied to be sampled."""
 
-_NOTE = "training.json"
+RESOLVED = {"num_layers": 1, "capture_layers": (0, 1, 2), "draft_vocab_size": 512, "intermediate_size": 64}
+"""What it makes of what a draft's config leaves open."""
+
+_NOTE, _STATE = "training.json", "draft.json"
+
+
+@dataclass
+class DraftState:
+    """What a draft is beside its weights. target_seed: that of the policy which it guesses, -1: the bare base model.
+    Loads and steps are counted."""
+
+    target_seed: int = -1
+    vocabulary: tuple[int, ...] = ()
+    num_steps: int = 0
+    num_loads: int = 0
 
 
 class NotingWorker(RecordingWorker):
-    """What it saves of a run is what of it is trained, and into a run of another kind it loads nothing."""
+    """What it saves of a run is what of it is trained, and into a run of another kind it loads nothing.
+
+    Passes of drafts tell their state, and the seed of the loss, in their metrics.
+    """
 
     def __init__(self, config: WorkerConfig) -> None:
         super().__init__(config)
         self._runs: dict[str, TrainingConfig] = {}
+        self._drafts: dict[str, DraftState] = {}
         self._begun: list[int] = []
 
     def create_run(self, spec: RunSpec) -> RunInfo:
         if spec.training.seed == NO_ROOM:
             raise OperationError("there is no room for it")
-        self._runs[spec.run_id] = spec.training
-        return RunInfo(0, TARGETS)
+        self._runs[spec.run_id] = training = _resolved(spec.training)
+        if isinstance(training, DraftConfig):
+            self._drafts[spec.run_id] = DraftState()
+        return RunInfo(0, TARGETS, training)
 
     def drop_run(self, run_id: str) -> None:
         self._runs.pop(run_id, None)
+        self._drafts.pop(run_id, None)
 
     def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         Path(directory, _NOTE).write_text(self._runs[run_id].model_dump_json())
@@ -47,6 +71,34 @@ class NotingWorker(RecordingWorker):
     def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
         if type(_noted(directory)) is not type(self._runs[run_id]):
             raise OperationError("it was saved by a model of another kind")
+        if (state := Path(directory, _STATE)).exists():
+            self._drafts[run_id] = DraftState(**json.loads(state.read_text()))
+            self._drafts[run_id].vocabulary = tuple(self._drafts[run_id].vocabulary)
+        elif run_id in self._drafts:
+            self._drafts[run_id].num_loads += 1
+
+    def set_target(self, run_id: str, directory: str | None) -> None:
+        seed = -1 if directory is None else _noted(directory).seed
+        assert seed is not None
+        self._drafts[run_id].target_seed = seed
+
+    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
+        draft = self._drafts[run_id]
+        if draft.num_steps:
+            raise OperationError("its vocabulary is what it was before its first step")
+        assert token_ids.dtype == np.int64
+        draft.vocabulary = tuple(token_ids.tolist())
+
+    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        for step in steps:
+            if step.run_id in self._drafts and step.refused is None:
+                self._drafts[step.run_id].num_steps += 1
+        return super().apply_steps(steps)
+
+    def _run(self, part: Part, pass_metrics: Mapping[str, float]) -> ForwardBackwardOutput | Failure | None:
+        if (draft := self._drafts.get(part.request.model_id)) is not None:
+            pass_metrics = _told(draft, part) | dict(pass_metrics)
+        return super()._run(part, pass_metrics)
 
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         if self._runs[run_id].seed == NO_ROOM_FOR_COPIES:
@@ -57,6 +109,8 @@ class NotingWorker(RecordingWorker):
 
     def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: str = "all") -> None:
         self.save_run(run_id, directory, optimizer=True)
+        if contents == "all" and run_id in self._drafts:
+            Path(directory, _STATE).write_text(json.dumps(asdict(self._drafts[run_id])))
         self._begun.append(snapshot_id)
 
     def ended_snapshots(self) -> dict[int, None]:
@@ -70,6 +124,28 @@ class NotingWorker(RecordingWorker):
 
 def noting(config: DispatchConfig) -> DispatchConfig:
     return replace(config, worker=f"{NOTING}:{NotingWorker.__name__}")
+
+
+def _resolved(training: TrainingConfig) -> TrainingConfig:
+    if not isinstance(training, DraftConfig):
+        return training
+    if training.algorithm == "eagle3" and training.block_size is not None:
+        raise OperationError("block_size is of dflash")
+    return training.model_copy(update={name: getattr(training, name) or value for name, value in RESOLVED.items()})
+
+
+def _told(draft: DraftState, part: Part) -> dict[str, float]:
+    config = part.request.loss_fn_config
+    first, *_ = draft.vocabulary or (-1,)
+    return {
+        "target_seed:last": draft.target_seed,
+        "steps:last": draft.num_steps,
+        "loads:last": draft.num_loads,
+        "seed:last": float(config.get("seed", -1)),
+        "objective_letters:last": len(str(config.get("objective", ""))),
+        "first_token:last": first,
+        "tokens_said:last": len(draft.vocabulary),
+    }
 
 
 def _noted(directory: str) -> TrainingConfig:

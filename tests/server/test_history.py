@@ -59,6 +59,13 @@ def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_lo
     assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
 
 
+def test_a_new_target_and_a_vocabulary_are_repeated_in_order_and_heal_nothing() -> None:
+    made, _ = history(("build_vocab_map", DONE), (FB, DONE), ("set_target", DONE), ("set_target", FAILED), (STEP, DONE))
+    assert repeats(made) == [(1, AGAIN), (2, AGAIN), (3, AGAIN), (5, AGAIN)]
+    assert repeats(made, after=3) == [(5, AGAIN)]
+    assert repeats(made, after=2, is_tainted=True) == [(3, AGAIN), (5, CLEAR)]
+
+
 def test_what_nobody_knows_the_end_of_cannot_be_repeated() -> None:
     made, _ = history((FB, DONE))
     made.add(Past(2, STEP, Place(0, 2), is_answered=True))

@@ -91,6 +91,10 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "GET", "sessions/{session_id}", None
     new_model = {"model_seq_id": 7, "base_model": MODEL, "lora_config": {"rank": 4}}
     yield "POST", "create_model", new_model | {"session_id": session_id}
+    draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": things.sampler_weights}
+    yield "POST", "create_model", {"session_id": bobs_session, "model_seq_id": 0, "base_model": MODEL} | draft
+    yield "POST", "set_target", model | {"path": things.sampler_weights}
+    yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
     yield "POST", "get_info", model
     yield "POST", "forward_backward", model | data
     yield "POST", "forward", model | data

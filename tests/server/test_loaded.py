@@ -137,6 +137,19 @@ async def test_what_is_kept_outlives_the_checkpoint(checkpoint: Path, tmp_path: 
     assert await loaded.find(RUN_ID, 3) is None
 
 
+async def test_weights_and_target_of_one_operation_are_kept_beside_each_other(checkpoint: Path, tmp_path: Path) -> None:
+    loaded = Loaded(tmp_path / "loaded", sync=False)
+    weights = await loaded.keep(RUN_ID, 3, checkpoint)
+    assert await loaded.find(RUN_ID, 3, "target") is None
+    target = await loaded.keep(RUN_ID, 3, checkpoint, "target")
+    assert [await loaded.find(RUN_ID, 3, part) for part in ("weights", "target")] == [weights, target]
+    await loaded.retain(RUN_ID, {3})
+    await loaded.forget(RUN_ID, 2)
+    assert target.exists() and weights.exists()
+    await loaded.forget(RUN_ID, 3)
+    assert not target.exists() and not weights.exists()
+
+
 async def test_a_kept_copy_that_is_damaged_is_told_of_and_replaced(checkpoint: Path, tmp_path: Path) -> None:
     loaded = Loaded(tmp_path / "loaded", sync=True)
     kept = await loaded.keep(RUN_ID, 3, checkpoint) / "adapter_model.safetensors"

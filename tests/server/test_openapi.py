@@ -21,6 +21,8 @@ LAST = ("publish", "{name}", "me", "finish")
 """Of what deletes or ends things, the ends of the paths; `{name}` is a checkpoint, `me` a key."""
 FILES = ("post", "/api/v1/import_weights")
 """Takes files, of which there is no example: see test_importing."""
+OF_DRAFTS = {("post", "/api/v1/set_target"), ("post", "/api/v1/build_vocab_map")}
+"""Take a draft model: see test_drafts."""
 
 
 @pytest.fixture
@@ -61,7 +63,7 @@ async def send(server: Server, method: str, path: str, operation: dict[str, Any]
 async def test_every_example_works(server: Server) -> None:
     session_id = await server.create_session()
     for (method, path), operation in (await described(server)).items():
-        if (method, path) == FILES:
+        if (method, path) in {FILES, *OF_DRAFTS}:
             continue
         answer = await send(server, method, path, operation, session_id)
         if (method, path) == ("delete", "/api/v1/auth/apikey/me"):

@@ -11,7 +11,7 @@ from typing import Literal
 import pytest
 from sqlalchemy import Connection, insert, text, update
 from sqlalchemy.exc import IntegrityError, OperationalError
-from trainhouse.schemas.models import FullConfig, LoraConfig
+from trainhouse.schemas.models import DraftConfig, FullConfig, LoraConfig
 from trainhouse.server.store import (
     STORES,
     ApiKeyRecord,
@@ -378,15 +378,23 @@ async def test_results_go_by_age(open_store: OpenStore) -> None:
 async def test_what_of_a_model_is_trained_is_kept(open_store: OpenStore) -> None:
     store = await filled(open_store())
     full = dataclasses.replace(RUN, run_id="s:train:1", training=FullConfig(seed=7))
-    await store.insert_run(full)
-    for run in (RUN, full):
-        await store.put_checkpoint(checkpoint(run_id=run.run_id, training=run.training), overwrite=False)
+    config = DraftConfig(algorithm="eagle3", capture_layers=(0, 2), seed=7)
+    draft = dataclasses.replace(RUN, run_id="s:train:2", training=config, role="draft", target_path="tinker://a")
+    for run in (full, draft):
+        await store.insert_run(run)
+    for run in (RUN, full, draft):
+        own = {"training": run.training, "role": run.role, "target_path": run.target_path}
+        await store.put_checkpoint(checkpoint(run_id=run.run_id, **own), overwrite=False)
     store.close()
     again = open_store()
-    for run in (RUN, full):
+    for run in (RUN, full, draft):
         saved = await again.get_checkpoint(run.run_id, "weights", "a")
-        assert saved is not None and saved.training == run.training
+        assert saved is not None and (saved.training, saved.target_path) == (run.training, run.target_path)
         assert await again.get_run(run.run_id) == run
+    for path in ("tinker://b", None):
+        await again.set_run_target(draft.run_id, path)
+        assert await again.get_run(draft.run_id) == dataclasses.replace(draft, target_path=path)
+    assert await again.get_run(full.run_id) == full
 
 
 async def test_a_newer_format_is_refused(open_store: OpenStore) -> None:
@@ -420,7 +428,7 @@ async def test_older_formats_are_migrated_with_their_rows(version: int, tmp_path
     assert await store.list_open_samplers() == (SamplerRecord("s:0", "s", "t", "tiny", 1.0),)
     assert await store.get_tenant("t") == TenantRecord("t", "tenant", 1.5)
     run = await store.get_run("s:train:0")
-    assert run is not None and run.role == "policy"
+    assert run is not None and (run.role, run.target_path) == ("policy", None)
     saved = await store.get_checkpoint("s:train:0", "weights", "a")
     assert saved is not None and saved.training == run.training == LoraConfig(rank=3, seed=5)
     assert await store.find_key("old") == ApiKeyRecord(7, "t", "old", 2.5, 3.5, None, None)

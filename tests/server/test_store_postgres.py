@@ -72,6 +72,8 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
         "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
         "ALTER TABLE runs DROP COLUMN role",
         "ALTER TABLE checkpoints DROP COLUMN role",
+        "ALTER TABLE runs DROP COLUMN target_path",
+        "ALTER TABLE checkpoints DROP COLUMN target_path",
         "ALTER TABLE runs RENAME COLUMN training TO lora",
         "ALTER TABLE checkpoints RENAME COLUMN training TO lora",
         "INSERT INTO tenants VALUES ('t', 't', 1)",

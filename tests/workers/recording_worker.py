@@ -56,7 +56,7 @@ class RecordingWorker:
         self._num_calls += 1
         if isinstance(spec.training, LoraConfig) and spec.training.rank > self._config.max_lora_rank:
             raise OperationError(f"rank {spec.training.rank} is too high")
-        return RunInfo(0, ())
+        return RunInfo(0, (), spec.training)
 
     def drop_run(self, run_id: str) -> None:
         self._num_calls += 1

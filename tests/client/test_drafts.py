@@ -1,0 +1,121 @@
+"""Draft models by our client; their workers compute nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from trainhouse import Datum, ServiceClient, TrainhouseError, TrainingClient
+
+from ..live import live_server
+from ..server.noting import NOTING, RESOLVED
+
+MODEL = "tiny/qwen3"
+DATA = [Datum([5, 6, 7], {})]
+
+
+@pytest.fixture(scope="module")
+def service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    directory = tmp_path_factory.mktemp("server")
+    with (
+        live_server({MODEL: tiny_models["qwen3"]}, directory, module=NOTING) as server,
+        ServiceClient(server.url, "tml-draft") as client,
+    ):
+        yield client
+
+
+def told(draft: TrainingClient, name: str, loss_fn: str = "eagle3", **config: float | str) -> float:
+    return draft.forward(DATA, loss_fn, config).result(60).metrics[f"{name}:last"]
+
+
+def saved_policy(service: ServiceClient, seed: int) -> str | None:
+    policy = service.create_lora_training_client(MODEL, rank=4, seed=seed)
+    return policy.save_weights_for_sampler("a").result(60).path
+
+
+def test_a_draft_is_created_and_told_with_all_that_was_left_open(service: ServiceClient) -> None:
+    path = saved_policy(service, 3)
+    draft = service.create_draft_client(
+        MODEL,
+        "dflash",
+        target_path=path,
+        num_layers=2,
+        capture_layers=[0, 2],
+        draft_vocab_size=40,
+        intermediate_size=32,
+        block_size=4,
+        mask_token_id=1,
+        seed=9,
+        user_metadata={"for": "a test"},
+    )
+    info = draft.get_info()
+    assert info.draft is not None and info.draft.model_dump() == {
+        "training": "draft",
+        "algorithm": "dflash",
+        "num_layers": 2,
+        "capture_layers": (0, 2),
+        "draft_vocab_size": 40,
+        "intermediate_size": 32,
+        "block_size": 4,
+        "mask_token_id": 1,
+        "seed": 9,
+    }
+    assert (info.model_role, info.target_path, info.is_lora) == ("draft", path, False)
+    assert told(draft, "target_seed") == 3
+    run = service.create_rest_client().get_training_run(draft.model_id).result(60)
+    assert (run.is_lora, run.lora_rank, run.model_role, run.user_metadata) == (False, None, "draft", {"for": "a test"})
+    left_open = service.create_draft_client_async(MODEL, "eagle3").result(60).get_info()
+    assert left_open.draft is not None and left_open.target_path is None
+    assert RESOLVED.items() <= left_open.draft.model_dump().items() and left_open.draft.seed is not None
+
+
+def test_a_draft_is_moved_saved_and_gone_on_with(service: ServiceClient) -> None:
+    draft, path = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=3), saved_policy(service, 4)
+    counted = draft.build_vocab_map([[9, 9, 7], [4, 8]], [[1, 1, 1], [0, 1]]).result(60)
+    assert (counted.num_tokens, counted.covered, counted.size, len(counted.hash)) == (4, 1.0, 3, 16)
+    assert draft.build_vocab_map(counts={9: 2, 7: 1, 8: 1}).result(60) == counted
+    as_arrays = [np.array([9, 9, 7]), np.array([4, 8])], [np.ones(3), np.array([0, 1])]
+    assert draft.build_vocab_map(*as_arrays).result(60) == counted
+    assert draft.set_target(path).result(60).target_path == path
+    assert (told(draft, "target_seed"), told(draft, "first_token")) == (4, 7)
+    assert told(draft, "objective_letters", objective="lk_lambda", ttt_length=7) == 9
+    for saved in (draft.save_state("a"), draft.save_weights_for_sampler("a"), draft.save_weights_external("a")):
+        assert saved.result(60).path
+    path_of_state = draft.save_state("b").result(60).path
+    again = service.create_training_client_from_state_with_optimizer(path_of_state)
+    assert (again.get_info().target_path, told(again, "target_seed")) == (path, 4)
+    assert draft.set_target(None).result(60).target_path is None
+    assert told(draft, "target_seed") == -1
+    assert draft.load_state_with_optimizer(path_of_state).result(60).path == path_of_state
+
+
+def test_a_loss_that_draws_has_a_seed_of_each_request(service: ServiceClient) -> None:
+    draft = service.create_draft_client(MODEL, "dflash")
+    seeds = {told(draft, "seed", "dflash") for _ in range(3)}
+    assert len(seeds) == 3 and -1 not in seeds
+    assert told(draft, "seed", "dflash", seed=12) == 12
+
+
+def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: ServiceClient) -> None:
+    policy = service.create_lora_training_client(MODEL, rank=4)
+    draft = service.create_draft_client(MODEL, "eagle3")
+    with pytest.raises(ValueError, match="set_target is of draft models, and this is a policy"):
+        policy.set_target(None)
+    with pytest.raises(ValueError, match="build_vocab_map is of draft models, and this is a policy"):
+        policy.build_vocab_map(counts={1: 1})
+    with pytest.raises(ValueError, match="a draft has no log-probabilities for a loss of yours"):
+        draft.forward_backward_custom(DATA, lambda data, logprobs: (0.0, logprobs))
+    with pytest.raises(ValueError, match="give either tokens or counts"):
+        draft.build_vocab_map()
+    with pytest.raises(TrainhouseError, match="a draft draws no tokens by itself"):
+        draft.save_weights_and_get_sampling_client()
+    with pytest.raises(TrainhouseError, match="there is no checkpoint"):
+        service.create_draft_client(MODEL, "eagle3", target_path="tinker://none:train:0/weights/none")
+    with pytest.raises(TrainhouseError, match="block_size is of dflash"):
+        service.create_draft_client(MODEL, "eagle3", block_size=4)
+    saved = draft.save_state("c").result(60).path
+    with pytest.raises(TrainhouseError, match="was saved by a draft: no reference can be made of it"):
+        service.create_reference_client(path=saved)
+    with pytest.raises(TrainhouseError, match="was saved by a draft, which draws no tokens"):
+        service.create_sampling_client(model_path=saved)
+    assert told(draft, "target_seed") == -1, "what was refused here used up no number"

@@ -14,7 +14,9 @@ from trainhouse.workers.drafts import eagle3
 from trainhouse.workers.drafts.eagle3 import Eagle3
 from trainhouse.workers.drafts.guesses import Teacher
 from trainhouse.workers.drafts.modules import rotated, rotation
+from trainhouse.workers.drafts.scores import DraftScores
 from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.losses.eagle3 import EAGLE3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
@@ -118,6 +120,36 @@ def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(
     wanted, ahead = naively_trained(case, sequences, DEPTH), eagle3._ahead
     monkeypatch.setattr(eagle3, "_ahead", lambda tokens, distance, device: ahead(tokens, distance + 1, device))
     assert trained(case, sequences, DEPTH).differences(wanted)["states"] > 1e-2
+
+
+def kl(scores: DraftScores) -> Tensor:
+    return scores.covered * scores.cross_entropy
+
+
+def lk_alpha(scores: DraftScores) -> Tensor:
+    logarithm = torch.where(scores.exists == 1, scores.acceptance, 1.0).log()
+    return scores.covered * -logarithm
+
+
+def lk_lambda(scores: DraftScores) -> Tensor:
+    share = 0.9 * torch.exp(-2.0 * scores.acceptance.detach())
+    return scores.covered * (share * scores.cross_entropy + (1 - share) * (1 - scores.acceptance))
+
+
+OBJECTIVES = {"kl": kl, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
+
+
+@pytest.mark.parametrize("name", EAGLE3.choices["objective"])
+def test_objectives_are_their_formulas_over_rollouts(case: Case, sequences: list[Told], name: str) -> None:
+    def ours(scores: DraftScores) -> Tensor:
+        config = {"objective": name, "decay": 1.0, "lk_scale": 0.9, "lk_decay": 2.0}
+        return EAGLE3.function(scores, {"weights": torch.ones_like(scores.acceptance)}, config).losses
+
+    found = trained(case, sequences, DEPTH, objective=ours)
+    wanted = {each: naively_trained(case, sequences, DEPTH, objective=OBJECTIVES[each]) for each in OBJECTIVES}
+    assert max(found.differences(wanted[name]).values()) < EXACT
+    for other in OBJECTIVES.keys() - {name}:
+        assert min(found.differences(wanted[other])[each] for each in ("loss", *case.parameters)) > 1e-3
 
 
 # Sums

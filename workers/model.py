@@ -156,6 +156,10 @@ class BaseModel:
         return longest_context(longest, rope_of(config.to_dict()))
 
     @property
+    def num_layers(self) -> int:
+        return int(self.config.get_text_config().num_hidden_layers)
+
+    @property
     def eos_token_ids(self) -> tuple[int, ...]:
         """Those of generation_config.json, and where it has none those of config.json."""
         generation = self.model.generation_config
@@ -320,6 +324,12 @@ class BaseModel:
 
     def _sharded_layer(self, names: Sequence[str], buffers: Buffers) -> ShardedLayer:
         return ShardedLayer({name: self.model.get_parameter(name) for name in names}, self.keeping_team, buffers)
+
+    @torch.no_grad()
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """tokens int64 [tokens]: what goes into the first layer, [tokens, hidden]."""
+        embedding: Any = self.model.get_input_embeddings()
+        return embedding(tokens)
 
     def shared_hidden_states(
         self, micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None

@@ -147,7 +147,8 @@ class SampleJob:
     prompt: int32 [T]. params.seed is already drawn. target_prompt_tokens: int64 [T - 1, K], -1 = nothing.
     stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
     streams: whether what each slice adds is told as it comes. owner: whose it is; nobody is told by
-    prompt_cache_hit_tokens what others have sent.
+    prompt_cache_hit_tokens what others have sent. draft_id: a draft (see Worker.load_adapter) whose guesses are tried,
+    num_draft_tokens at a time.
     """
 
     job_id: str
@@ -165,6 +166,8 @@ class SampleJob:
     prompt_alt_tokens_k: int = 0
     streams: bool = False
     owner: str = ""
+    draft_id: str | None = None
+    num_draft_tokens: int = 4
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,7 +16,7 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
-from .checkpoint import Learned, is_snapshot, read_new, read_saved, save, target_in
+from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
 from .config import WorkerConfig
 from .drafts.models import Drafts
 from .full import FullModels
@@ -230,6 +230,10 @@ class Worker:
         if self._models.full.is_shared(adapter_id):
             return
         self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
+
+    def load_draft(self, draft_id: str, directory: str) -> None:
+        """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
+        self._put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:
         """Unknown adapters are ignored."""

@@ -181,9 +181,9 @@ def test_samples_of_one_prompt_differ_and_share_its_prefill(adapted: Adapted) ->
     sampler, run_tokens = new_sampler(adapted), []
     hidden_states = adapted.base.hidden_states
 
-    def counted(tokens: Tensor, *rest: object) -> Tensor:
+    def counted(tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
         run_tokens.append(len(tokens))
-        return hidden_states(tokens, *rest)
+        return hidden_states(tokens, *rest, **more)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(adapted.base, "hidden_states", counted)
@@ -672,9 +672,9 @@ def test_a_slice_has_its_time_however_long_layers_take_to_be_gathered(
         clock[0] += gathering_seconds
         yield
 
-    def running(*arguments: Any) -> Tensor:
+    def running(*arguments: Any, **more: Any) -> Tensor:
         clock[0] += 1.0
-        return run(*arguments)
+        return run(*arguments, **more)
 
     monkeypatch.setattr(adapted.base, "gathered", gathered)
     monkeypatch.setattr(adapted.base, "hidden_states", running)

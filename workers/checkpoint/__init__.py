@@ -17,7 +17,7 @@ those of the last step. Saving disturbs no gradients, and but for snapshots save
 """
 
 from .learned import Learned
-from .reading import Saved, is_snapshot, read_new, read_saved, target_in
+from .reading import Saved, is_snapshot, read_draft, read_new, read_saved, target_in
 from .saving import save
 
-__all__ = ["Learned", "Saved", "is_snapshot", "read_new", "read_saved", "save", "target_in"]
+__all__ = ["Learned", "Saved", "is_snapshot", "read_draft", "read_new", "read_saved", "save", "target_in"]

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
 from ..learner import ADAMW, Learner, Window
 from ..models import Models
-from ..programs import Program
+from ..programs import Program, program_of
 from ..programs.policy import POLICY
 from .description import Description
 from .forms import form_of
@@ -98,6 +99,14 @@ def read_new(models: Models, directory: Path, program: Program = POLICY) -> Lear
     model = models.build(Description.read(directory).training, program)
     read_saved(model, directory, optimizer=False).put_into(model)
     return model
+
+
+def read_draft(models: Models, directory: Path) -> Learner:
+    """A draft's weights and its vocabulary as a model of their own, which has no id yet. Raises as read_saved."""
+    training = Description.read(directory).training
+    if not isinstance(training, DraftConfig):
+        raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
+    return read_new(models, directory, program_of("draft", training))
 
 
 class _OfKind(Mapping[str, Tensor]):

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from torch import Tensor
 
@@ -10,12 +11,29 @@ from ..attention import Packing
 # float32 [m, vocabulary] of the target, for a slice of m of its tokens.
 Logits = Callable[[slice], Tensor]
 
+# Of int64 [m] token ids: [m, hidden], what goes into the target's first layer.
+Embed = Callable[[Tensor], Tensor]
+
+
+class TargetHead(Protocol):
+    """The target's output head, which is frozen, for what a draft would have it read."""
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [m, hidden], in place of the target's last ones -> float32 at least [m, vocabulary]. The caller bounds
+        m."""
+        ...
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        """gradient: by the logits that were given last. Returns the one by what they were made of, [m, hidden]."""
+        ...
+
 
 @dataclass(frozen=True, eq=False)
 class Features:
     """Of n tokens. positions: int64 [n], which restart with each sequence. embedded: [n, hidden], what goes into the
     target's first layer. captured: [n, layers * hidden], outputs of the layers that the draft reads, side by side.
-    logits: the target's of what comes behind some of the tokens.
+    logits: the target's of what comes behind some of the tokens. embed, head: the target's own, for drafts that have
+    none; neither waits for other ranks, which may go through other sequences.
     """
 
     positions: Tensor
@@ -23,3 +41,5 @@ class Features:
     embedded: Tensor
     captured: Tensor
     logits: Logits
+    embed: Embed | None = None
+    head: TargetHead | None = None

@@ -15,7 +15,8 @@ from ...schemas.models import DraftConfig
 @dataclass(frozen=True)
 class DraftShape:
     """hidden: the target's, whose embeddings and features it reads. captured: layers of the target. vocabulary: tokens
-    that it can say, of target_vocabulary. config: of transformers, for its rotations and its export."""
+    that it can say, of target_vocabulary. config: of transformers, for its rotations and its export. block_size,
+    mask_token: of dflash."""
 
     hidden: int
     intermediate: int
@@ -28,6 +29,8 @@ class DraftShape:
     target_vocabulary: int
     eps: float
     config: LlamaConfig
+    block_size: int | None = None
+    mask_token: int | None = None
 
     @staticmethod
     def of(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> "DraftShape":
@@ -46,6 +49,8 @@ class DraftShape:
             target_vocabulary=vocab_size,
             eps=config.rms_norm_eps,
             config=config,
+            block_size=draft.block_size,
+            mask_token=draft.mask_token_id,
         )
 
     @property

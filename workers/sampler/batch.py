@@ -66,6 +66,33 @@ class PromptPart:
     def is_last(self) -> bool:
         return self.stop == len(self.prefill.sequence)
 
+    @property
+    def row(self) -> Row:
+        """Whose slot takes it, if any does."""
+        return self.prefill.rows[0]
+
+    @property
+    def cached(self) -> bool:
+        return self.prefill.cached
+
+
+@dataclass(frozen=True, eq=False)
+class GuessPart:
+    """The newest token of a row and what is guessed to follow it: tokens int64 [1 + guesses], the first at `start`."""
+
+    row: Row
+    start: int
+    tokens: np.ndarray
+    cached: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
 
 @dataclass(frozen=True)
 class _OnShelf:
@@ -188,16 +215,16 @@ class Batch:
     """decoding: None where no row decodes. parts: in the order of the packed row, those that start anew last."""
 
     decoding: Decoding | None
-    parts: Sequence[PromptPart]
+    parts: Sequence[PromptPart | GuessPart]
 
     @classmethod
-    def of(cls, decoding: Decoding | None, parts: Sequence[PromptPart], cache: Cache) -> "Batch":
-        def capacity(part: PromptPart) -> int:
-            seat = cache.seat(part.prefill.rows[0]) if part.prefill.cached else None
+    def of(cls, decoding: Decoding | None, parts: Sequence[PromptPart | GuessPart], cache: Cache) -> "Batch":
+        def capacity(part: PromptPart | GuessPart) -> int:
+            seat = cache.seat(part.row) if part.cached else None
             return 0 if seat is None else seat.capacity
 
-        def place(part: PromptPart) -> tuple[bool, str, int, int]:
-            return part.start == 0, part.prefill.job.adapter_key, part.length, capacity(part)
+        def place(part: PromptPart | GuessPart) -> tuple[bool, str, int, int]:
+            return part.start == 0, part.row.job.adapter_key, part.length, capacity(part)
 
         return cls(decoding, sorted(parts, key=place))
 
@@ -212,7 +239,7 @@ class Batch:
     def runs(self) -> list[AdapterRun]:
         """Of the packed row's adapters."""
         decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
-        return runs_of([*decoding, *((part.prefill.job.adapter_id, part.length) for part in self.parts)])
+        return runs_of([*decoding, *((part.row.job.adapter_id, part.length) for part in self.parts)])
 
     def tokens(self, table: Table) -> np.ndarray:
         """int64 [tokens]"""
@@ -242,22 +269,24 @@ class Batch:
         )
 
 
-def _chunk(start: int, part: PromptPart, cache: Cache) -> Chunk:
-    seat = cache.seat(part.prefill.rows[0])
+def _chunk(start: int, part: PromptPart | GuessPart, cache: Cache) -> Chunk:
+    seat = cache.seat(part.row)
     assert seat is not None
     return Chunk(start, start + part.length, seat.shelf, seat.slot, part.start)
 
 
-def _storing(fresh: Sequence[tuple[int, PromptPart]], cache: Cache, device: torch.device) -> Iterator[Storing]:
+def _storing(
+    fresh: Sequence[tuple[int, PromptPart | GuessPart]], cache: Cache, device: torch.device
+) -> Iterator[Storing]:
     """Neighbours of one length and shelf together."""
 
-    def kind(placed: tuple[int, PromptPart]) -> tuple[int, int]:
-        seat = cache.seat(placed[1].prefill.rows[0]) if placed[1].prefill.cached else None
+    def kind(placed: tuple[int, PromptPart | GuessPart]) -> tuple[int, int]:
+        seat = cache.seat(placed[1].row) if placed[1].cached else None
         return placed[1].length, 0 if seat is None else seat.capacity
 
     for (length, capacity), members in groupby(fresh, key=kind):
         if capacity:
             starts, parts = zip(*members, strict=True)
-            seats = [seat for part in parts if (seat := cache.seat(part.prefill.rows[0])) is not None]
+            seats = [seat for part in parts if (seat := cache.seat(part.row)) is not None]
             slots = torch.tensor([seat.slot for seat in seats], device=device)
             yield Storing(starts[0], len(parts), length, seats[0].shelf, slots)

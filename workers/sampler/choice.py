@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.functional import one_hot
 
 from ...schemas.sampling import SamplingParams
 from ..kernels import kernels_for
@@ -92,11 +93,11 @@ def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | N
         tokens, logprobs = kernels.choose(logits, choice.temperature, uniform)
     else:
         tokens = _drawn(logits if adjusted is None else adjusted, choice, uniform)
-        logprobs = _logprobs_of(tokens, logits)
+        logprobs = logprobs_of(tokens, logits)
     return Chosen(tokens, logprobs, bool(logprobs.isfinite().all()))
 
 
-def _logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
+def logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
     """float32 [n], at temperature 1."""
     return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
 
@@ -104,6 +105,23 @@ def _logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
 def _drawn(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
     if choice.all_greedy:
         return logits.argmax(-1)
+    tokens = invert_cdf(_probabilities(logits, choice), uniform[:, None]).squeeze(1)
+    return torch.where(choice.is_greedy, logits.argmax(-1), tokens)
+
+
+def chances(logits: Tensor, choice: Choice) -> Tensor:
+    """float32 [n, vocab]: the probability with which each token is drawn; 1 for the likeliest of a greedy row."""
+    if choice.all_greedy:
+        return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    probabilities = _probabilities(logits, choice)
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    greedy = choice.is_greedy.nonzero().squeeze(1)
+    probabilities[greedy] = one_hot(logits[greedy].argmax(-1), logits.shape[-1]).to(logits.dtype)
+    return probabilities
+
+
+def _probabilities(logits: Tensor, choice: Choice) -> Tensor:
+    """float32 [n, vocab], not necessarily of sum 1; anything, of rows that are greedy."""
     divisor = choice.temperature.masked_fill(choice.is_greedy, 1)
     probabilities = torch.softmax(logits / divisor[:, None], dim=-1)
     if len(choice.min_p_rows):
@@ -112,8 +130,7 @@ def _drawn(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
         probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
     if len(choice.top_p_rows):
         probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
-    tokens = invert_cdf(probabilities, uniform[:, None]).squeeze(1)
-    return torch.where(choice.is_greedy, logits.argmax(-1), tokens)
+    return probabilities
 
 
 def keep_likely(probabilities: Tensor, min_p: Tensor) -> Tensor:

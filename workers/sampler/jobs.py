@@ -121,6 +121,22 @@ class Row:
         return SampledSequence(self.stop_reason, self.tokens, self.logprobs, _joined(self.top))
 
 
+class Guessed:
+    """How a draft's guesses fared. num_passes: of the model over guesses. num_accepted: by how many were right at once,
+    of passes with any guesses."""
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_guesses = 0
+        self.num_accepted: list[int] = []
+
+    def add(self, num_guesses: int, num_accepted: int) -> None:
+        """Of a pass."""
+        self.num_passes += 1
+        self.num_guesses += num_guesses
+        self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
+        self.num_accepted[num_accepted] += 1
+
+
 class Job:
     """number: the order of arrival. num_open: samples that have not ended.
 
@@ -141,6 +157,7 @@ class Job:
         self.stop_token_ids = frozenset(i for i in request.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(request) if wants_scores(request) else None
         self.num_cache_hits: int | None = None
+        self.guessed = Guessed()
         self.text = text
         self.matcher = text.matchers.new(constraint) if (constraint := request.params.constraint) is not None else None
         if request.stop_strings:

@@ -7,7 +7,7 @@ others and is prefilled again gets the same tokens.
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -28,16 +28,17 @@ from ..models import Models
 from ..operation import ModelLimits
 from ..parallel.mesh import Mesh
 from ..verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
-from .batch import AdapterRun, Batch, Decoding, PromptPart
+from .batch import AdapterRun, Batch, Decoding, GuessPart, PromptPart, runs_of
 from .burst import Burst
 from .cache import Cache
-from .choice import Chosen, choose
+from .choice import Choice, Chosen, chances, choose, logprobs_of
 from .drawing import Drawing
 from .jobs import NOWHERE, Job, Row, check_request
 from .namespaces import Namespaces
 from .noise import uniforms
 from .prompt_scores import top_logprobs
 from .schedule import NoRoom, Schedule
+from .speculation import Guesses, Speculation, verify
 from .table import End, Table
 from .text import Text
 from .together import Together
@@ -50,6 +51,15 @@ class Drawn:
     drawing: Drawing
     logits: Tensor
     chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of a row the next tokens int64 [n], and the logits float32 [n, vocab] by which they were chosen, the model's."""
+
+    row: Row
+    tokens: np.ndarray
+    logits: Tensor
 
 
 class NativeSampler:
@@ -74,7 +84,10 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        self._schedule = Schedule(cache, namespaces, config, base.device, base.threads.most)
+        self._speculation = Speculation(base, models, self._together, config.kv_cache_bytes // base.num_layers)
+        threads = base.threads.most
+        self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
+        self._captured: dict[int, Tensor] = {}
         self._jobs: dict[str, Job] = {}
         self._num_joined = 0
         self._drawing: Drawing | None = None
@@ -163,15 +176,18 @@ class NativeSampler:
 
     def _iterate(self, deadline: float) -> bool:
         """Whether there was anything to do: the cache may be full of what other samplers have in it."""
+        guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
         try:
-            batch = self._schedule.next_batch()
+            batch = self._schedule.next_batch(guesses)
         except NoRoom as error:
             self._fail(error.row.job, error.message, error.category)
             return True
         if batch.decoding is not None and not batch.parts:
             self._decode(batch.decoding, deadline)
         elif batch.num_tokens:
-            self._extend(batch, self._run(batch))
+            hidden = self._run(batch)
+            self._extend(batch, hidden)
+            self._check(batch, guesses, hidden)
         return batch.num_tokens > 0
 
     # Who comes and goes
@@ -258,8 +274,11 @@ class NativeSampler:
         table = self._schedule.table
         tokens, positions = self._tensor(batch.tokens(table)), self._tensor(batch.positions(table))
         packing = batch.packing(table, self._schedule.cache, self._base.device)
+        captured = self._speculation.captured([part.row for part in batch.parts])
         with self._models.adapters.applied(self._plan_of(batch.runs())):
-            return self._base.hidden_states(tokens, positions, packing)
+            hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
+        self._captured = captured or {}
+        return hidden
 
     def _set_threads(self, num_tokens: int) -> None:
         self._base.threads.set_for(self._base.weights_per_product, num_tokens, self._schedule.cache.numbers_per_layer())
@@ -275,6 +294,9 @@ class NativeSampler:
         rows = list(batch.decoding.rows) if batch.decoding is not None else []
         last = list(range(len(rows)))
         for start, part in zip(batch.starts(), batch.parts, strict=True):
+            if isinstance(part, GuessPart):
+                continue
+            self._tell_draft(part, start)
             self._note_computed(part, hidden[start : start + part.length])
             if part.is_last:
                 rows += part.prefill.rows
@@ -283,6 +305,56 @@ class NativeSampler:
             drawing, table = self._new_drawing(rows), self._schedule.table
             noise = uniforms(table.noise_key[drawing.lines], table.length[drawing.lines])
             self._append(self._draw(drawing, hidden[self._tensor(last)], torch.from_numpy(noise).to(hidden.device)))
+
+    def _tell_draft(self, part: PromptPart, start: int) -> None:
+        if part.cached and part.row.needs_cache and self._speculation.wants(part.row):
+            rows = slice(start, start + part.length)
+            self._speculation.tell(part.row, rows, self._captured, part.prefill.sequence)
+
+    def _check(self, batch: Batch, guesses: Mapping[Row, Guesses], hidden: Tensor) -> None:
+        """Of what was guessed, as much is taken as is right, and a token more."""
+        placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
+        placed = [(start, part) for start, part in placed if isinstance(part, GuessPart)]
+        if not placed:
+            return
+        rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
+        runs = runs_of((part.row.job.adapter_id, part.length) for _, part in placed)
+        logits = self._head.logits_of_segments(hidden[self._tensor(rows)], self._segments(runs))
+        lines = np.repeat([part.row.line for _, part in placed], [part.length for _, part in placed])
+        settings = self._schedule.table.settings(lines)
+        of_model = chances(logits, Choice.of(settings, self._limits.vocab_size, self._base.device))
+        taken: list[Taken] = []
+        first = 0
+        for start, part in placed:
+            here = slice(first, first + part.length)
+            taken.append(self._take_guesses(part, guesses[part.row], start, logits[here], of_model[here]))
+            first += part.length
+        self._append_several(taken)
+
+    def _take_guesses(self, part: GuessPart, guesses: Guesses, start: int, logits: Tensor, of_model: Tensor) -> "Taken":
+        row, table = part.row, self._schedule.table
+        vocabulary = self._speculation.vocabulary(row)
+        key, length = table.noise_key[row.line], int(table.length[row.line])
+        verified = self._together.verified(verify(guesses, of_model, vocabulary, key, length))
+        num = verified.num_accepted
+        self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
+        row.job.guessed.add(len(guesses.tokens), num)
+        return Taken(row, np.append(guesses.tokens[:num], verified.token), logits[: num + 1])
+
+    def _append_several(self, taken: Sequence["Taken"]) -> None:
+        """Of each row a token after the other, until it ends."""
+        for number in range(max(len(each.tokens) for each in taken)):
+            going = [each for each in taken if number < len(each.tokens) and each.row.line != NOWHERE]
+            if not going:
+                return
+            rows, tokens = [each.row for each in going], np.array([each.tokens[number] for each in going])
+            logits = torch.stack([each.logits[number] for each in going])
+            chosen = torch.from_numpy(tokens).to(logits.device)
+            lines = np.array([row.line for row in rows], dtype=np.int64)
+            ends = self._schedule.table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
+            if any(row.is_watched for row in rows):
+                self._watch(self._new_drawing(rows), logits, tokens, ends)
+            self._end_all(rows, ends)
 
     def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
         return Drawing(rows, self._schedule.table, self._limits.vocab_size, self._base.device)
@@ -312,7 +384,10 @@ class NativeSampler:
         ends = self._schedule.table.append(drawing.lines, tokens, drawn.chosen.logprobs.cpu().numpy())
         if drawing.watched:
             self._watch(drawing, drawn.logits, tokens, ends)
-        ended = {drawing.rows[number]: End(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        self._end_all(drawing.rows, ends)
+
+    def _end_all(self, rows: Sequence[Row], ends: np.ndarray) -> None:
+        ended = {rows[number]: End(ends[number]) for number in np.flatnonzero(ends).tolist()}
         for row in self._schedule.cache.from_the_back(ended):
             self._end(row, ended[row])
 

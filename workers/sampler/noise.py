@@ -9,6 +9,9 @@ import numpy as np
 # Streams of a seed: the tokens of its samples, and the alternatives drawn at positions of its prompt.
 SAMPLE_STREAM, ALTERNATIVE_STREAM = 0, 1
 
+# Streams of a sample's key beside that of its tokens: what a draft guesses, and whether a guess is accepted.
+GUESS_STREAM, ACCEPT_STREAM = 1, 2
+
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1, _MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
 _MASK = (1 << 64) - 1
@@ -25,6 +28,11 @@ def noise_key(seed: int, *stream: int) -> int:
 def noise_keys(seed: int, stream: int, numbers: np.ndarray) -> np.ndarray:
     """noise_key(seed, stream, number) of each of the non-negative integers; uint64 of their shape."""
     return _mix(np.uint64(noise_key(seed, stream)) ^ (numbers.astype(np.uint64) * _GOLDEN))
+
+
+def streams(keys: np.ndarray, stream: int) -> np.ndarray:
+    """Of keys uint64 those of another stream."""
+    return _mix(keys ^ (np.array([stream], dtype=np.uint64) * _GOLDEN))
 
 
 def uniforms(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:

@@ -1,21 +1,24 @@
-"""Schedule: which rows wait, which have their sequence run, which decode; and the room of each in the cache.
+"""Schedule: which rows wait, which have their sequence run, which decode, which are guessed; and the room of each in
+the cache.
 
 Rows are admitted in the order in which they came. When the cache is full the youngest go back to wait and are
 prefilled again later.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 
+import numpy as np
 import torch
 
 from ...schemas.errors import OperationError
 from ..config import WorkerConfig
-from .batch import Batch, Decoding, Prefill, PromptPart
+from .batch import Batch, Decoding, GuessPart, Prefill, PromptPart
 from .cache import SHORTEST, Cache
 from .jobs import NOWHERE, Job, Row
 from .namespaces import Namespaces
 from .prefixes import length_of
+from .speculation import Guesses, Speculation
 from .table import Table
 
 
@@ -28,12 +31,19 @@ class NoRoom(OperationError):
 
 
 class Schedule:
-    """table: a line for each row under way, which has its sequence run or decodes."""
+    """table: a line for each row under way, which has its sequence run, decodes or is guessed."""
 
     def __init__(
-        self, cache: Cache, namespaces: Namespaces, config: WorkerConfig, device: torch.device, num_threads: int
+        self,
+        cache: Cache,
+        namespaces: Namespaces,
+        config: WorkerConfig,
+        device: torch.device,
+        num_threads: int,
+        speculation: Speculation,
     ) -> None:
         self.cache = cache
+        self._speculation = speculation
         self.table = Table()
         self._namespaces = namespaces
         self._config = config
@@ -42,6 +52,7 @@ class Schedule:
         self._waiting: deque[Row] = deque()
         self._prefills: list[Prefill] = []
         self._decoding_rows: dict[Row, None] = {}
+        self._guessed_rows: dict[Row, None] = {}
         self._decoding: Decoding | None = None
 
     @property
@@ -50,7 +61,19 @@ class Schedule:
         return not self.table.num_lines and not (self._waiting and self._is_served(self._waiting[0]))
 
     def under_way(self) -> list[Row]:
-        return [*self._decoding_rows, *(row for prefill in self._prefills for row in prefill.rows)]
+        prefilled = (row for prefill in self._prefills for row in prefill.rows)
+        return [*self._decoding_rows, *self._guessed_rows, *prefilled]
+
+    def guessed(self) -> list[Row]:
+        """Those of which several tokens are tried at a time."""
+        return list(self._guessed_rows)
+
+    def decode(self, row: Row) -> None:
+        """One that was guessed takes one token at a time from now on."""
+        del self._guessed_rows[row]
+        self._speculation.forget(row)
+        self._decoding_rows[row] = None
+        self._decoding = None
 
     def serve(self, adapter_ids: Collection[str]) -> None:
         """From now on rows of these adapters and of the base model are admitted."""
@@ -68,11 +91,14 @@ class Schedule:
         """Behind all others."""
         self._waiting.extend(rows)
 
-    def next_batch(self) -> Batch:
-        """What runs next, empty if nothing can. Raises NoRoom; whoever removes that row may go on."""
+    def next_batch(self, guesses: Mapping[Row, Guesses]) -> Batch:
+        """What runs next, empty if nothing can. Raises NoRoom; whoever removes that row may go on. guesses: of all that
+        are guessed; those that have no room for them decode from now on."""
+        self._make_room_for(guesses)
         self._make_room()
         self._admit()
-        budget, parts = self._prefill_budget(), []
+        budget = self._prefill_budget()
+        parts: list[PromptPart | GuessPart] = [self._guess_part(row, guesses[row]) for row in self._guessed_rows]
         for prefill in self._prefills:
             length = min(prefill.remaining, budget) if prefill.cached else prefill.remaining
             if length > 0:
@@ -88,9 +114,11 @@ class Schedule:
             if prefill.namespace == self._namespaces.of(prefill.job):
                 self.cache.keep(leader, prefill.namespace, prefill.sequence)
             self.cache.fork(leader, [row for row in others if row.needs_cache])
+        self._speculation.fork(leader, [row for row in others if row.needs_cache])
         for row in prefill.rows:
             row.namespace = prefill.namespace
-            self._decoding_rows[row] = None
+            going_on = self._guessed_rows if self._speculation.is_ready(row) else self._decoding_rows
+            going_on[row] = None
         self._decoding = None
 
     def end(self, row: Row) -> None:
@@ -111,9 +139,11 @@ class Schedule:
         self._waiting.clear()
         self._prefills.clear()
         self._decoding_rows.clear()
+        self._guessed_rows.clear()
         self._decoding = None
         self.table = Table()
         self.cache.clear()
+        self._speculation.clear()
 
     def _is_served(self, row: Row) -> bool:
         return row.job.adapter_id is None or row.job.adapter_id in self._served
@@ -125,6 +155,8 @@ class Schedule:
         self.table.leave(row)
         self.cache.remove(row)
         self._decoding_rows.pop(row, None)
+        self._guessed_rows.pop(row, None)
+        self._speculation.forget(row)
         self._decoding = None
         for prefill in self._prefills:
             if row in prefill.rows:
@@ -140,13 +172,27 @@ class Schedule:
             " --kv-cache-bytes",
         )
 
-    # Room for rows that decode
+    # Room for rows that are guessed, or decode
+
+    def _make_room_for(self, guesses: Mapping[Row, Guesses]) -> None:
+        for row in self.guessed():
+            length = int(self.table.length[row.line])
+            seat = self.cache.seat(row)
+            assert seat is not None
+            wanted = length + (len(guesses[row].tokens) if row in guesses else 0)
+            fits = wanted <= seat.capacity or self._grow(row, wanted)
+            if row not in guesses or not fits:
+                self.decode(row)
+
+    def _guess_part(self, row: Row, guesses: Guesses) -> GuessPart:
+        tokens = np.concatenate([[self.table.newest[row.line]], guesses.tokens])
+        return GuessPart(row, int(self.table.length[row.line]) - 1, tokens)
 
     def _make_room(self) -> None:
         """For one more token of every row that decodes; where there is none, the youngest give way."""
         decoding = self._current_decoding()
         for row in decoding.outgrown(self.table) if decoding is not None else ():
-            while row in self._decoding_rows and not self._grow(row):
+            while row in self._decoding_rows and not self._grow(row, int(self.table.length[row.line])):
                 self._preempt_youngest()
 
     def _current_decoding(self) -> Decoding | None:
@@ -154,8 +200,7 @@ class Schedule:
             self._decoding = Decoding(list(self._decoding_rows), self.cache, self._device, self._num_threads)
         return self._decoding
 
-    def _grow(self, row: Row) -> bool:
-        length = int(self.table.length[row.line])
+    def _grow(self, row: Row, length: int) -> bool:
         if not self.cache.grow(row, self._with_headroom(row, length)) and not self.cache.grow(row, length):
             return False
         self._decoding = None
@@ -201,7 +246,8 @@ class Schedule:
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""
-        return self._config.prefill_chunk_tokens if self._decoding_rows else self._config.micro_batch_tokens
+        has_others = self._decoding_rows or self._guessed_rows
+        return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
     def _follow(self, prefill: Prefill, row: Row) -> bool:
         if row.needs_cache and not self._place(row):
@@ -231,7 +277,10 @@ class Schedule:
         return num_tokens > self._prefill_budget() and self.cache.fits_alone(length)
 
     def _num_reusable(self, row: Row) -> int:
-        """Tokens of its sequence that need not be run again: the last one must. Who has tokens has a scored prompt."""
+        """Tokens of its sequence that need not be run again: the last one must. Who has tokens has a scored prompt. A
+        draft must be told what the model has at each of them."""
+        if self._speculation.wants(row):
+            return 0
         return min(row.length - 1, row.job.num_reusable + len(row.tokens))
 
     def _place(self, row: Row) -> bool:

@@ -91,6 +91,12 @@ class Table:
         row.tokens = self.tokens[row.line, :count].copy()
         row.logprobs = self.logprobs[row.line, :count].copy()
 
+    def last_tokens(self, row: Row, num: int) -> np.ndarray:
+        """int64 [num], of prompt and samples."""
+        sampled = self.tokens[row.line, : self.count[row.line]].astype(np.int64)
+        of_prompt = max(0, num - len(sampled))
+        return np.concatenate([row.job.prompt[len(row.job.prompt) - of_prompt :], sampled[-num:]])
+
     def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
         """Several more tokens of each of the lines int64 [n], none of which ends one: tokens and logprobs [n, k]."""
         count, num_new = self.count[lines], tokens.shape[1]

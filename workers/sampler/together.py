@@ -2,13 +2,22 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ..parallel.mesh import Mesh
 from ..verbs import Failure
 from .choice import Chosen
+
+
+@dataclass(frozen=True)
+class Verified:
+    """Of a row: how many of its guesses are right, and the token behind them."""
+
+    num_accepted: int
+    token: int
 
 
 class Together:
@@ -31,6 +40,16 @@ class Together:
         if self._team.size == 1:
             return is_over
         return bool(self._team.from_first(torch.tensor([is_over], dtype=torch.uint8)))
+
+    def same(self, integers: Tensor) -> Tensor:
+        """The first rank's."""
+        return integers if self._team.size == 1 else self._team.from_first(integers)
+
+    def verified(self, own: Verified) -> Verified:
+        """The first rank's."""
+        if self._team.size == 1:
+            return own
+        return Verified(*self._team.from_first(torch.tensor([own.num_accepted, own.token])).tolist())
 
     def agreed(self, chosen: Chosen) -> Chosen:
         """The first rank's tokens: were a single one another elsewhere, its sequence would go apart for good."""

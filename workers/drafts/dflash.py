@@ -1,0 +1,224 @@
+"""DFlash: a draft that guesses a block of tokens at once, by what the target had at the tokens before.
+
+Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036. Of a sequence x_0, x_1, ...: a block at anchor a has x_a,
+which is known, and then masks in place of x_(a+1), x_(a+2), ...; it reads the target's features up to a - 1. Position k
+of the block guesses x_(a+k). Embedding and output head are the target's. Names of parameters are those of the released
+drafts.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig
+
+from ...schemas.errors import OperationError
+from ...schemas.models import DraftConfig
+from ..model import BaseModel
+from ..parameter import Parameter
+from .block_attention import Memory, attend_blocks
+from .blocks import Blocks
+from .features import Features, TargetHead
+from .modules import normed, rotated, rotation, swiglu_mlp
+from .scores import DraftScores, Slopes
+from .shape import DraftShape, resolved
+from .strategy import Labels, Options, Tensors
+
+_BLOCK_SIZE = 16
+
+# cos and sin.
+Turn = tuple[Tensor, Tensor]
+
+
+class DFlash:
+    """See Strategy."""
+
+    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+        """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
+        the middle. The mask is the target's padding token, or its last one: best is one that no text has."""
+        if config.draft_vocab_size not in (None, vocab_size):
+            raise OperationError(
+                f"draft_vocab_size is {config.draft_vocab_size}: a draft of dflash says all {vocab_size} tokens by the"
+                " target's own output head, leave it out"
+            )
+        found = resolved(config, target, vocab_size, 1)
+        text = target.get_text_config()
+        mask = _mask_token(text, vocab_size) if config.mask_token_id is None else config.mask_token_id
+        if mask >= vocab_size:
+            raise OperationError(
+                f"mask_token_id is {mask}: the target has tokens 0 to {vocab_size - 1}, name one that no text has"
+            )
+        assert found.num_layers is not None
+        captured = found.capture_layers or _spaced(int(text.num_hidden_layers), found.num_layers)
+        own = {"capture_layers": captured, "block_size": found.block_size or _BLOCK_SIZE, "mask_token_id": mask}
+        return found.model_copy(update=own)
+
+    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+        shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}
+        for layer in range(shape.layers):
+            shapes |= {f"layers.{layer}.{name}": size for name, size in _layer_shapes(shape).items()}
+        shapes["norm"] = (shape.hidden,)
+        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+
+    def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
+        """Norms of 1, and else draws whose outputs are about as large as their inputs."""
+        for weight in parameters.values():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            else:
+                weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
+
+    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor) -> "DFlashNetwork":
+        return DFlashNetwork(shape, parameters)
+
+
+class DFlashNetwork:
+    """See Network."""
+
+    def __init__(self, shape: DraftShape, parameters: Tensors) -> None:
+        assert shape.block_size is not None and shape.mask_token is not None
+        self.shape, self.parameters = shape, parameters
+        self.block_size, self.mask_token = shape.block_size, shape.mask_token
+
+    def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
+        assert features.head is not None
+        blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
+        return DFlashPass(self.guessed(features, blocks), blocks, features.head, labels, chunk_rows)
+
+    def guessed(self, features: Features, blocks: Blocks) -> Tensor:
+        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones."""
+        steps = torch.arange(blocks.size, device=blocks.anchors.device)
+        positions = features.positions[blocks.anchors, None] + steps
+        turn, context_turn = (self._rotation(each, features) for each in (positions.flatten(), features.positions))
+        context = self._normed(linear(features.captured, self.parameters["fc.weight"]), "hidden_norm")
+        state = self._inputs(features, blocks)
+        for layer in range(self.shape.layers):
+            prefix = f"layers.{layer}"
+            memory = self._memory(context, prefix, context_turn)
+            x = self._normed(state, f"{prefix}.input_layernorm")
+            query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
+            own = self._memory(x, prefix, turn)
+            attended = attend_blocks(query, memory, own, blocks, self.shape.scaling).flatten(1)
+            state = state + linear(attended, self.parameters[f"{prefix}.self_attn.o_proj.weight"])
+            x = self._normed(state, f"{prefix}.post_attention_layernorm")
+            state = state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp")
+        return self._normed(state, "norm").unflatten(0, (-1, blocks.size))
+
+    def _inputs(self, features: Features, blocks: Blocks) -> Tensor:
+        """[m * size, hidden]: of each block the anchor, and then masks."""
+        assert features.embed is not None
+        mask = features.embed(torch.tensor([self.mask_token], device=blocks.anchors.device))
+        known = features.embedded[blocks.anchors, None]
+        return torch.cat([known, mask.expand(len(known), blocks.size - 1, -1)], dim=1).flatten(0, 1)
+
+    def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
+        """The target's features and the blocks' tokens go through the same projections."""
+        key = rotated(self._normed_heads(x, f"{prefix}.self_attn.k"), *turn)
+        return Memory(key, self._heads(x, f"{prefix}.self_attn.v"))
+
+    def _normed_heads(self, x: Tensor, name: str) -> Tensor:
+        return self._normed(self._heads(x, name), f"{name}_norm")
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self.parameters[f"{name}_proj.weight"]).unflatten(-1, (-1, self.shape.head_dim))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
+
+    def _rotation(self, positions: Tensor, features: Features) -> Turn:
+        dtype = features.captured.dtype
+        frequencies, scale = self.shape.rotation(positions.device)
+        return rotation(positions, frequencies.to(torch.promote_types(dtype, frequencies.dtype)), scale, dtype)
+
+
+class DFlashPass:
+    """See DraftPass. A row for each block: its guesses, which were made at once. What they learn are the tokens: their
+    acceptance is the draft's probability of the token."""
+
+    def __init__(self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int) -> None:
+        self._outputs, self._head, self._labels, self._chunk_rows = outputs, head, labels, chunk_rows
+        self._places, self._exists = blocks.places(), blocks.exists()
+        self._depth = blocks.size - 1
+        self._slopes = torch.zeros_like(outputs) if outputs.requires_grad else None
+        self._log_draft = torch.empty(0)
+        self._acceptance = torch.empty(0)
+        self._rows = slice(0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._outputs)
+
+    @property
+    def chunk_rows(self) -> int:
+        """All guesses of a block are scored at once."""
+        return max(1, self._chunk_rows // self._depth)
+
+    def scores(self, rows: slice) -> DraftScores:
+        self._rows = rows
+        exists = self._exists[rows]
+        logits = self._head.logits(self._outputs.detach()[rows, 1:].flatten(0, 1))
+        self._log_draft = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        cross_entropy = -self._log_draft.gather(1, self._tokens()).view(exists.shape)
+        cross_entropy = cross_entropy.masked_fill(~exists, 0.0)
+        real = exists.to(cross_entropy.dtype)
+        self._acceptance = (-cross_entropy).exp() * real
+        correct = (self._log_draft.argmax(-1, keepdim=True) == self._tokens()).view(exists.shape) * real
+        products = correct.cumprod(1), self._acceptance.cumprod(1)
+        return DraftScores(cross_entropy, self._acceptance, correct, real, real, *products)
+
+    def weights(self, rows: slice) -> Tensor:
+        """0 of what there is no guess of."""
+        return self._labels.weights[self._places[rows]] * self._exists[rows]
+
+    def places(self, rows: slice) -> Tensor:
+        return self._places[rows]
+
+    def backward(self, slopes: Slopes) -> None:
+        """Where there is no guess, or no slope, there is no gradient, whatever the logits are."""
+        assert self._slopes is not None
+        has_slope = self._exists[self._rows] & ((slopes.cross_entropy != 0) | (slopes.acceptance != 0))
+        of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).masked_fill(~has_slope, 0.0).view(-1, 1)
+        gradient = self._log_draft.exp_().neg_()
+        gradient.scatter_add_(1, self._tokens(), torch.ones_like(of_log)).mul_(of_log)
+        gradient.masked_fill_(~has_slope.view(-1, 1), 0.0)
+        of_hidden = self._head.backward(gradient).view(-1, self._depth, self._outputs.shape[-1])
+        self._slopes[self._rows, 1:] = of_hidden.to(self._slopes.dtype)
+
+    def close(self) -> None:
+        torch.autograd.backward(self._outputs, self._slopes)
+
+    def _tokens(self) -> Tensor:
+        """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""
+        return self._labels.targets[self._places[self._rows]].view(-1, 1)
+
+
+def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (shape.head_dim,),
+        "self_attn.k_norm": (shape.head_dim,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (shape.intermediate, hidden),
+        "mlp.up_proj": (shape.intermediate, hidden),
+        "mlp.down_proj": (hidden, shape.intermediate),
+    }
+
+
+def _spaced(num_layers: int, count: int) -> tuple[int, ...]:
+    """Fewer than count where the target has not so many."""
+    if count == 1:
+        return (num_layers // 2,)
+    first = min(1, num_layers - 1)
+    last = max(first, num_layers - 3)
+    return tuple(sorted({round(first + number * (last - first) / (count - 1)) for number in range(count)}))
+
+
+def _mask_token(text: PreTrainedConfig, vocab_size: int) -> int:
+    padding = getattr(text, "pad_token_id", None)
+    return padding if isinstance(padding, int) and 0 <= padding < vocab_size else vocab_size - 1

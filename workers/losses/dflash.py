@@ -1,0 +1,51 @@
+"""DFlash's losses of a draft's guesses: sum over guesses k = 1, 2, ... of a block of d_k w l_k, w being the weight of
+the token that is guessed, and l the cross-entropy with it.
+
+ce: d_k = exp(-(k - 1) / gamma), and "mean" divides by the sum of d w (Chen et al., DFlash (2026), arXiv 2602.06036).
+dpace: d_k = sum over j >= k of P_j, with P_j = product over i <= j of (1 - alpha) q_i + alpha, both over guesses that
+count; q_i = exp(-l_i), without a gradient (D-PACE, arXiv 2605.18810, equations 7 to 9). There "mean" divides by the sum
+of the first w of each block, which is the number of blocks where weights are 1.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from ..drafts.scores import DraftScores
+from .guesses import acceptance_lengths, guess_ratios
+from .loss import Config, Loss, LossOutput
+
+
+def dflash(scores: DraftScores, inputs: Mapping[str, Tensor], config: Config) -> LossOutput:
+    """num_anchors and seed are read before, where the blocks are drawn."""
+    weights = inputs["weights"] * scores.exists
+    counts = weights != 0
+    cross_entropy = torch.where(counts, scores.cross_entropy, 0.0)
+    if config["objective"] == "dpace":
+        decay, denominator = _confidence(cross_entropy.detach(), counts, config["alpha"]), weights[:, 0].sum()
+    else:
+        steps = torch.arange(weights.shape[1], dtype=weights.dtype, device=weights.device)
+        decay = torch.exp(-steps / config["gamma"])
+        denominator = (decay * weights).sum()
+    return LossOutput(
+        decay * weights * cross_entropy, ratios=guess_ratios(scores, inputs["weights"]), denominator=denominator
+    )
+
+
+def _confidence(cross_entropy: Tensor, counts: Tensor, alpha: float) -> Tensor:
+    """[m, depth]"""
+    reached = torch.where(counts, (1 - alpha) * torch.exp(-cross_entropy) + alpha, 1.0).cumprod(1) * counts
+    return reached.flip(1).cumsum(1).flip(1)
+
+
+DFLASH = Loss(
+    dflash,
+    required=(),
+    optional={"weights": lambda inputs, config: 1.0},
+    config={"gamma": 7.0, "alpha": 0.5, "num_anchors": 512, "seed": 0},
+    choices={"objective": ("ce", "dpace")},
+    summary=acceptance_lengths,
+    counted_by="weights",
+    scores="losses",
+)

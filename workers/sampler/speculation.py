@@ -1,0 +1,259 @@
+"""Speculation: drafts guess how samples go on, so that one pass of the model checks several tokens of each.
+
+Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative Decoding (2023),
+https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..drafts.eagle3 import Eagle3Network
+from ..drafts.model import DraftModel
+from ..kv_cache import CachedRow, Chunk
+from ..model import BaseModel
+from ..models import Models
+from .cache import Cache
+from .choice import Choice, Settings, chances, invert_cdf
+from .jobs import Row
+from .noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
+from .table import Table
+from .together import Together, Verified
+
+
+@dataclass(frozen=True, eq=False)
+class Guesses:
+    """tokens: int64 [k]. chances: float32 [k, V], with which each token of the draft's vocabulary was drawn; None of a
+    greedy row."""
+
+    tokens: np.ndarray
+    chances: Tensor | None
+
+
+@dataclass(eq=False)
+class _State:
+    """Of a row. num_told: tokens of its sequence that the draft has in its cache. waiting: [m, layers * hidden], what
+    the target had at those behind them, up to the last but one."""
+
+    draft: DraftModel
+    num_told: int = 0
+    waiting: list[Tensor] = field(default_factory=list)
+
+
+class Speculation:
+    """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
+
+    def __init__(self, base: BaseModel, models: Models, together: Together, budget_bytes: int) -> None:
+        """budget_bytes: of each draft's cache."""
+        self._base, self._models, self._together = base, models, together
+        self._budget_bytes = budget_bytes
+        self._caches: dict[DraftModel, Cache] = {}
+        self._states: dict[Row, _State] = {}
+
+    def wants(self, row: Row) -> bool:
+        """Whether a draft is to guess it, as far as it asks for nothing that no draft knows."""
+        draft_id = row.job.request.draft_id
+        return draft_id is not None and draft_id in self._models.drafts and not row.is_adjusted
+
+    def is_ready(self, row: Row) -> bool:
+        return row in self._states
+
+    def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
+        """What is to be captured of a pass in which these are: see BaseModel.hidden_states."""
+        drafts = [self._draft(row) for row in rows if self.wants(row)]
+        layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
+        return dict.fromkeys(layers, torch.empty(0)) if layers else None
+
+    def tell(self, row: Row, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
+        """A part of its prompt has run: the next tokens of its sequence int64."""
+        state = self._states.get(row)
+        if state is None:
+            draft = self._draft(row)
+            if not self._cache(draft).place(row, len(sequence)):
+                return
+            state = self._states[row] = _State(draft)
+        state.waiting.append(_features(state.draft, captured, part))
+        # What follows the last one may not be known yet.
+        known = sum(map(len, state.waiting)) - 1
+        if known:
+            waiting = torch.cat(state.waiting)
+            state.waiting = [waiting[known:]]
+            following = sequence[state.num_told + 1 : state.num_told + 1 + known]
+            self._run(state.draft, [row], [waiting[:known]], [following])
+
+    def fork(self, leader: Row, others: Sequence[Row]) -> None:
+        """The others go on from the same tokens."""
+        state = self._states.get(leader)
+        if state is None:
+            return
+        cache = self._cache(state.draft)
+        placed = [row for row in others if cache.place(row, state.num_told + 1)]
+        cache.fork(leader, placed)
+        for row in placed:
+            self._states[row] = _State(state.draft, state.num_told, list(state.waiting))
+
+    def guess(self, rows: Sequence[Row], table: Table) -> dict[Row, Guesses]:
+        """Those that have no room any more are left out, and take no part from now on."""
+        found: dict[Row, Guesses] = {}
+        by_draft: dict[tuple[DraftModel, int], list[Row]] = {}
+        for row in rows:
+            state, length = self._states[row], int(table.length[row.line])
+            num = min(row.job.request.num_draft_tokens, int(table.limit[row.line] - table.count[row.line]) - 1)
+            if not self._has_room(row, length + num):
+                self.forget(row)
+            elif num > 0:
+                by_draft.setdefault((state.draft, num), []).append(row)
+            else:
+                found[row] = Guesses(np.zeros(0, np.int64), None)
+        for (draft, num), together in by_draft.items():
+            found |= zip(together, self._chain(draft, together, num, table), strict=True)
+        return found
+
+    def accept(self, row: Row, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
+        """So many of its guesses were right. part: where they ran, behind the token that was known."""
+        state = self._states.get(row)
+        if state is not None:
+            state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
+
+    def vocabulary(self, row: Row) -> Tensor:
+        """int64, ascending: the tokens that its draft can say."""
+        return self._states[row].draft.vocabulary
+
+    def forget(self, row: Row) -> None:
+        """Rows that take no part are ignored."""
+        state = self._states.pop(row, None)
+        if state is not None:
+            self._cache(state.draft).remove(row)
+
+    def clear(self) -> None:
+        self._states, self._caches = {}, {}
+
+    def _draft(self, row: Row) -> DraftModel:
+        draft_id = row.job.request.draft_id
+        assert draft_id is not None
+        return self._models.drafts.get(draft_id)
+
+    def _cache(self, draft: DraftModel) -> Cache:
+        if draft not in self._caches:
+            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget_bytes)
+        return self._caches[draft]
+
+    def _has_room(self, row: Row, length: int) -> bool:
+        cache = self._cache(self._states[row].draft)
+        seat = cache.seat(row)
+        assert seat is not None
+        return length <= seat.capacity or cache.grow(row, length)
+
+    def _chain(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
+        """Each guess goes on from the one before."""
+        lines = np.array([row.line for row in rows], dtype=np.int64)
+        lengths = table.length[lines]
+        choice = Choice.of(_by_temperature(table.settings(lines)), draft.shape.vocabulary, self._base.device)
+        keys = streams(table.noise_key[lines], GUESS_STREAM)
+        waiting = [torch.cat(self._states[row].waiting) for row in rows]
+        following = [table.last_tokens(row, len(each)) for row, each in zip(rows, waiting, strict=True)]
+        state, hidden = self._run(draft, rows, waiting, following)
+        for row in rows:
+            self._states[row].waiting = []
+        tokens: list[Tensor] = []
+        probabilities: list[Tensor] = []
+        for number in range(num):
+            logits = hidden @ draft.weight_views()["lm_head.weight"].t()
+            of_draft = chances(logits.float(), choice)
+            noise = torch.from_numpy(uniforms(keys, lengths + number)).to(of_draft)
+            drawn = self._together.same(invert_cdf(of_draft, noise[:, None]).squeeze(1))
+            tokens.append(draft.vocabulary[drawn])
+            probabilities.append(of_draft)
+            if number < num - 1:
+                state, hidden = self._step(draft, rows, state, tokens[-1], number)
+        all_tokens, of_rows = torch.stack(tokens, dim=1).cpu().numpy(), torch.stack(probabilities, dim=1)
+        return [Guesses(row, each) for row, each in zip(all_tokens, of_rows, strict=True)]
+
+    def _run(
+        self, draft: DraftModel, rows: Sequence[Row], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
+    ) -> tuple[Tensor, Tensor]:
+        """Tells the draft what the target had. Of each row's last one the state, and what the output head reads."""
+        lengths = [len(each) for each in waiting]
+        stops = np.cumsum(lengths)
+        firsts = [self._states[row].num_told for row in rows]
+        chunks = [
+            self._chunk(row, int(stop) - n, int(stop), first)
+            for row, stop, n, first in zip(rows, stops, lengths, firsts, strict=True)
+        ]
+        positions = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)])
+        for row, num in zip(rows, lengths, strict=True):
+            self._states[row].num_told += num
+        network = _network(draft)
+        begun = network.begun(torch.cat(list(waiting)))
+        state, hidden = network.guessed(
+            begun, self._embedded(np.concatenate(following)), self._tensor(positions), _row(chunks)
+        )
+        last = self._tensor(stops - 1)
+        return state[last], hidden[last]
+
+    def _step(
+        self, draft: DraftModel, rows: Sequence[Row], state: Tensor, tokens: Tensor, number: int
+    ) -> tuple[Tensor, Tensor]:
+        """One more token, which is none of the sequence yet: what is stored of it is overwritten later."""
+        firsts = [self._states[row].num_told + number for row in rows]
+        chunks = [self._chunk(row, at, at + 1, first) for at, (row, first) in enumerate(zip(rows, firsts, strict=True))]
+        embedded = self._base.embedded(tokens)
+        return _network(draft).guessed(state, embedded, self._tensor(np.array(firsts)), _row(chunks))
+
+    def _chunk(self, row: Row, start: int, stop: int, cached: int) -> Chunk:
+        seat = self._cache(self._states[row].draft).seat(row)
+        assert seat is not None
+        return Chunk(start, stop, seat.shelf, seat.slot, cached)
+
+    def _embedded(self, tokens: np.ndarray) -> Tensor:
+        return self._base.embedded(self._tensor(tokens))
+
+    def _tensor(self, integers: np.ndarray) -> Tensor:
+        return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
+
+
+def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> Verified:
+    """target: float32 [k + 1, V], the chances of each token at the guesses' places and behind them. vocabulary: int64,
+    the tokens that the draft can say. length: of the sequence before."""
+    num = len(guesses.tokens)
+    positions = length + np.arange(num + 1)
+    accept = uniforms(streams(np.array([key]), ACCEPT_STREAM), positions[:num])
+    tokens = torch.from_numpy(guesses.tokens).to(target.device)
+    number = 0
+    if num:
+        assert guesses.chances is not None
+        of_target = target[torch.arange(num, device=target.device), tokens]
+        of_draft = guesses.chances.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
+        wrong = np.flatnonzero(accept * of_draft.cpu().numpy() >= of_target.cpu().numpy())
+        number = int(wrong[0]) if len(wrong) else num
+    left = target[number]
+    if number < num:
+        assert guesses.chances is not None
+        left = left.index_add(0, vocabulary, guesses.chances[number].to(left.dtype), alpha=-1).clamp_(min=0)
+        left = left if float(left.sum()) > 0 else target[number]
+    noise = uniforms(np.array([key]), positions[number : number + 1])
+    token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])
+    return Verified(number, int(token))
+
+
+def _network(draft: DraftModel) -> Eagle3Network:
+    network = draft.network(trains=False)
+    assert isinstance(network, Eagle3Network)
+    return network
+
+
+def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:
+    return torch.cat([captured[layer][part] for layer in draft.draft.capture_layers or ()], dim=-1)
+
+
+def _row(chunks: Sequence[Chunk]) -> CachedRow:
+    return CachedRow((), chunks, None, chunks[-1].stop, ())
+
+
+def _by_temperature(settings: Settings) -> Settings:
+    """Alone: the target chooses among all that a draft may guess."""
+    nothing = np.zeros_like(settings.min_p)
+    return Settings(settings.temperature, nothing, np.zeros_like(settings.top_k), np.ones_like(settings.top_p))

@@ -34,11 +34,15 @@ class SamplingClient:
         topk_sample_logprobs: int = 0,
         target_prompt_logprobs: np.ndarray | None = None,
         record_stability_info: bool = False,
+        draft_path: str | None = None,
+        num_draft_tokens: int = 4,
     ) -> APIFuture[SampleResponse]:
         """`num_samples` continuations, which share the work on the prompt.
 
         target_prompt_logprobs: int64 [len(prompt) - 1, K], row i scores position i + 1, -1 = nothing.
         record_stability_info: keeps what the stable_reinforce loss needs of these samples.
+        draft_path: of a draft that guesses, num_draft_tokens at a time, in place of this client's; "" = none. How its
+        guesses fared is in `guesses` of the answer. See docs/drafts.md.
         """
         request = SampleRequest(
             sampling_session_id=self.sampler_id,
@@ -52,6 +56,8 @@ class SamplingClient:
             topk_sample_logprobs=topk_sample_logprobs,
             target_prompt_logprobs=None if target_prompt_logprobs is None else tensor_to_json(target_prompt_logprobs),
             record_stability_info=record_stability_info,
+            draft_path=draft_path,
+            num_draft_tokens=num_draft_tokens,
         )
         return self._connection.run(self._sample(to_json(request)))
 

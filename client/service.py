@@ -204,19 +204,23 @@ class ServiceClient:
         return TrainingClient(self._connection, info, session.sampler_numbers, session.limits)
 
     def create_sampling_client_async(
-        self, base_model: str | None = None, model_path: str | None = None
+        self, base_model: str | None = None, model_path: str | None = None, draft_path: str | None = None
     ) -> APIFuture[SamplingClient]:
-        """Of a base model by name, or of saved weights by their tinker:// path."""
+        """Of a base model by name, or of saved weights by their tinker:// path. draft_path: of a draft that guesses."""
         if (base_model is None) == (model_path is None):
             raise ValueError(f"give either base_model or model_path, not {base_model=} and {model_path=}")
-        return self._connection.run(self._create_sampler(base_model, model_path))
+        return self._connection.run(self._create_sampler(base_model, model_path, draft_path))
 
     create_sampling_client = blocking(create_sampling_client_async)
 
-    async def _create_sampler(self, base_model: str | None, model_path: str | None) -> SamplingClient:
+    async def _create_sampler(
+        self, base_model: str | None, model_path: str | None, draft_path: str | None
+    ) -> SamplingClient:
         session = await self._opened()
         address = {"session_id": session.session_id, "sampling_session_seq_id": next(session.sampler_numbers)}
-        request = CreateSamplingSessionRequest(**address, base_model=base_model, model_path=model_path)
+        request = CreateSamplingSessionRequest(
+            **address, base_model=base_model, model_path=model_path, draft_path=draft_path
+        )
         created = await self._connection.post("create_sampling_session", request, CreateSamplingSessionResponse)
         info = await self._connection.get(f"samplers/{created.sampling_session_id}", SamplerInfo)
         return SamplingClient(self._connection, info.sampler_id, info.base_model)

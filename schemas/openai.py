@@ -19,7 +19,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from .errors import RequestError
-from .sampling import RepetitionPenalty, Shift, StopString, Temperature
+from .sampling import NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 
 MOST_STOP_STRINGS = 16
 MOST_LOGPROBS = 20
@@ -171,7 +171,7 @@ class Asking(_Strict):
     """What both kinds of completion ask for. A null is an absent field.
 
     top_k, min_p, min_tokens, repetition_penalty, stop_token_ids (beside the model's end tokens), ignore_eos (without
-    them) and return_token_ids are known from other servers.
+    them) and return_token_ids are known from other servers. draft_path and num_draft_tokens: see SampleRequest.
     """
 
     model: str
@@ -193,6 +193,8 @@ class Asking(_Strict):
     logit_bias: LogitBias = {}
     response_format: ResponseFormat = ResponseFormat(type="text")
     return_token_ids: bool = False
+    draft_path: str | None = None
+    num_draft_tokens: NumDraftTokens = 4
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

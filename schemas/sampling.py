@@ -38,6 +38,8 @@ RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)
 StopString = Annotated[str, Field(max_length=1000)]
 MOST_STOP_STRINGS = 64
 
+NumDraftTokens = Annotated[int, Field(ge=1, le=16)]
+
 
 class SamplingParams(Wire):
     """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens. A
@@ -91,6 +93,8 @@ class ModelInput(Wire):
 class SampleRequest(Wire):
     """sampling_session_id, or else (ours) base_model or model_path, for a single request without a sampling session.
 
+    draft_path (ours): of a draft's checkpoint, which guesses num_draft_tokens at a time; in place of the session's,
+    "" = without one.
     target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none.
     """
 
@@ -101,6 +105,8 @@ class SampleRequest(Wire):
     seq_id: int | None = None
     base_model: str | None = None
     model_path: str | None = None
+    draft_path: str | None = None
+    num_draft_tokens: NumDraftTokens = 4
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
@@ -112,10 +118,13 @@ class SampleRequest(Wire):
 
 
 class CreateSamplingSessionRequest(Wire):
+    """draft_path (ours): of a draft's checkpoint, which guesses what all requests to it sample that name no other."""
+
     session_id: str
     sampling_session_seq_id: int
     base_model: str | None = None
     model_path: str | None = None
+    draft_path: str | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
@@ -139,6 +148,7 @@ class SamplerInfo(Wire):
     sampler_id: str
     base_model: str
     model_path: str | None = None
+    draft_path: str | None = None
 
 
 EMPTY_LOGPROB = -99999.0

@@ -29,6 +29,7 @@ from .completions import Completions
 from .config import ServerConfig
 from .copied import Copied
 from .direct import Direct, endpoints
+from .drafts import Drafts
 from .ephemeral import EphemeralWeights
 from .futures import Futures
 from .journal import Journal
@@ -129,8 +130,9 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     # Runs come last: they make samplers.
     adapters = Adapters(dispatch, checkpoints, weights, lambda run_id, adapter_id: runs.share(run_id, adapter_id))
     completions = Completions(futures)
-    samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, completions)
-    of_samplers = Sampling(dispatch, samplers, adapters, sessions, futures, journal, recordings, completions)
+    drafts = Drafts(dispatch, checkpoints)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
+    of_samplers = Sampling(dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions)
     loaded = Loaded(directory / "loaded", sync)
     operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded)
     snapshots = Snapshots(directory / "snapshots", sync)
@@ -146,6 +148,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
         checkpoints=checkpoints,
         runs=runs,
         adapters=adapters,
+        drafts=drafts,
         samplers=samplers,
         sampling=of_samplers,
         futures=futures,
@@ -170,6 +173,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.checkpoints.close)
         await services.samplers.open()
         stack.push_async_callback(services.adapters.close)
+        stack.push_async_callback(services.drafts.close)
         stack.push_async_callback(services.sampling.close)
         stack.push_async_callback(services.runs.close)
         stack.callback(services.checkpoints.let_go)

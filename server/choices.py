@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..schemas.openai import Asking
-from ..schemas.openai_answers import FinishReason, Usage
-from ..schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ..schemas.openai_answers import CompletionTokensDetails, FinishReason, Usage
+from ..schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ..workers.verbs import SampledPart
 from .draws import Drawn, Grown
 from .prompts import Prompt
@@ -119,6 +119,7 @@ class Choices:
         self._prompts = prompts
         self._num_sampled = 0
         self._num_cached = 0
+        self._guesses: list[GuessCounts] = []
         # Characters in front of each choice's own, once `echo` has told them.
         self._num_echoed = [0] * len(prompts)
         strings, ends = [StopString(stop) for stop in stops.strings], frozenset(stops.token_ids)
@@ -158,6 +159,8 @@ class Choices:
         """What was not told yet; what is asked of usage, at once."""
         response = event.response
         self._num_cached += response.prompt_cache_hit_tokens
+        if response.guesses is not None:
+            self._guesses.append(response.guesses)
         if not self._asked.samples_nothing:
             self._num_sampled += response.num_tokens
         pairs = list(zip(self._choices[event.job], response.sequences, strict=True))
@@ -172,9 +175,18 @@ class Choices:
     def usage(self) -> Usage:
         """Of what is finished."""
         num_prompt = sum(len(prompt.token_ids) for prompt in self._prompts)
-        return {
+        usage: Usage = {
             "prompt_tokens": num_prompt,
             "completion_tokens": self._num_sampled,
             "total_tokens": num_prompt + self._num_sampled,
             "prompt_tokens_details": {"cached_tokens": self._num_cached},
         }
+        if self._guesses:
+            accepted = sum(each.accepted for each in self._guesses)
+            rejected = sum(each.drafted for each in self._guesses) - accepted
+            details: CompletionTokensDetails = {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            }
+            usage["completion_tokens_details"] = details
+        return usage

@@ -62,6 +62,8 @@ def sample_requests(asked: Asking, prompts: Sequence[Prompt], context: int) -> l
             prompt=ModelInput.from_ints(prompt.token_ids),
             sampling_params=params.model_copy(update={"max_tokens": _max_tokens(asked, prompt, context)}),
             num_samples=asked.n,
+            draft_path=asked.draft_path,
+            num_draft_tokens=asked.num_draft_tokens,
             topk_sample_logprobs=num_top,
             prompt_logprobs=scores_prompt,
             topk_prompt_logprobs=num_top if scores_prompt else 0,

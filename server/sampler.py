@@ -6,12 +6,13 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 
-from .store import SamplerRecord
+from .store import CheckpointRecord, SamplerRecord
 
 
 @dataclass(eq=False)
 class Sampler:
-    """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for.
+    """adapter_id: None = the bare base model. loading: the adapter's, once it was asked for. draft: that of its record,
+    once it was asked for.
 
     first_seq_id: of the requests that leave theirs out, not 0 where an earlier process has made the sampler. accepted:
     seq_id -> its submit being journaled, None once it was. under_way: ids of the jobs that are loading or sampling.
@@ -25,6 +26,8 @@ class Sampler:
     under_way: set[str] = field(default_factory=set)
     drawing_numbers: Iterator[int] = field(default_factory=partial(count, 1))
     num_joined: int = 0
+    draft: CheckpointRecord | None = None
+    is_over: bool = False
 
     def free_seq_id(self) -> int:
         next_seq_id = self.first_seq_id + len(self.accepted)

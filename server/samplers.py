@@ -20,6 +20,7 @@ from .adapters import Adapters
 from .auth import Tenant
 from .checkpoints import Checkpoints
 from .completions import Completions
+from .drafts import Drafts
 from .sampler import Sampler
 from .served import base_model_of, require_served
 from .sessions import Sessions
@@ -45,6 +46,7 @@ class Samplers:
         sessions: Sessions,
         checkpoints: Checkpoints,
         adapters: Adapters,
+        drafts: Drafts,
         completions: Completions,
     ) -> None:
         self._dispatch = dispatch
@@ -52,6 +54,7 @@ class Samplers:
         self._sessions = sessions
         self._checkpoints = checkpoints
         self._adapters = adapters
+        self._drafts = drafts
         self._completions = completions
         self._samplers: dict[str, Sampler] = {}
         self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
@@ -123,14 +126,17 @@ class Samplers:
         return await asyncio.shield(self._creating[key])
 
     async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
+        base_model = await self._base_model(tenant, request.base_model, request.model_path)
+        draft = await self._drafts.find(tenant.id, request.draft_path, base_model) if request.draft_path else None
         record = SamplerRecord(
             sampler_id=sampler_id,
             session_id=request.session_id,
             tenant_id=tenant.id,
-            base_model=await self._base_model(tenant, request.base_model, request.model_path),
+            base_model=base_model,
             created_at=time.time(),
             kind="checkpoint" if request.model_path else "base",
             model_path=request.model_path,
+            draft_path=draft and draft.tinker_path,
         )
         await self._add(record)
         return sampler_id
@@ -232,6 +238,8 @@ class Samplers:
         ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
         for sampler in ended:
             del self._samplers[sampler.record.sampler_id]
+            sampler.is_over = True
+            self._drafts.forget(sampler)
             self._completions.forget(sampler.record.sampler_id)
             for request_id in sampler.under_way:
                 self._dispatch.cancel(request_id)

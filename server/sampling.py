@@ -3,7 +3,8 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -12,11 +13,12 @@ from ..schemas.errors import OperationError, RequestError
 from ..schemas.futures import Pending, RetrieveFuturesRequest, RetrieveFuturesResponse, SubmitResponse
 from ..schemas.sampling import SampleRequest, SampleResponse
 from ..workers.dispatch import WorkerDispatch
-from ..workers.verbs import SampledPart, WorkerLost
+from ..workers.verbs import SampledPart, SampleJob, WorkerLost
 from .adapters import Adapters
 from .auth import Tenant
 from .bodies import Received
 from .completions import Completions
+from .drafts import Drafts
 from .futures import Ended, Future, Futures, Result
 from .journal import Header, Journal, Journaled
 from .journaled import decode_entry
@@ -28,6 +30,7 @@ from .sampling_job import SamplingJob, Stops
 from .segments import Place
 from .served import require_served
 from .sessions import Sessions
+from .store import CheckpointRecord
 from .strikes import STRIKE, Strikes
 
 logger = logging.getLogger(__name__)
@@ -51,6 +54,7 @@ class Sampling:
         dispatch: WorkerDispatch,
         samplers: Samplers,
         adapters: Adapters,
+        drafts: Drafts,
         sessions: Sessions,
         futures: Futures,
         journal: Journal,
@@ -60,6 +64,7 @@ class Sampling:
         self._dispatch = dispatch
         self._samplers = samplers
         self._adapters = adapters
+        self._drafts = drafts
         self._sessions = sessions
         self._futures = futures
         self._journal = journal
@@ -137,6 +142,7 @@ class Sampling:
         try:
             async with end:
                 with self._sessions.held(job.sampler.record.session_id):
+                    job.draft = await self._drafts.asked(job.sampler, job.request)
                     return await self._sample(job, on_progress)
         except TimeoutError:
             if not end.expired():
@@ -176,13 +182,21 @@ class Sampling:
         request = await decode_entry(await self._journal.read(one.place))
         assert isinstance(request, SampleRequest)
         job = SamplingJob(request, header.request_id, sampler, model, seed=header.drawn.get("seed"))
+        job.was_begun, job.draft = True, await self._draft_left(job)
         sampler.accepted[header.seq_id] = None
         self._begin(job, _Held(header, held), None)
+
+    async def _draft_left(self, job: SamplingJob) -> CheckpointRecord | None:
+        try:
+            return await self._drafts.asked(job.sampler, job.request)
+        except RequestError as error:
+            _log_without_draft(job, error)
+            return None
 
     async def _accept(
         self, sampler: Sampler, seq_id: int, job: SamplingJob, received: Received, admission: Admission
     ) -> None:
-        """Journals the request and starts it. Nothing is accepted when the journal cannot be written."""
+        """Journals the request and starts it. What cannot be journaled, or has no such draft, is not accepted."""
         header = Header(
             kind="sample",
             tenant_id=sampler.record.tenant_id,
@@ -194,6 +208,7 @@ class Sampling:
             content_encoding=received.content_encoding,
         )
         try:
+            job.draft = await self._drafts.asked(sampler, job.request)
             place = await self._journal.append(header, received.body)
         except BaseException:
             del sampler.accepted[seq_id]
@@ -262,24 +277,49 @@ class Sampling:
         try:
             while True:
                 job.strikes.check()
-                loading = await self._adapters.load(sampler)
                 try:
-                    return await self._dispatch.sample(sampler.record.base_model, work, telling.tell)
+                    return await self._attempt(job, work, telling)
                 except WorkerLost as lost:
-                    self._adapters.load_again(sampler, loading)
                     if telling.has_told:
                         raise
+                    job.was_begun = True
                     await job.strikes.add(lost)
-                except OperationError as error:
-                    if error.category == "server":
-                        self._adapters.load_again(sampler, loading)
-                    raise
         finally:
             sampler.under_way.discard(job.request_id)
+
+    async def _attempt(self, job: SamplingJob, work: SampleJob, telling: "_Telling") -> SampleResponse:
+        sampler = job.sampler
+        async with self._draft(job) as draft_id:
+            # Last of what is loaded: a worker that has lost the draft meanwhile samples all the same.
+            loading = await self._adapters.load(sampler)
+            try:
+                guessed = replace(work, draft_id=draft_id)
+                return await self._dispatch.sample(sampler.record.base_model, guessed, telling.tell)
+            except OperationError as error:
+                if error.category == "server":
+                    self._adapters.load_again(sampler, loading)
+                raise
+
+    @asynccontextmanager
+    async def _draft(self, job: SamplingJob) -> AsyncIterator[str | None]:
+        """See Drafts.using."""
+        async with AsyncExitStack() as stack:
+            try:
+                draft_id = await stack.enter_async_context(self._drafts.using(job.draft))
+            except OperationError as error:
+                if not job.was_begun:
+                    raise
+                _log_without_draft(job, error)
+                job.draft = draft_id = None
+            yield draft_id
 
     async def _note_strike(self, held: _Held) -> None:
         """Raises RequestError."""
         held.places.append(await self._journal.append(replace(held.header, kind=STRIKE, drawn={})))
+
+
+def _log_without_draft(job: SamplingJob, error: Exception) -> None:
+    logger.warning("%s goes on without its draft: %s", job.request_id, error)
 
 
 class _Telling:

@@ -10,6 +10,7 @@ from ..schemas.sampling import SampleRequest
 from ..workers.verbs import ModelInfo, SampleJob
 from .sampler import Sampler
 from .seeds import draw_seed
+from .store import CheckpointRecord
 from .strikes import Strikes
 
 MOST_SAMPLES = 4096
@@ -46,6 +47,9 @@ class SamplingJob:
         _check_counts(request, model, len(self.prompt))
         self._targets = _targets(request, len(self.prompt))
         self.strikes = Strikes("this request")
+        # What guesses for it. One that was begun before goes on without, where its draft is not to be had any more.
+        self.draft: CheckpointRecord | None = None
+        self.was_begun = False
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
@@ -73,6 +77,7 @@ class SamplingJob:
             prompt_alt_tokens_k=request.prompt_alt_tokens_k,
             streams=streams,
             owner=self.sampler.record.tenant_id,
+            num_draft_tokens=request.num_draft_tokens,
         )
 
 

@@ -10,6 +10,7 @@ from .adapters import Adapters
 from .auth import Auth
 from .checkpoints import Checkpoints
 from .config import ServerConfig
+from .drafts import Drafts
 from .futures import Futures
 from .journal import Journal
 from .leases import Tenure
@@ -33,6 +34,7 @@ class Services:
     checkpoints: Checkpoints
     runs: Runs
     adapters: Adapters
+    drafts: Drafts
     samplers: Samplers
     sampling: Sampling
     futures: Futures

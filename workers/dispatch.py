@@ -174,6 +174,18 @@ class WorkerDispatch:
         if engine is not None:
             await engine.drop_adapter(adapter_id)
 
+    def has_draft(self, base_model: str, draft_id: str) -> bool:
+        """Whether samples may be guessed by it; not any more once a worker died that had it."""
+        return self._engine(base_model).has_draft(draft_id)
+
+    async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
+        """A checkpoint of a draft, for samples of this base model: see SampleJob."""
+        await self._engine(base_model).load_draft(draft_id, directory)
+
+    async def drop_draft(self, base_model: str, draft_id: str) -> None:
+        """Unknown and lost drafts: no-op."""
+        await self._engine(base_model).drop_draft(draft_id)
+
     async def sample(self, base_model: str, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """A caller that is cancelled cancels the job. on_progress: of a job that streams, as it grows."""
         return await self._engine(base_model).sample(job, on_progress)

@@ -206,6 +206,10 @@ class Group:
             self._suspect_jobs.clear(job_id)
             _settle(waiting.answer, Failure(f"sampling request {job_id} was cancelled", "user"))
 
+    def holds(self, key: str) -> bool:
+        """Whether the worker that is up has the run, adapter or draft, as far as is known."""
+        return key in self._live
+
     def forget_lost(self, key: str) -> bool:
         """Whether the run or adapter was lost with a worker and is not being made anew; from now on it is unknown."""
         self._suspect_runs.clear(key)

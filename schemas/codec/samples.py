@@ -1,9 +1,11 @@
 """Sample responses."""
 
+from dataclasses import asdict
+
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
-from ..sampling import EMPTY_LOGPROB, SampledSequence, SampleResponse, TopkLogprobs
+from ..sampling import EMPTY_LOGPROB, GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from .formats import parse_protobuf
 from .tensors import (
     MAX_DENSE_BYTES,
@@ -34,6 +36,8 @@ def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | 
     if response.prompt_alt_tokens is not None and response.prompt_alt_logprobs is not None:
         write_tensor(response.prompt_alt_tokens, message.prompt_alt_tokens.tokens)
         write_tensor(response.prompt_alt_logprobs, message.prompt_alt_tokens.logprobs)
+    if response.guesses is not None:
+        _write_guesses(response.guesses, message.guesses)
     return message.SerializeToString()
 
 
@@ -54,6 +58,8 @@ def encode_sample_response_json(response: SampleResponse) -> JsonObject:
             "tokens": tensor_to_json(response.prompt_alt_tokens),
             "logprobs": tensor_to_json(response.prompt_alt_logprobs),
         }
+    if response.guesses is not None:
+        answer["guesses"] = _guesses_to_json(response.guesses)
     return {**answer, "prompt_cache_hit_tokens": response.prompt_cache_hit_tokens, "type": "sample"}
 
 
@@ -75,6 +81,7 @@ def decode_sample_response(body: bytes) -> SampleResponse:
         else None,
         prompt_alt_logprobs=read_tensor(message.prompt_alt_tokens.logprobs, budget) if has_alternatives else None,
         prompt_cache_hit_tokens=message.prompt_cache_hit_tokens,
+        guesses=_read_guesses(message.guesses) if message.HasField("guesses") else None,
     )
 
 
@@ -90,6 +97,15 @@ def _write_topk(topk: TopkLogprobs, message: wire.TopkLogprobs) -> None:
     message.length, message.k = topk.token_ids.shape
     message.token_ids = bytes_of(topk.token_ids, np.int32)
     message.logprobs = bytes_of(topk.logprobs, np.float32)
+
+
+def _write_guesses(guesses: GuessCounts, message: wire.GuessCounts) -> None:
+    message.passes, message.drafted, message.accepted = guesses.passes, guesses.drafted, guesses.accepted
+    message.by_accepted.extend(guesses.by_accepted)
+
+
+def _read_guesses(message: wire.GuessCounts) -> GuessCounts:
+    return GuessCounts(message.passes, message.drafted, message.accepted, tuple(message.by_accepted))
 
 
 def _read_sequence(message: wire.SampledSequence) -> SampledSequence:
@@ -118,6 +134,10 @@ def _sequence_to_json(sequence: SampledSequence) -> JsonObject:
     if sequence.topk_logprobs is not None:
         answer["topk_logprobs"] = _topk_to_json(sequence.topk_logprobs)
     return answer
+
+
+def _guesses_to_json(guesses: GuessCounts) -> JsonObject:
+    return {**asdict(guesses), "acceptance_length": guesses.acceptance_length}
 
 
 def _topk_to_json(topk: TopkLogprobs) -> list[list[list[float]] | None]:

@@ -35,7 +35,10 @@ _SAMPLE: dict[str, object] = {
 async def create_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> CreateSamplingSessionResponse:
-    """A sampler of a base model, or of a checkpoint (`model_path`), whose weights are loaded at the first sample."""
+    """A sampler of a base model, or of a checkpoint (`model_path`), whose weights are loaded at the first sample.
+
+    `draft_path`: a draft of the same base model, which guesses what is sampled.
+    """
     submit = await receive_submit(request, services, json_decoder(CreateSamplingSessionRequest))
     return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, submit.content))
 
@@ -44,7 +47,12 @@ async def create_sampling_session(
 async def get_sampler(sampler_id: SamplerIdPath, services: ServicesDependency, tenant: TenantDependency) -> SamplerInfo:
     """What a sampling session samples."""
     record = (await services.samplers.get(tenant, sampler_id)).record
-    return SamplerInfo(sampler_id=record.sampler_id, base_model=record.base_model, model_path=record.model_path)
+    return SamplerInfo(
+        sampler_id=record.sampler_id,
+        base_model=record.base_model,
+        model_path=record.model_path,
+        draft_path=record.draft_path,
+    )
 
 
 @router.post(
@@ -72,6 +80,7 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     """Draws `num_samples` continuations of a prompt, with their log-probabilities at temperature 1.
 
     From `sampling_session_id`; or, for a single request, from `base_model` or `model_path` (a checkpoint).
+    `draft_path`: a draft that guesses `num_draft_tokens` at a time; `guesses` of the answer tells how these fared.
     """
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_unordered(request, services, admission, json_decoder(SampleRequest))

@@ -160,6 +160,7 @@ class LeaseRecord:
 @dataclass(frozen=True)
 class SamplerRecord:
     """A sampling session. model_path: the checkpoint it was made from. run_id: the run whose weights it has.
+    draft_path: of the draft that guesses for it, where a request names no other.
 
     kind: "base" (no adapter), "checkpoint" (model_path), "snapshot" and "inflight" (ephemeral, of run_id).
     """
@@ -172,6 +173,7 @@ class SamplerRecord:
     kind: Literal["base", "checkpoint", "snapshot", "inflight"] = "base"
     model_path: str | None = None
     run_id: str | None = None
+    draft_path: str | None = None
 
     @property
     def is_ephemeral(self) -> bool:

@@ -134,6 +134,7 @@ samplers = Table(
     Column("kind", Text, nullable=False),
     Column("model_path", Text),
     Column("run_id", Text),
+    Column("draft_path", Text),
 )
 
 results = Table(

@@ -20,7 +20,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest as SdkR
 from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanceSpan
 from trainhouse.schemas import codec
 from trainhouse.schemas.errors import RequestError
-from trainhouse.schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest, ProvenanceSpan
 
 # One datum: tokens 1, 2, 3; targets 2, 3, 4; weights 0, 1, 1; cross_entropy; model "M"; seq 1. Seen on the wire.
@@ -628,11 +628,24 @@ def test_a_sample_response_comes_back_whole_from_our_decoder() -> None:
     assert found.prompt_cache_hit_tokens == 2
 
 
+def test_what_a_draft_guessed_is_told_in_both_formats_and_the_sdk_reads_the_rest() -> None:
+    response = replace(full_sample_response(), guesses=GuessCounts(5, 18, 3, (3, 1, 1)))
+    body = codec.encode_sample_response(response)
+    assert codec.decode_sample_response(body).guesses == response.guesses
+    answer = json.loads(json.dumps(codec.encode_sample_response_json(response)))
+    counts = {"passes": 5, "drafted": 18, "accepted": 3, "by_accepted": [3, 1, 1], "acceptance_length": 1.6}
+    assert answer["guesses"] == counts
+    theirs = response_conv.deserialize_sample_response(body)
+    assert [list(each.tokens) for each in theirs.sequences] == [each.tokens.tolist() for each in response.sequences]
+    assert theirs.prompt_cache_hit_tokens == 2
+
+
 def test_a_bare_sample_response_says_nothing_that_was_not_asked() -> None:
     response = SampleResponse((SampledSequence("length", int32(), float32([])),))
     found = codec.decode_sample_response(codec.encode_sample_response(response))
     assert found.prompt_logprobs is found.topk_prompt_logprobs is found.target_prompt_logprobs is None
     assert found.prompt_alt_tokens is found.prompt_alt_logprobs is found.sequences[0].topk_logprobs is None
+    assert found.guesses is None
     assert codec.encode_sample_response_json(response) == {
         "sequences": [{"stop_reason": "length", "tokens": [], "logprobs": []}],
         "prompt_cache_hit_tokens": 0,

@@ -110,11 +110,14 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "POST", "create_sampling_session", new_sampler | {"session_id": session_id, "base_model": MODEL}
     of_weights = new_sampler | {"session_id": bobs_session, "model_path": things.sampler_weights}
     yield "POST", "create_sampling_session", of_weights
+    drafted = {"base_model": MODEL, "draft_path": things.sampler_weights}
+    yield "POST", "create_sampling_session", new_sampler | {"session_id": bobs_session} | drafted
     yield "GET", "samplers/{sampler_id}", None
     yield "POST", "join_sampling_session", {"sampling_session_id": things.sampler_id}
     for route in ("sample", "asample"):
         yield "POST", route, sample_body(things.sampler_id, 7)
         yield "POST", route, {"model_path": things.sampler_weights, "prompt": sample_body("")["prompt"]}
+        yield "POST", route, drafted | {"prompt": sample_body("")["prompt"]}
     for route in ("retrieve_future", "cancel_future"):
         yield "POST", route, {"request_id": f"{model_id}:1"}
         yield "POST", route, {"request_id": things.sample_request}

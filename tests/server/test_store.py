@@ -189,7 +189,8 @@ async def filled(store: Store) -> Store:
 
 async def test_what_was_written_is_there_after_a_restart(open_store: OpenStore) -> None:
     store = await filled(open_store())
-    sampler = SamplerRecord("s:sample:0", "s", "t", "base", 2.0, "checkpoint", "tinker://s:train:0/weights/a")
+    path = "tinker://s:train:0/weights/a"
+    sampler = SamplerRecord("s:sample:0", "s", "t", "base", 2.0, "checkpoint", path, draft_path="tinker://s:train:1/b")
     result = ResultRecord("s:train:0:1", "t", "segment 3 at 17", 5, "protobuf", 2.0)
     await store.put_checkpoint(checkpoint(), overwrite=False)
     await store.insert_sampler(sampler)

@@ -42,6 +42,18 @@ class Engine(Protocol):
         """Unknown and lost adapters: no-op."""
         ...
 
+    def has_draft(self, draft_id: str) -> bool:
+        """Whether requests may be guessed by it as they are."""
+        ...
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        """A draft's checkpoint; what becomes of the directory afterwards does not matter. It is lost with a worker."""
+        ...
+
+    async def drop_draft(self, draft_id: str) -> None:
+        """Unknown and lost ones: no-op."""
+        ...
+
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """on_progress: told what the samples of a job that streams grow by, each token once."""
         ...

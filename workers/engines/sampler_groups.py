@@ -18,6 +18,7 @@ from ..verbs import AdapterWeights, SampleJob
 from ..work import Verb
 from .company import MOST_STRIKES, Company, Standing
 from .copies import AdapterCopies
+from .drafts import drop_draft, load_draft
 from .held import HeldAdapter, Pushes, Version
 from .underway import Told, Underway
 
@@ -58,6 +59,17 @@ class SamplerGroups:
         self._copies.drop(adapter_id)
         await asyncio.gather(*(replica.drop(adapter_id) for replica in self._replicas))
 
+    def has_draft(self, draft_id: str) -> bool:
+        return not self._without_draft(draft_id)
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        """Into each group that is up; one whose worker died gets it when it is next asked for."""
+        lacking = self._without_draft(draft_id)
+        await asyncio.gather(*(load_draft(group, draft_id, directory) for group in lacking))
+
+    async def drop_draft(self, draft_id: str) -> None:
+        await asyncio.gather(*(drop_draft(replica.group, draft_id) for replica in self._replicas))
+
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._underway.run(job.job_id, self._sample(job, Told(on_progress)))
 
@@ -90,6 +102,11 @@ class SamplerGroups:
             " server's log; a shorter prompt or fewer samples need less memory",
             "server",
         )
+
+    def _without_draft(self, draft_id: str) -> list[Group]:
+        groups = [replica.group for replica in self._replicas]
+        up = [group for group in groups if not group.restarting] or groups
+        return [group for group in up if not group.holds(draft_id)]
 
     def _next_replica(self) -> "_Replica":
         return min(self._replicas, key=lambda replica: (replica.group.restarting, replica.num_tokens))

@@ -7,6 +7,7 @@ from ...schemas.sampling import SampleResponse
 from ..group import Group, OnProgress
 from ..verbs import SampleJob
 from ..work import Verb
+from .drafts import drop_draft, load_draft
 
 
 class TrainingWorkers:
@@ -37,6 +38,15 @@ class TrainingWorkers:
     async def drop_adapter(self, adapter_id: str) -> None:
         if not self._group.forget_lost(adapter_id):
             await self._group.submit(adapter_id, "", Verb("drop_adapter", (adapter_id,), drops=adapter_id))
+
+    def has_draft(self, draft_id: str) -> bool:
+        return self._group.holds(draft_id)
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        await load_draft(self._group, draft_id, directory)
+
+    async def drop_draft(self, draft_id: str) -> None:
+        await drop_draft(self._group, draft_id)
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         return await self._group.sample(job, on_progress)

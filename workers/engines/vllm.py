@@ -90,6 +90,17 @@ class Vllm:
     async def drop_adapter(self, adapter_id: str) -> None:
         self._adapters.drop(adapter_id)
 
+    def has_draft(self, draft_id: str) -> bool:
+        return False
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        raise OperationError(
+            "draft_path is not to be had from vLLM: leave it out, or start the server with --sampler native"
+        )
+
+    async def drop_draft(self, draft_id: str) -> None:
+        pass
+
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         check(job)
         return await self._underway.run(job.job_id, self._answer(job, Told(on_progress)))

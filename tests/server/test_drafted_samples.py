@@ -1,0 +1,412 @@
+"""Samples that drafts guess, over HTTP: by a real worker, which is a draft's target and its own."""
+
+import asyncio
+import json
+import logging
+import os
+import shutil
+import signal
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.server.config import ServerConfig
+from trainhouse.server.drafts import Drafts, draft_id
+from trainhouse.server.journal import Header, Journal
+from trainhouse.workers.config import ServedModel
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from ..letters import save_letter_tokenizer
+from .real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
+from .test_drafts import create_draft, create_policy, publish, remove
+
+pytestmark = pytest.mark.anyio
+
+OTHER = "tiny/other"
+NUM_TOKENS = 40
+GREEDY = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "stop": []}
+PROMPTS = [[5, 6, 7], [9], list(range(20, 60))]
+
+
+class Noting(WorkerDispatch):
+    """Notes the ids of the drafts that it is to load, and to drop."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        super().__init__(config.dispatch_config())
+        self.loaded: list[str] = []
+        self.dropped: list[str] = []
+
+    async def load_draft(self, base_model: str, draft_id: str, directory: Path) -> None:
+        self.loaded.append(draft_id)
+        await super().load_draft(base_model, draft_id, directory)
+
+    async def drop_draft(self, base_model: str, draft_id: str) -> None:
+        self.dropped.append(draft_id)
+        await super().drop_draft(base_model, draft_id)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With a tokenizer."""
+    model = tmp_path_factory.mktemp("letters") / "model"
+    shutil.copytree(tiny_models["qwen3"], model)
+    save_letter_tokenizer(model)
+    return model
+
+
+def config_of(model: Path, state_dir: Path, **options: Any) -> ServerConfig:
+    config = server_config(model, state_dir, **options)
+    return replace(config, base_models=(*config.base_models, ServedModel(OTHER, str(model))))
+
+
+@pytest.fixture(scope="module")
+async def dispatch(model: Path, tmp_path_factory: pytest.TempPathFactory, anyio_backend: str) -> AsyncIterator[Noting]:
+    dispatch = Noting(config_of(model, tmp_path_factory.mktemp("unused")))
+    await dispatch.start(lambda message: None)
+    yield dispatch
+    await dispatch.close()
+
+
+@pytest.fixture
+def config(model: Path, tmp_path: Path) -> ServerConfig:
+    return config_of(model, tmp_path / "state")
+
+
+@pytest.fixture
+async def server(config: ServerConfig, dispatch: Noting) -> AsyncIterator[Server]:
+    dispatch.loaded, dispatch.dropped = [], []
+    async with running_server(config, dispatch) as running:
+        yield running
+
+
+async def saved_draft(server: Server, key: str = ALICE, verb: str = "save_weights_for_sampler") -> str:
+    """Trained a little, so that it is sometimes right."""
+    draft = await create_draft(server, key)
+    for _ in range(3):
+        await draft.forward_backward(batch(), loss_fn="eagle3")
+        assert "error" not in await draft.optim_step()
+    return (await draft.do(verb, path="a"))["path"]
+
+
+async def sampler_of(server: Server, key: str = ALICE, status: int = 200, **fields: Any) -> Any:
+    """Its id, or what is answered otherwise."""
+    session_id = await server.create_session(key)
+    body = {"session_id": session_id, "sampling_session_seq_id": 0, "base_model": MODEL} | fields
+    answer = await server.post("create_sampling_session", body, key, status)
+    return answer.get("sampling_session_id", answer)
+
+
+def asked(sampler_id: str, tokens: Sequence[int] = (5, 6, 7), **fields: Any) -> dict[str, Any]:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": list(tokens)}]}
+    return sample_body(sampler_id, None, **({"prompt": prompt, "sampling_params": GREEDY} | fields))
+
+
+async def drawn(server: Server, body: dict[str, Any], key: str = ALICE) -> Any:
+    answer = await server.result((await server.post("asample", body, key))["request_id"], key)
+    assert "error" not in answer, answer
+    return answer
+
+
+def tokens_of(answer: Any) -> list[list[int]]:
+    return [sequence["tokens"] for sequence in answer["sequences"]]
+
+
+async def kill_worker(dispatch: WorkerDispatch) -> None:
+    os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
+    while dispatch.is_up(MODEL):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+async def no_drafts(server: Server, dispatch: Noting, number: int) -> None:
+    """Until so many were dropped."""
+    async with asyncio.timeout(20):
+        while len(dispatch.dropped) < number:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+
+
+# What is sampled
+
+
+async def test_greedy_samples_with_a_draft_are_those_without(server: Server) -> None:
+    path = await saved_draft(server)
+    plain, drafted = await sampler_of(server), await sampler_of(server, draft_path=path)
+    for tokens in PROMPTS:
+        expected, found = [await drawn(server, asked(each, tokens, num_samples=2)) for each in (plain, drafted)]
+        assert tokens_of(found) == tokens_of(expected)
+        for ours, theirs in zip(found["sequences"], expected["sequences"], strict=True):
+            np.testing.assert_allclose(ours["logprobs"], theirs["logprobs"], atol=1e-4)
+        guesses = found["guesses"]
+        assert "guesses" not in expected, "nothing is said where nothing guesses"
+        assert guesses["accepted"] <= guesses["drafted"] <= 4 * guesses["passes"]
+        assert sum(guesses["by_accepted"]) == guesses["passes"] > 0
+        accepted = sum(number * times for number, times in enumerate(guesses["by_accepted"]))
+        assert accepted == guesses["accepted"]
+        assert guesses["acceptance_length"] == pytest.approx(1 + accepted / guesses["passes"])
+
+
+async def test_a_policy_is_sampled_with_a_draft_of_the_base_model(server: Server) -> None:
+    path, policy = await saved_draft(server), await create_policy(server, 3)
+    await policy.train(batch(), 3)
+    sampler_id = (await policy.do("save_weights_for_sampler"))["sampling_session_id"]
+    saved = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+    of_checkpoint = await sampler_of(server, model_path=saved, base_model=None, draft_path=path)
+    plain = await drawn(server, asked(sampler_id))
+    bare = await drawn(server, asked(await sampler_of(server)))
+    assert tokens_of(plain) != tokens_of(bare), "the policy says something else than its base"
+    for body in (asked(sampler_id, draft_path=path), asked(of_checkpoint)):
+        found = await drawn(server, body)
+        assert tokens_of(found) == tokens_of(plain) and found["guesses"]["passes"] > 0
+
+
+async def test_a_request_names_its_own_draft_or_none(server: Server, dispatch: Noting) -> None:
+    first, second = [await saved_draft(server) for _ in range(2)]
+    sampler_id = await sampler_of(server, draft_path=first)
+    assert "guesses" not in await drawn(server, asked(sampler_id, draft_path=""))
+    assert dispatch.loaded == [], "only what is asked for"
+    for fields in ({"draft_path": second}, {}, {"draft_path": None}, {"draft_path": second.removeprefix("tinker://")}):
+        assert "guesses" in await drawn(server, asked(sampler_id, **fields))
+    assert [each.partition("@")[0] for each in dispatch.loaded] == [f"draft:{second}", f"draft:{first}"]
+    one_shot = asked("", draft_path=second) | {"sampling_session_id": None, "base_model": MODEL}
+    assert "guesses" in await drawn(server, one_shot)
+    described = await server.clients[ALICE].get(f"samplers/{sampler_id}")
+    assert described.json() == {"sampler_id": sampler_id, "base_model": MODEL, "draft_path": first}
+
+
+@pytest.mark.parametrize("num", [1, 3, 16])
+async def test_so_many_tokens_are_guessed_at_a_time(server: Server, num: int) -> None:
+    sampler_id = await sampler_of(server, draft_path=await saved_draft(server))
+    guesses = (await drawn(server, asked(sampler_id, num_draft_tokens=num)))["guesses"]
+    assert guesses["drafted"] <= num * guesses["passes"] and len(guesses["by_accepted"]) <= num + 1
+    # Towards the end of a sample there is room for fewer.
+    assert guesses["drafted"] > num / 2 * guesses["passes"]
+
+
+async def test_the_official_sdk_reads_what_was_guessed_as_any_sample(server: Server) -> None:
+    path = await saved_draft(server)
+    plain, drafted = [await sample(server, asked(await sampler_of(server, draft_path=each))) for each in (None, path)]
+    assert drafted.sequences[0].tokens == plain.sequences[0].tokens
+
+
+@pytest.mark.parametrize("verb", ["save_weights", "save_weights_external"])
+async def test_a_draft_of_any_kind_of_checkpoint_guesses(server: Server, verb: str) -> None:
+    sampler_id = await sampler_of(server, draft_path=await saved_draft(server, verb=verb))
+    assert (await drawn(server, asked(sampler_id)))["guesses"]["passes"] > 0
+
+
+# What is refused
+
+
+async def test_what_is_no_draft_of_the_base_model_is_refused(server: Server) -> None:
+    path, policy = await saved_draft(server), await create_policy(server, 3)
+    of_policy = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+    missing = f"{path}-not"
+    cases = [
+        ({"draft_path": "nothing"}, 400, "'nothing' is not a checkpoint path"),
+        ({"draft_path": missing}, 404, f"there is no checkpoint {missing}"),
+        ({"draft_path": of_policy}, 400, "was saved by a policy, which guesses nothing"),
+        ({"draft_path": path, "base_model": OTHER}, 400, f"guesses {MODEL}, and {OTHER} is sampled"),
+    ]
+    for fields, status, reason in cases:
+        assert reason in (await sampler_of(server, status=status, **fields))["detail"]
+        one_shot = asked("", **({"base_model": MODEL} | fields)) | {"sampling_session_id": None}
+        assert reason in (await server.post("asample", one_shot, status=status))["detail"]
+    sampler_id = await sampler_of(server)
+    refused = sample_body(sampler_id, 3, draft_path=missing)
+    assert "there is no checkpoint" in (await server.post("asample", refused, status=404))["detail"]
+    assert "guesses" in await drawn(server, refused | {"draft_path": path}), "the number was not used up"
+    for number in (0, 17):
+        refused = asked(sampler_id, draft_path=path, num_draft_tokens=number)
+        assert "num_draft_tokens" in (await server.post("asample", refused, status=400))["detail"]
+
+
+async def test_the_drafts_of_others_guess_once_they_are_public(server: Server) -> None:
+    path = await saved_draft(server)
+    theirs = await sampler_of(server, BOB)
+    refused = await sampler_of(server, BOB, status=404, draft_path=path)
+    assert "there is no checkpoint" in refused["detail"]
+    assert await server.post("asample", asked(theirs, draft_path=path), BOB, status=404) == refused
+    await publish(server, path)
+    assert "guesses" in await drawn(server, asked(theirs, draft_path=path), BOB)
+
+
+# What is loaded
+
+
+async def test_a_draft_is_loaded_once_and_dropped_with_its_last_sampler(server: Server, dispatch: Noting) -> None:
+    path = await saved_draft(server)
+    samplers = [await sampler_of(server, draft_path=path) for _ in range(3)]
+    for answer in await asyncio.gather(*(drawn(server, asked(each)) for each in samplers * 2)):
+        assert answer["guesses"]["passes"] > 0
+    (loaded,) = dispatch.loaded
+    for sampler_id in samplers:
+        assert dispatch.dropped == [] and dispatch.has_draft(MODEL, loaded)
+        session_id = sampler_id.partition(":")[0]
+        await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
+    await no_drafts(server, dispatch, 1)
+    assert dispatch.dropped == [loaded]
+    assert "guesses" in await drawn(server, asked(await sampler_of(server, draft_path=path)))
+    assert dispatch.loaded == [loaded, loaded]
+
+
+async def test_a_draft_that_no_sampler_has_is_dropped_after_a_while(server: Server, dispatch: Noting) -> None:
+    run_id, kind, name = (await saved_draft(server)).removeprefix("tinker://").split("/")
+    checkpoint = await server.services.store.get_checkpoint(run_id, kind, name)  # pyright: ignore[reportArgumentType]
+    assert checkpoint is not None
+    drafts = Drafts(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    for number in (1, 2):
+        async with drafts.using(checkpoint) as first, drafts.using(checkpoint) as second:
+            assert first == second == draft_id(checkpoint)
+            await asyncio.sleep(0.05)
+            assert dispatch.has_draft(MODEL, draft_id(checkpoint)) and len(dispatch.loaded) == number
+        await no_drafts(server, dispatch, number)
+    await drafts.close()
+
+
+async def test_a_draft_comes_back_after_the_workers_death(server: Server, dispatch: Noting) -> None:
+    path = await saved_draft(server)
+    sampler_id = await sampler_of(server, draft_path=path)
+    before = await drawn(server, asked(sampler_id))
+    await kill_worker(dispatch)
+    after = await drawn(server, asked(sampler_id))
+    assert tokens_of(after) == tokens_of(before) and after["guesses"] == before["guesses"]
+    assert len(dispatch.loaded) == 2
+
+
+async def test_a_worker_that_dies_of_a_sample_goes_on_with_the_draft(server: Server, dispatch: Noting) -> None:
+    sampler_id = await sampler_of(server, draft_path=await saved_draft(server))
+    params = GREEDY | {"max_tokens": 300}
+    expected = await drawn(server, asked(sampler_id, sampling_params=params))
+    submitted = await server.post("asample", asked(sampler_id, sampling_params=params, num_samples=8))
+    await asyncio.sleep(0.1)
+    os.kill(dispatch.pids(MODEL)[0], signal.SIGKILL)
+    found = await server.result(submitted["request_id"])
+    assert tokens_of(found) == tokens_of(expected) * 8 and found["guesses"]["passes"] > 0
+    assert len(dispatch.loaded) == 2
+
+
+async def test_a_deleted_draft_guesses_as_long_as_it_is_loaded(server: Server, dispatch: Noting) -> None:
+    path = await saved_draft(server)
+    sampler_id = await sampler_of(server, draft_path=path)
+    before = await drawn(server, asked(sampler_id))
+    await remove(server, path)
+    assert (await drawn(server, asked(sampler_id)))["guesses"] == before["guesses"]
+    refused = await server.post("asample", asked(sampler_id, draft_path=path), status=404)
+    assert "there is no checkpoint" in refused["detail"], "who asks for it anew"
+    await kill_worker(dispatch)
+    refused = await server.post("asample", asked(sampler_id), status=404)
+    assert f"the draft of sampler {sampler_id} cannot be loaded: there is no checkpoint {path}" in refused["detail"]
+    assert tokens_of(await drawn(server, asked(sampler_id, draft_path=""))) == tokens_of(before)
+
+
+async def test_a_damaged_draft_is_told_of(server: Server, dispatch: Noting) -> None:
+    path = await saved_draft(server)
+    sampler_id = await sampler_of(server, draft_path=path)
+    for file in (server.services.config.state_dir / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    failed = await server.result((await server.post("asample", asked(sampler_id)))["request_id"])
+    assert f"draft {path} cannot be loaded: " in failed["error"] and failed["category"] == "server"
+
+
+# Over a restart
+
+
+async def waiting(server: Server, config: ServerConfig, sampler_id: str, number: int, **fields: Any) -> None:
+    """A request that a server has accepted and not done."""
+    tenant = await server.services.auth.authenticate(ALICE)
+    journal = Journal(config.state_dir / "journal", 1 << 20)
+    header = Header("sample", tenant.id, sampler_id, number, f"{sampler_id}:{number}", drawn={"seed": 5})
+    await journal.append(header, json.dumps(asked(sampler_id, **fields) | {"seq_id": number}).encode())
+    await journal.close()
+
+
+async def test_a_request_is_taken_up_with_its_draft_and_without_where_that_is_gone(
+    config: ServerConfig, dispatch: Noting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_server(config, dispatch) as former:
+        kept, gone = [await saved_draft(former) for _ in range(2)]
+        sampler_id = await sampler_of(former, draft_path=kept)
+        plain = await drawn(former, asked(await sampler_of(former)))
+        await remove(former, gone)
+    await waiting(former, config, sampler_id, 1)
+    await waiting(former, config, sampler_id, 2, draft_path=gone)
+    with caplog.at_level(logging.WARNING):
+        async with running_server(config, dispatch) as latter:
+            with_draft, without = [await latter.result(f"{sampler_id}:{number}") for number in (1, 2)]
+            again = await drawn(latter, asked(sampler_id))
+    assert tokens_of(with_draft) == tokens_of(without) == tokens_of(again) == tokens_of(plain)
+    assert "guesses" in with_draft and "guesses" in again and "guesses" not in without
+    assert f"{sampler_id}:2 goes on without its draft: there is no checkpoint {gone}" in caplog.text
+    assert f"{sampler_id}:1 goes on without" not in caplog.text
+
+
+async def test_a_request_that_is_taken_up_goes_on_without_a_damaged_draft(
+    config: ServerConfig, dispatch: Noting, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_server(config, dispatch) as former:
+        path = await saved_draft(former)
+        sampler_id = await sampler_of(former, draft_path=path)
+    for file in (config.state_dir / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    await waiting(former, config, sampler_id, 1)
+    with caplog.at_level(logging.WARNING):
+        async with running_server(config, dispatch) as latter:
+            answer = await latter.result(f"{sampler_id}:1")
+    assert len(tokens_of(answer)[0]) == NUM_TOKENS and "guesses" not in answer
+    assert f"{sampler_id}:1 goes on without its draft: draft {path} cannot be loaded" in caplog.text
+
+
+# OpenAI's words
+
+
+async def test_openais_usage_tells_what_was_guessed(server: Server) -> None:
+    path = await saved_draft(server)
+    await server.services.tokenizers.get(MODEL)
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": NUM_TOKENS, "temperature": 0, "ignore_eos": True}
+
+    async def completed(status: int = 200, **fields: Any) -> Any:
+        answer = await server.clients[ALICE].post("http://test/v1/completions", json=body | fields)
+        assert answer.status_code == status, answer.text
+        return answer.json()
+
+    plain = await completed()
+    assert "completion_tokens_details" not in plain["usage"]
+    for name in (MODEL, await sampler_of(server, draft_path=path)):
+        fields = {"draft_path": path, "num_draft_tokens": 3} if name == MODEL else {}
+        found = await completed(model=name, **fields)
+        assert found["choices"][0]["text"] == plain["choices"][0]["text"]
+        details = found["usage"]["completion_tokens_details"]
+        assert sum(details.values()) > 0 and min(details.values()) >= 0
+    refused = await completed(404, draft_path=f"{path}-not")
+    assert "there is no checkpoint" in refused["error"]["message"]
+    streamed = {"stream": True, "stream_options": {"include_usage": True}, "draft_path": path}
+    events = (await server.clients[ALICE].post("http://test/v1/completions", json=body | streamed)).text
+    assert '"completion_tokens_details":{"accepted_prediction_tokens":' in events
+
+
+# Where else samples are drawn
+
+
+async def test_sampler_groups_have_the_draft_each(model: Path, tmp_path: Path) -> None:
+    config = server_config(model, tmp_path, sampler_workers=2)
+    dispatch = Noting(config)
+    await dispatch.start(lambda message: None)
+    try:
+        async with running_server(config, dispatch) as server:
+            path = await saved_draft(server)
+            drafted, plain = await sampler_of(server, draft_path=path), await sampler_of(server)
+            expected = await drawn(server, asked(plain))
+            answers = await asyncio.gather(*(drawn(server, asked(drafted)) for _ in range(6)))
+            assert all(tokens_of(each) == tokens_of(expected) and "guesses" in each for each in answers)
+            (loaded,) = dispatch.loaded
+            os.kill(dispatch.pids(MODEL)[-1], signal.SIGKILL)
+            for _ in range(3):
+                answers = await asyncio.gather(*(drawn(server, asked(drafted)) for _ in range(6)))
+                assert all(tokens_of(each) == tokens_of(expected) for each in answers)
+            async with asyncio.timeout(30):
+                while not dispatch.has_draft(MODEL, loaded):
+                    await drawn(server, asked(drafted))
+    finally:
+        await dispatch.close()

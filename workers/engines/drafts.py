@@ -1,0 +1,18 @@
+"""Drafts that guess for samples, in the workers of a group: lost with these."""
+
+from pathlib import Path
+
+from ..group import Group
+from ..work import Verb
+
+
+async def load_draft(group: Group, draft_id: str, directory: Path) -> None:
+    """Raises OperationError."""
+    verb = Verb("load_draft", (draft_id, str(directory)), creates=draft_id)
+    await group.submit(draft_id, "", verb)
+
+
+async def drop_draft(group: Group, draft_id: str) -> None:
+    """Unknown and lost ones: no-op. Raises OperationError."""
+    if not group.forget_lost(draft_id):
+        await group.submit(draft_id, "", Verb("drop_adapter", (draft_id,), drops=draft_id))

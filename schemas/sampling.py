@@ -166,12 +166,28 @@ class SampledSequence:
     sequence_id: str | None = None
 
 
+@dataclass(frozen=True)
+class GuessCounts:
+    """How the guesses of a draft fared in a request. passes: of the model, each over some guesses and giving a token
+    more. drafted, accepted: tokens. by_accepted: passes by how many guesses were accepted at once, from 0."""
+
+    passes: int
+    drafted: int
+    accepted: int
+    by_accepted: tuple[int, ...]
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a pass gave."""
+        return 1.0 + self.accepted / max(self.passes, 1)
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SampleResponse:
     """prompt_logprobs float32 [len(prompt)], NaN where unscored (always at 0).
 
     target_prompt_logprobs float32 [len(prompt) - 1, K], 0.0 where nothing was asked.
-    prompt_alt_tokens int32 and prompt_alt_logprobs float32 [len(prompt) - 1, k].
+    prompt_alt_tokens int32 and prompt_alt_logprobs float32 [len(prompt) - 1, k]. guesses: where a draft made any.
     """
 
     sequences: tuple[SampledSequence, ...]
@@ -181,6 +197,7 @@ class SampleResponse:
     prompt_alt_tokens: np.ndarray | None = None
     prompt_alt_logprobs: np.ndarray | None = None
     prompt_cache_hit_tokens: int = 0
+    guesses: GuessCounts | None = None
 
     @property
     def num_tokens(self) -> int:

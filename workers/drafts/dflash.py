@@ -77,9 +77,9 @@ class DFlashNetwork:
     """See Network."""
 
     def __init__(self, shape: DraftShape, parameters: Tensors) -> None:
-        assert shape.block_size is not None and shape.mask_token is not None
+        assert shape.block_size is not None
         self.shape, self.parameters = shape, parameters
-        self.block_size, self.mask_token = shape.block_size, shape.mask_token
+        self.block_size = shape.block_size
 
     def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
         assert features.head is not None
@@ -107,10 +107,10 @@ class DFlashNetwork:
 
     def _inputs(self, features: Features, blocks: Blocks) -> Tensor:
         """[m * size, hidden]: of each block the anchor, and then masks."""
-        assert features.embed is not None
-        mask = features.embed(torch.tensor([self.mask_token], device=blocks.anchors.device))
+        assert features.mask is not None
         known = features.embedded[blocks.anchors, None]
-        return torch.cat([known, mask.expand(len(known), blocks.size - 1, -1)], dim=1).flatten(0, 1)
+        masks = features.mask.expand(len(known), blocks.size - 1, -1)
+        return torch.cat([known, masks], dim=1).flatten(0, 1)
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""

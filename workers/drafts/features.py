@@ -11,9 +11,6 @@ from ..attention import Packing
 # float32 [m, vocabulary] of the target, for a slice of m of its tokens.
 Logits = Callable[[slice], Tensor]
 
-# Of int64 [m] token ids: [m, hidden], what goes into the target's first layer.
-Embed = Callable[[Tensor], Tensor]
-
 
 class TargetHead(Protocol):
     """The target's output head, which is frozen, for what a draft would have it read."""
@@ -32,8 +29,8 @@ class TargetHead(Protocol):
 class Features:
     """Of n tokens. positions: int64 [n], which restart with each sequence. embedded: [n, hidden], what goes into the
     target's first layer. captured: [n, layers * hidden], outputs of the layers that the draft reads, side by side.
-    logits: the target's of what comes behind some of the tokens. embed, head: the target's own, for drafts that have
-    none; neither waits for other ranks, which may go through other sequences.
+    logits: the target's of what comes behind some of the tokens. mask: [hidden], as embedded, of the draft's mask
+    token, if it has one. head: for drafts that have none.
     """
 
     positions: Tensor
@@ -41,5 +38,5 @@ class Features:
     embedded: Tensor
     captured: Tensor
     logits: Logits
-    embed: Embed | None = None
+    mask: Tensor | None = None
     head: TargetHead | None = None

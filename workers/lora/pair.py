@@ -49,6 +49,11 @@ class LoraPair:
         _, b_t = self._adapter.all_factors()[self._name]
         y.addmm_(reduced, b_t, alpha=self.scale)
 
+    def frozen_backward(self, grad: Tensor, grad_x: Tensor) -> None:
+        """Of one that learns nothing: adds to the gradient of x alone, as `backward`."""
+        a, b_t = self._adapter.all_factors()[self._name]
+        grad_x.addmm_((grad @ b_t.t()).mul_(self.scale), a)
+
     def backward(self, grad: Tensor, x: Tensor, reduced: Tensor, grad_x: Tensor | None) -> None:
         """Adds to the gradients of A and B, and to that of x where there is one.
 

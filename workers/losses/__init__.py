@@ -5,6 +5,7 @@ To add one: write the file and its line here; the parametrized tests pick it up.
 
 from .cispo import CISPO
 from .cross_entropy import CROSS_ENTROPY
+from .dflash import DFLASH
 from .dro import DRO
 from .eagle3 import EAGLE3
 from .gspo import GSPO
@@ -26,6 +27,6 @@ LOSSES: dict[str, Loss] = {
 
 VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
 
-GUESS_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3}
+GUESS_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3, "dflash": DFLASH}
 
 __all__ = ["GUESS_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

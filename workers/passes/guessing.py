@@ -16,7 +16,7 @@ from ..drafts.scores import Slopes
 from ..drafts.strategy import DraftPass, Labels
 from ..heads import LogprobHead
 from ..heads.head import chunks
-from ..lora import Segment
+from ..lora import LoraPair, Segment
 from ..lora.segment import within
 from ..losses.loss import LossOutput
 from ..model import BaseModel
@@ -52,7 +52,15 @@ class Guessing:
         with self._models.adapters.applied(within(segments, share.tokens)):
             last = self._base.shared_hidden_states(micro_batch, share, captured)
         of_layers = torch.cat([captured[layer] for layer in draft.draft.capture_layers], dim=-1)
-        return _Told(self._head, micro_batch.positions, captured[EMBEDDING], of_layers, last)
+        return _Told(
+            self._head, micro_batch.positions, captured[EMBEDDING], of_layers, last, self._mask(draft.shape.mask_token)
+        )
+
+    def _mask(self, token: int | None) -> Tensor | None:
+        """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
+        if token is None:
+            return None
+        return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
 
     def _scored(
         self,
@@ -85,6 +93,7 @@ class _Told:
     embedded: Tensor
     captured: Tensor
     last: Tensor
+    mask: Tensor | None
 
     def of(self, part: MicroBatchSegment, segments: list[Segment]) -> Features:
         rows, lengths = slice(part.start, part.stop), [stop - start for start, stop in pairwise(part.bounds)]
@@ -94,7 +103,28 @@ class _Told:
             return self.head.logits_of_segments(last[some], within(segments, some))
 
         packing = Packing(pack_lengths(lengths))
-        return Features(self.positions[rows], packing, self.embedded[rows], self.captured[rows], logits)
+        adapter = segments[0].adapter
+        head = _TargetHead(self.head, None if adapter is None else adapter.unembed)
+        inside = self.embedded[rows], self.captured[rows]
+        return Features(self.positions[rows], packing, *inside, logits, self.mask, head)
+
+
+@dataclass(frozen=True, eq=False)
+class _TargetHead:
+    """See TargetHead."""
+
+    head: LogprobHead
+    pair: LoraPair | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden, self.pair)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.to(self.head.unembedding.dtype)
+        of_hidden = self.head.product(gradient, self.head.unembedding.t())
+        if self.pair is not None:
+            self.pair.frozen_backward(gradient, of_hidden)
+        return of_hidden
 
 
 @dataclass(eq=False)

@@ -2,12 +2,13 @@
 
 from ...schemas.models import DraftConfig, TrainingConfig
 from .critic import CRITIC
+from .dflash import DFLASH
 from .eagle3 import EAGLE3
 from .policy import POLICY
 from .program import Program
 from .reference import REFERENCE
 
-PROGRAMS = {"policy": POLICY, "critic": CRITIC, "reference": REFERENCE, "eagle3": EAGLE3}
+PROGRAMS = {"policy": POLICY, "critic": CRITIC, "reference": REFERENCE, "eagle3": EAGLE3, "dflash": DFLASH}
 
 
 def program_of(role: str, training: TrainingConfig) -> Program:

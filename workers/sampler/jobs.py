@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from ...schemas.errors import OperationError
-from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
 from ..verbs import SampledPart, SampleJob
 from .constraint import Matcher
@@ -136,6 +136,12 @@ class Guessed:
         self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
         self.num_accepted[num_accepted] += 1
 
+    def counts(self) -> GuessCounts | None:
+        if not self.num_passes:
+            return None
+        num_accepted = sum(number * passes for number, passes in enumerate(self.num_accepted))
+        return GuessCounts(self.num_passes, self.num_guesses, num_accepted, tuple(self.num_accepted))
+
 
 class Job:
     """number: the order of arrival. num_open: samples that have not ended.
@@ -209,6 +215,7 @@ class Job:
             prompt_alt_tokens=scores.alternative_tokens,
             prompt_alt_logprobs=scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
+            guesses=self.guessed.counts(),
         )
 
 

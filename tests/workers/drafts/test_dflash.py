@@ -126,7 +126,7 @@ def features(packed: Sequence[Sample], dtype: torch.dtype = torch.float64) -> Fe
         embedded=torch.cat([EMBEDDING[each.tokens[:-1]] for each in packed]).to(dtype),
         captured=torch.cat([each.captured for each in packed]).to(dtype),
         logits=no_logits,
-        embed=lambda ids: EMBEDDING[ids].to(dtype),
+        mask=EMBEDDING[MASK].to(dtype),
         head=Head(HEAD.weight.to(dtype)),
     )
 

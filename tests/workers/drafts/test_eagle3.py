@@ -14,11 +14,13 @@ from trainhouse.workers.drafts import eagle3
 from trainhouse.workers.drafts.eagle3 import Eagle3
 from trainhouse.workers.drafts.guesses import Teacher
 from trainhouse.workers.drafts.modules import rotated, rotation
+from trainhouse.workers.drafts.scores import DraftScores
 from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.losses.eagle3 import EAGLE3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ...tiny import LLAMA3_ROPE, TINY_SHAPE
+from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
 from ..adapted import Adapted, relative_error
 from .eagle3_case import (
     TARGET_VOCABULARY,
@@ -118,6 +120,43 @@ def test_a_pass_that_reads_a_token_too_far_ahead_is_told_apart(
     wanted, ahead = naively_trained(case, sequences, DEPTH), eagle3._ahead
     monkeypatch.setattr(eagle3, "_ahead", lambda tokens, distance, device: ahead(tokens, distance + 1, device))
     assert trained(case, sequences, DEPTH).differences(wanted)["states"] > 1e-2
+
+
+def kl(scores: DraftScores) -> Tensor:
+    return scores.covered * scores.cross_entropy
+
+
+def lk_alpha(scores: DraftScores) -> Tensor:
+    logarithm = torch.where(scores.exists == 1, scores.acceptance, 1.0).log()
+    return scores.covered * -logarithm
+
+
+def lk_lambda(scores: DraftScores) -> Tensor:
+    share = 0.9 * torch.exp(-2.0 * scores.acceptance.detach())
+    return scores.covered * (share * scores.cross_entropy + (1 - share) * (1 - scores.acceptance))
+
+
+OBJECTIVES = {"kl": kl, "lk_alpha": lk_alpha, "lk_lambda": lk_lambda}
+
+
+@pytest.fixture(scope="module")
+def by_formula(case: Case, sequences: list[Told]) -> dict[str, Trained]:
+    return {name: naively_trained(case, sequences, DEPTH, objective=each) for name, each in OBJECTIVES.items()}
+
+
+@pytest.mark.parametrize("name", EAGLE3.choices["objective"])
+def test_objectives_are_their_formulas_over_rollouts(
+    case: Case, sequences: list[Told], by_formula: dict[str, Trained], name: str
+) -> None:
+    def ours(scores: DraftScores) -> Tensor:
+        config = {"objective": name, "decay": 1.0, "lk_scale": 0.9, "lk_decay": 2.0}
+        return EAGLE3.function(scores, {"weights": torch.ones_like(scores.acceptance)}, config).losses
+
+    found = trained(case, sequences, DEPTH, objective=ours)
+    differences = {each: found.differences(wanted) for each, wanted in by_formula.items()}
+    assert max(differences.pop(name).values()) < EXACT
+    for other in differences.values():
+        assert min(other[each] for each in ("loss", *case.parameters)) > 1e-3
 
 
 # Sums
@@ -355,7 +394,7 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
     parameters, gradients = learnable(case.parameters, torch.bfloat16)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
     features, labels = packed(sequences, torch.bfloat16)
-    num_passes, narrow = 64, {name: each.bfloat16() for name, each in once.items()}
+    num_passes, narrow = 32, {name: each.bfloat16() for name, each in once.items()}
     for _ in range(num_passes):
         run(network.over(features, labels, {"ttt_length": float(DEPTH)}, 10_000), both)
     for _ in range(num_passes - 1):
@@ -445,3 +484,15 @@ def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> Non
     torch.testing.assert_close(found, wanted[0].transpose(0, 1), rtol=0, atol=1e-6)
     later = rotated(heads, *rotation(positions + 1, *shape.rotation(heads.device), heads.dtype))
     assert not torch.allclose(later, found, rtol=0, atol=1e-2)
+
+
+def test_heads_are_rotated_whole_where_the_targets_are_in_part() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.5] * 6, "long_factor": [2.0] * 6, "factor": 4.0}
+    longrope = factors | {"rope_theta": 10000.0, "original_max_position_embeddings": 256}
+    for rope in (longrope, {"rope_type": "default", "rope_theta": 10000.0}):
+        config = tiny_config("phi3", rope_parameters=rope | {"partial_rotary_factor": 0.75})
+        shape = DraftShape.of(Eagle3().resolved(DraftConfig(algorithm="eagle3"), config, 512), config, 512)
+        frequencies, scale = shape.rotation(torch.device("cpu"))
+        assert (len(frequencies), scale) == (shape.head_dim // 2, 1.0)
+        assert not getattr(shape.config, "partial_rotary_factor", None)
+        assert shape.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}

@@ -109,9 +109,9 @@ def test_losses_and_gradients_are_those_of_rollouts(kind: str, says: Sequence[in
     wanted_losses, wanted = bench.naively(data)
     assert torch.cat(wanted_losses).count_nonzero() > 4
     for mine, other in zip(losses, wanted_losses, strict=True):
-        np.testing.assert_allclose(mine, other.numpy(), atol=1e-4)
+        np.testing.assert_allclose(mine, other.numpy(), atol=1e-5)
     assert metrics["loss:sum"] == pytest.approx(float(torch.cat(wanted_losses).sum()), rel=1e-5)
-    assert largest_error(gradients, wanted) < 1e-4
+    assert largest_error(gradients, wanted) < 1e-5
 
 
 def test_other_layers_are_told_apart(tmp_path: Path) -> None:

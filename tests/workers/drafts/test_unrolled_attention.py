@@ -100,9 +100,9 @@ def test_other_keys_are_told_apart(wrong: str) -> None:
     assert relative_error(found, naive(tensors, seen)) > 1e-2
 
 
-@pytest.mark.parametrize(("num_steps", "kv_heads"), [(1, 2), (3, 2), (3, 4)])
+@pytest.mark.parametrize(("num_steps", "kv_heads"), [(1, 2), (3, 2), (2, 4)])
 def test_gradients_are_those_of_small_steps(num_steps: int, kv_heads: int) -> None:
-    lengths = [2, 1, 3]
+    lengths = [1, 3]
     leaves = [each.requires_grad_() for each in drawn(kv_heads, num_steps, lengths)]
     assert torch.autograd.gradcheck(lambda *tensors: unrolled(tensors, lengths), leaves)
 
@@ -123,7 +123,7 @@ def test_large_scores_overflow_nothing() -> None:
 
 
 def test_what_is_kept_grows_with_tokens_and_not_with_their_square() -> None:
-    lengths = [2048]
+    lengths = [1536]
 
     def peak(attended: Callable[[list[Tensor]], Tensor]) -> int:
         leaves = [each.float().requires_grad_() for each in drawn(2, 3, lengths)]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.errors import OperationError
-from trainhouse.schemas.models import DraftConfig, LoraConfig
+from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
@@ -16,6 +16,10 @@ from trainhouse.workers.worker import Worker
 
 LENGTHS = (9, 30, 4, 17)
 ADAM = AdamParams(learning_rate=3e-3, grad_clip_norm=1.0)
+
+
+ALGORITHMS = {"eagle3": {"ttt_length": 3}, "dflash": {"seed": 5, "num_anchors": 40}}
+SHAPES: dict[str, dict[str, Any]] = {"eagle3": {}, "dflash": {"block_size": 4, "mask_token_id": 2}}
 
 
 @pytest.fixture(params=["llama", "qwen3"])
@@ -32,8 +36,9 @@ def a_worker(directory: Path, **knobs: Any) -> Worker:
     return Worker(WorkerConfig(ServedModel("tiny", str(directory)), threads=1, **knobs))
 
 
-def created(worker: Worker, run_id: str = "draft", **fields: Any) -> None:
-    worker.create_run(RunSpec(run_id, DraftConfig(algorithm="eagle3", seed=3, **fields), "draft"))
+def created(worker: Worker, run_id: str = "draft", algorithm: Algorithm = "eagle3", **fields: Any) -> None:
+    config = DraftConfig(algorithm=algorithm, seed=3, **(SHAPES[algorithm] | fields))
+    worker.create_run(RunSpec(run_id, config, "draft"))
 
 
 def some_data(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[Datum, ...]:
@@ -46,11 +51,10 @@ def some_data(seed: int, lengths: Sequence[int] = LENGTHS) -> tuple[Datum, ...]:
 
 
 def request(
-    data: Sequence[Datum], run_id: str = "draft", forward_only: bool = False, **config: Any
+    data: Sequence[Datum], run_id: str = "draft", forward_only: bool = False, loss_fn: str = "eagle3"
 ) -> ForwardBackwardRequest:
-    return ForwardBackwardRequest(
-        run_id, 1, tuple(data), "eagle3", {"ttt_length": 3} | config, forward_only=forward_only
-    )
+    config = ALGORITHMS[loss_fn]
+    return ForwardBackwardRequest(run_id, 1, tuple(data), loss_fn, config, forward_only=forward_only)
 
 
 def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwardOutput]:
@@ -66,17 +70,17 @@ def stepped(worker: Worker, run_id: str = "draft") -> dict[str, float]:
     return metrics
 
 
-def losses_of(worker: Worker, num_steps: int, first: int = 0, run_id: str = "draft") -> list[float]:
+def losses_of(worker: Worker, num_steps: int, loss_fn: str = "eagle3") -> list[float]:
     found = []
-    for step in range(first, first + num_steps):
-        (output,) = run(worker, request(some_data(step % 2), run_id))
+    for step in range(num_steps):
+        (output,) = run(worker, request(some_data(step % 2), loss_fn=loss_fn))
         found.append(output.metrics["loss:sum"])
-        stepped(worker, run_id)
+        stepped(worker)
     return found
 
 
-def loss(worker: Worker, run_id: str = "draft") -> float:
-    (output,) = run(worker, request(some_data(7), run_id, forward_only=True))
+def loss(worker: Worker, run_id: str = "draft", loss_fn: str = "eagle3") -> float:
+    (output,) = run(worker, request(some_data(7), run_id, forward_only=True, loss_fn=loss_fn))
     return output.metrics["loss:sum"]
 
 
@@ -99,11 +103,12 @@ def snapshot(worker: Worker, path: Path) -> Path:
     return path
 
 
-def test_training_lowers_the_loss_and_a_forward_changes_nothing(worker: Worker) -> None:
-    created(worker)
-    before = loss(worker)
-    assert loss(worker) == before
-    losses = losses_of(worker, 30)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_training_lowers_the_loss_and_a_forward_changes_nothing(worker: Worker, algorithm: Algorithm) -> None:
+    created(worker, algorithm=algorithm)
+    before = loss(worker, loss_fn=algorithm)
+    assert loss(worker, loss_fn=algorithm) == before
+    losses = losses_of(worker, 30, algorithm)
     assert losses[-2] < 0.97 * losses[0]
     assert losses[-1] < 0.97 * losses[1]
 
@@ -129,6 +134,19 @@ def test_what_a_pass_tells_is_that_of_any_way_to_cut_the_batch(worker: Worker, d
         )
 
 
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_small_micro_batches_give_the_same_gradient(worker: Worker, directory: Path, algorithm: Algorithm) -> None:
+    other = a_worker(directory, micro_batch_tokens=12, head_chunk_tokens=5)
+    for each in (worker, other):
+        created(each, algorithm=algorithm)
+        run(each, request(some_data(1), loss_fn=algorithm))
+    wanted, found = (each._models.get("draft") for each in (worker, other))
+    torch.testing.assert_close(found.accumulator, wanted.accumulator, rtol=1e-4, atol=1e-5)
+    assert found.window.weight_sum == pytest.approx(wanted.window.weight_sum)
+    run(other, request(some_data(1)[:1], loss_fn=algorithm))
+    assert (found.accumulator - wanted.accumulator).abs().max() > 1e-2
+
+
 def test_a_step_divides_by_what_the_losses_say_they_are_sums_of(worker: Worker) -> None:
     created(worker)
     data = some_data(1)
@@ -136,6 +154,20 @@ def test_a_step_divides_by_what_the_losses_say_they_are_sums_of(worker: Worker) 
     weights = sum(float(datum.loss_fn_inputs["weights"][1:-1].sum()) for datum in data)
     assert worker._models.get("draft").window.weight_sum == pytest.approx(weights)
     stepped(worker)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_a_saved_draft_of_any_kind_is_that_draft(worker: Worker, tmp_path: Path, algorithm: Algorithm) -> None:
+    created(worker, algorithm=algorithm)
+    losses_of(worker, 2, algorithm)
+    worker.save_run("draft", str(tmp_path), optimizer=True)
+    created(worker, "other", algorithm)
+    assert loss(worker, "other", algorithm) != pytest.approx(loss(worker, loss_fn=algorithm), rel=1e-4)
+    worker.load_run("other", str(tmp_path), optimizer=True)
+    assert loss(worker, "other", algorithm) == loss(worker, loss_fn=algorithm)
+    created(worker, "third", "dflash" if algorithm == "eagle3" else "eagle3")
+    with pytest.raises(OperationError, match=f"was saved with .* {algorithm}|create a draft of that shape"):
+        worker.load_run("third", str(tmp_path), optimizer=True)
 
 
 def test_a_snapshot_goes_on_where_the_draft_stood(directory: Path, tmp_path: Path) -> None:

@@ -1,0 +1,95 @@
+"""A step of drafting by EAGLE-3, of many sequences with a cache, against rollouts and against what it is trained by."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.workers.attention import AttentionKind
+from trainhouse.workers.drafts.eagle3 import Eagle3
+
+from .eagle3_case import HEADS, Case, Told, naively_trained, some_case, trained
+
+LENGTHS = (5, 2, 9, 5)
+DEPTH = 4
+
+
+@dataclass
+class Cache:
+    """Of some sequences: the rows of a step that are of each, and what is kept of the steps before."""
+
+    rows: list[slice] = field(default_factory=list)
+    keys: dict[int, Tensor] = field(default_factory=dict)
+    values: dict[int, Tensor] = field(default_factory=dict)
+
+    longest = max(LENGTHS)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        outs = []
+        for number, rows in enumerate(self.rows):
+            keys = self.keys[number] = torch.cat([self.keys.get(number, key[:0]), key[rows]])
+            values = self.values[number] = torch.cat([self.values.get(number, value[:0]), value[rows]])
+            outs.append(self._causal(query[rows], keys, values, kind))
+        return torch.cat(outs)
+
+    def _causal(self, query: Tensor, keys: Tensor, values: Tensor, kind: AttentionKind) -> Tensor:
+        keys, values = (x.repeat_interleave(HEADS // x.shape[1], dim=1) for x in (keys, values))
+        scores = torch.einsum("qhd,khd->hqk", query, keys) * kind.scaling
+        last = torch.arange(len(query)) + len(keys) - len(query)
+        hidden = torch.arange(len(keys)) > last[:, None]
+        return torch.einsum("hqk,khd->qhd", scores.masked_fill(hidden, float("-inf")).softmax(-1), values)
+
+
+def drafted(case: Case, sequences: list[Told], anchors: list[int], later: int = 0) -> list[list[Tensor]]:
+    """Of each sequence what the output head reads of the guesses behind its anchor; all of them step by step together.
+    later: how many positions too far on guesses are taken for."""
+    network, cache = Eagle3().network(case.shape, case.parameters, case.vocabulary), Cache()
+    captured = [told.captured[: anchor + 1] for told, anchor in zip(sequences, anchors, strict=True)]
+    embedded = [told.embedded[1 : anchor + 2] for told, anchor in zip(sequences, anchors, strict=True)]
+    positions = [torch.arange(anchor + 1) for anchor in anchors]
+    state, found = network.begun(torch.cat(captured)), []
+    for guess in range(DEPTH):
+        lengths = [len(each) for each in positions]
+        starts = torch.tensor([0, *lengths]).cumsum(0).tolist()
+        cache.rows = [slice(start, start + length) for start, length in zip(starts, lengths, strict=False)]
+        state, read = network.guessed(state, torch.cat(embedded), torch.cat(positions), cache)
+        last = torch.tensor(starts[1:]) - 1
+        found.append(read[last])
+        state = state[last]
+        # Behind the end of a sequence any token goes on.
+        embedded = [
+            told.embedded[[min(anchor + 2 + guess, len(told) - 1)]]
+            for told, anchor in zip(sequences, anchors, strict=True)
+        ]
+        positions = [torch.tensor([anchor + 1 + guess + later]) for anchor in anchors]
+    return [[step[number] for step in found] for number in range(len(sequences))]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_steps_together_are_rollouts_and_what_is_trained(kv_heads: int) -> None:
+    case = some_case(kv_heads)
+    sequences = case.sequences(LENGTHS)
+    for anchors in ([3, 0, 7, 0], [0, 0, 4, 2]):
+        found = drafted(case, sequences, anchors)
+        for told, anchor, steps in zip(sequences, anchors, found, strict=True):
+            wanted = _states(case, told, anchor)
+            assert wanted
+            for mine, others in zip(steps, wanted, strict=False):
+                assert all(float((mine - other).abs().max()) < 1e-9 for other in others)
+
+
+def test_another_position_is_told_apart() -> None:
+    case = some_case()
+    sequences = case.sequences(LENGTHS)
+    found = drafted(case, sequences, [3, 0, 3, 0], later=1)[2]
+    wanted = _states(case, sequences[2], 3)
+    assert float((found[0] - wanted[0][0]).abs().max()) < 1e-9
+    assert float((found[1] - wanted[1][0]).abs().max()) > 1e-4
+
+
+def _states(case: Case, told: Told, anchor: int) -> list[tuple[Tensor, Tensor]]:
+    """Of each guess from there, by rollout and by an unrolled pass."""
+    both = [way(case, [told], DEPTH).states for way in (naively_trained, trained)]
+    sizes = [max(0, len(told) - 1 - guess) for guess in range(DEPTH)]
+    by_guess = zip(*(states.split(sizes) for states in both), strict=True)
+    return [(one[anchor], other[anchor]) for one, other in by_guess if anchor < len(one)]

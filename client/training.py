@@ -159,7 +159,7 @@ class TrainingClient:
         weights: Sequence[Sequence[float] | np.ndarray] | None = None,
         counts: Mapping[int, int] | None = None,
     ) -> APIFuture[drafts.BuildVocabMapResponse]:
-        """Before its first step: what this draft can say are the most frequent tokens, as many as draft_vocab_size.
+        """Before its first forward_backward: this draft can say the most frequent tokens, as many as draft_vocab_size.
 
         tokens: sequences, of which what has a weight other than 0 counts. counts: by token id, instead of these.
         """

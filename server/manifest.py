@@ -36,7 +36,8 @@ def seal(directory: Path, about: Mapping[str, object], *, sync: bool = True) -> 
         if sync:
             os.fsync(file.fileno())
     if sync:
-        sync_directory(directory)
+        for each in {directory, *(path.parent for path in files.values())}:
+            sync_directory(each)
     return sum(path.stat().st_size for path in files.values())
 
 

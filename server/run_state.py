@@ -72,6 +72,8 @@ class RunState:
         # The newest first; the history has everything from this seq_id on.
         self._kept: list[Snapshot] = []
         self._first_held = 0
+        # Of what is kept: it changes only while nothing is made again from it.
+        self._keeping = asyncio.Lock()
         # Against making it again from the newest snapshot.
         self._strikes = Strikes("make this run again", self._note_strike)
         self._snapshotting: set[asyncio.Task[None]] = set()
@@ -168,7 +170,8 @@ class RunState:
         while not self._is_live:
             self._strikes.check()
             try:
-                await self._make()
+                async with self._keeping:
+                    await self._make()
             except WorkerLost as lost:
                 logger.warning("%s is being made again once more: %s", self._record.run_id, lost)
                 await self._strikes.add(lost)
@@ -235,6 +238,10 @@ class RunState:
                 self._kept.remove(snapshot)
 
     async def _keep(self, snapshot: Snapshot) -> None:
+        async with self._keeping:
+            await self._replace_oldest(snapshot)
+
+    async def _replace_oldest(self, snapshot: Snapshot) -> None:
         if snapshot.seq_id > self._newest_seq_id:
             self._strikes.forget()
         newest_first = sorted([snapshot, *self._kept], key=lambda one: -one.seq_id)

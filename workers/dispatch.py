@@ -118,7 +118,7 @@ class WorkerDispatch:
         await self._submit_verb(run_id, "set_target", None if directory is None else str(directory))
 
     async def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
-        """What a draft model can say, before its first step. token_ids: int64 [draft_vocab_size], ascending."""
+        """What a draft model can say, before it learns. token_ids: int64 [draft_vocab_size], ascending."""
         await self._submit_verb(run_id, "set_vocabulary", token_ids)
 
     async def save_run(self, run_id: str, directory: Path, optimizer: bool) -> None:

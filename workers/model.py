@@ -43,7 +43,7 @@ from .parallel.tensor import Placed
 from .product import FrozenProduct, laid_out
 from .quantized import QuantizedWeight, check_installed, replace_parameter
 from .threads import Threads
-from .trunk import FusedTrunk, Merge, fused_trunk
+from .trunk import EMBEDDING, FusedTrunk, Merge, fused_trunk
 
 
 def resolve_device(config: WorkerConfig) -> torch.device:
@@ -357,17 +357,31 @@ class BaseModel:
         """
         if self._fused is not None:
             return self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
-        output = self.trunk(
-            input_ids=tokens.unsqueeze(0),
-            position_ids=positions.unsqueeze(0),
-            use_cache=False,
-            packing=packing,
-            output_hidden_states=captured is not None,
-        )
-        for layer in captured or {}:
-            captured[layer] = output.hidden_states[layer + 1].squeeze(0)  # pyright: ignore[reportOptionalSubscript]
+        with self._capturing(captured or {}):
+            output = self.trunk(
+                input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing
+            )
         hidden = output.last_hidden_state.squeeze(0)
         return hidden if self._logit_scale == 1 else hidden * self._logit_scale
+
+    @contextmanager
+    def _capturing(self, captured: dict[int, Tensor]) -> Iterator[None]:
+        """Inside, layers leave there what they return: of the last one, transformers' hidden states have the norm."""
+        trunk: Any = self.trunk
+
+        def kept(layer: int, state: Any) -> None:
+            captured[layer] = (state if isinstance(state, Tensor) else state[0]).squeeze(0)
+
+        with ExitStack() as held:
+            for layer in captured:
+                if layer == EMBEDDING:
+                    hook = trunk.layers[0].register_forward_pre_hook(lambda _, inputs: kept(EMBEDDING, inputs))
+                else:
+                    hook = trunk.layers[layer].register_forward_hook(
+                        lambda _, inputs, output, layer=layer: kept(layer, output)
+                    )
+                held.callback(hook.remove)
+            yield
 
 
 def _give_back(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

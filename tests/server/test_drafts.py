@@ -29,7 +29,19 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..live import live_server
 from .noting import NOTING, RESOLVED, noting
-from .real import ALICE, BOB, MODEL, Run, Server, datum, running_server, sample_body, server_config
+from .real import (
+    ALICE,
+    BOB,
+    MODEL,
+    Run,
+    Server,
+    batch,
+    datum,
+    running_server,
+    sample_body,
+    server_config,
+    started_dispatch,
+)
 from .test_loaded import delete, until
 from .test_restart import Client
 
@@ -381,6 +393,38 @@ def test_after_kill_9_a_draft_goes_on_with_its_newest_target(tiny_models: dict[s
         told_by = ("target_seed:last", "steps:last", "first_token:last")
         assert [[metrics[name] for name in told_by] for metrics in (before, behind)] == [[4, 1, 0], [6, 1, 0]]
         assert client.post("get_info", draft)["target_path"] == paths[2]
+
+
+@pytest.mark.full
+async def test_a_draft_that_learns_is_as_it_was_after_a_death_and_of_its_checkpoint(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """By workers that compute."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    async with started_dispatch(config) as dispatch, running_server(config, dispatch) as server:
+        policy = await server.create_run()
+        await policy.train(batch(), 2)
+        path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+        draft = await create_draft(server, target_path=path, draft_vocab_size=64)
+        assert (await draft.do("build_vocab_map", tokens=[list(range(3, 60))]))["covered"] == 1
+        tokens = np.random.default_rng(1).integers(3, 60, 12).tolist()
+        data = [{"model_input": tokens, "loss_fn_inputs": {}}]
+        losses = {"data": data, "loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3, "objective": "kl"}}
+        at_first = (await draft.do("forward_backward", **losses))["metrics"]["loss:sum"]
+        await draft.optim_step()
+        saved = (await draft.do("save_weights", path="a"))["path"]
+        learned = (await draft.do("forward", **losses))["metrics"]
+        await draft.do("set_target", path=None)
+        of_base = (await draft.do("forward", **losses))["metrics"]["loss:sum"]
+        await draft.do("set_target", path=path)
+        await remove(server, path)
+        await kill_worker(server)
+        assert (await draft.do("forward", **losses))["metrics"] == pytest.approx(learned, rel=1e-5)
+        again = await load(server, saved)
+        assert (await again.do("forward", **losses))["metrics"]["loss:sum"] == pytest.approx(of_base, rel=1e-5)
+        assert learned["loss:sum"] < at_first and abs(of_base / learned["loss:sum"] - 1) > 1e-3
+        failed = await draft.do("build_vocab_map", tokens=[tokens])
+        assert failed["category"] == "user" and "has learned with its vocabulary" in failed["error"]
 
 
 # Vocabularies

@@ -9,7 +9,7 @@ from trainhouse.server.leases import Lease
 from trainhouse.server.store import SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .real import batch, running_server, sample, sample_body, server_config
+from .real import MODEL, batch, running_server, sample, sample_body, server_config
 from .test_standby import until
 
 pytestmark = pytest.mark.anyio
@@ -59,7 +59,10 @@ async def test_all_that_a_run_leaves_is_on_the_disk(
             assert "error" not in await run.do("load_weights", path=path)
             saved = await run.do("save_weights_for_sampler", sampling_session_seq_id=0)
             await sample(server, sample_body(saved["sampling_session_id"], record_stability_info=True))
-            await until(lambda: list(top.glob("snapshots/*/[0-9]*")))
+            draft = {"model_role": "draft", "draft": {"algorithm": "eagle3"}, "target_path": path}
+            body = {"session_id": run.session_id, "model_seq_id": 1, "base_model": MODEL} | draft
+            assert "error" not in await server.result((await server.post("create_model", body))["request_id"])
+            await until(lambda: list(top.glob("snapshots/*/[0-9]*/target/*")))
             assert list(top.glob("loaded/*/[0-9]*"))
     left = [path for name in KEPT for path in (top / name, *(top / name).rglob("*"))]
     lost = {path.relative_to(tmp_path).as_posix() for path in (top.parent, top, *left) if not disk.has(path)}

@@ -1,6 +1,7 @@
 """A run whose worker dies: it is made again, and what was under way goes on in its order, once."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -12,6 +13,7 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
+from trainhouse.server.bodies import Received
 from trainhouse.server.copied import Copied, mark_copy
 from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
@@ -302,6 +304,38 @@ async def test_what_was_loaded_is_in_a_snapshot_of_that_moment_although_another_
     is_written.set()
     await until(bench, lambda: (bench.snapshots / "2" / "manifest.json").exists())
     assert (bench.snapshots / "2" / "state").read_text() == "[0, 1, 'snapshot', 2, 'snapshot']"
+
+
+async def test_snapshots_that_are_done_while_a_run_is_made_again_take_nothing_from_it(make_bench: MakeBench) -> None:
+    """What they hold is not needed any more, but by who began with an earlier state."""
+    bench = await make_bench()
+    is_written, take, make = asyncio.Event(), bench.operations.snapshot, bench.operations.make
+
+    async def snapshot(run, directory: Path) -> None:
+        await take(run, directory)
+        await is_written.wait()
+
+    def are_published() -> bool:
+        return len(bench.run._state._kept) == 2
+
+    async def make_meanwhile(run, operation, *, again: bool) -> None:
+        await make(run, operation, again=again)
+        is_written.set()
+        with contextlib.suppress(TimeoutError):  # they may not be yet
+            async with asyncio.timeout(1):
+                await until(bench, are_published)
+
+    bench.operations.snapshot = snapshot  # pyright: ignore[reportAttributeAccessIssue]
+    bench.operations.make = make_meanwhile  # pyright: ignore[reportAttributeAccessIssue]
+    body = Received(b'{"model_id": "session:train:0", "path": "tinker://a/weights/b"}')
+    for seq_id in (1, 2):
+        await bench.submit(seq_id, LoadWeights("tinker://a/weights/b", optimizer=False), body)
+        await bench.result(seq_id)
+    Dying(bench, (3,))
+    await bench.optim_step(3)
+    await bench.result(3)
+    assert trained(bench) == ["make", 1, 2, 3]
+    await until(bench, are_published)
 
 
 async def test_a_run_that_rests_needs_nothing_of_the_journal_once_it_is_settled(make_bench: MakeBench) -> None:

@@ -1,5 +1,6 @@
 """DraftShape: the sizes of a draft's modules, by its target's."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,8 +102,15 @@ def _config(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> Ll
         head_dim=getattr(given, "head_dim", None) or given.hidden_size // heads,
         rms_norm_eps=getattr(given, "rms_norm_eps", 1e-6),
         max_position_embeddings=given.max_position_embeddings,
-        rope_parameters=dict(rope.get("full_attention", rope)),
+        rope_parameters=_rope(rope.get("full_attention", rope)),
         tie_word_embeddings=False,
         bos_token_id=getattr(given, "bos_token_id", None),
         eos_token_id=getattr(given, "eos_token_id", None),
     )
+
+
+def _rope(of_target: Mapping[str, Any]) -> dict[str, Any]:
+    """A draft's heads are rotated whole; factors for each frequency of a part of them are of no use to it."""
+    if of_target.get("rope_type") == "longrope":
+        return {"rope_type": "default", "rope_theta": of_target["rope_theta"]}
+    return {name: value for name, value in of_target.items() if name != "partial_rotary_factor"}

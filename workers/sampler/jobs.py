@@ -1,6 +1,8 @@
 """A sampling request under way: what it asks, its samples so far, and when each of them ends."""
 
+from collections.abc import Sequence
 from functools import cached_property
+from itertools import zip_longest
 from typing import Literal
 
 import numpy as np
@@ -25,11 +27,33 @@ MOST_SAMPLES = 1 << 16
 MOST_CELLS = 1 << 24
 
 
+class Guessed:
+    """How a draft's guesses fared. num_passes: of the model over guesses. num_accepted: passes by how many were right
+    at once."""
+
+    def __init__(self) -> None:
+        self.num_passes = self.num_guesses = 0
+        self.num_accepted: list[int] = []
+
+    def add(self, num_guesses: int, num_accepted: int) -> None:
+        """Of a pass."""
+        self.num_passes += 1
+        self.num_guesses += num_guesses
+        self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
+        self.num_accepted[num_accepted] += 1
+
+    @property
+    def acceptance_length(self) -> float:
+        """Tokens that a pass gave."""
+        return 1.0 + sum(number * passes for number, passes in enumerate(self.num_accepted)) / self.num_passes
+
+
 class Row:
     """One sample of a job.
 
     tokens int32 and logprobs float32: sampled before it last left the table, in which `line` is its place, NOWHERE when
     it waits or has ended. top: of every token so far, where they are asked for. namespace: of its keys and values.
+    guessed: by a draft. goes_alone: whether no draft is to guess it any more.
     """
 
     def __init__(self, job: "Job", sample: int, noise_key: int) -> None:
@@ -42,6 +66,7 @@ class Row:
         self.logprobs = np.zeros(0, np.float32)
         self.top: list[TopkLogprobs] = []
         self.stop_reason: Literal["stop", "length"] | None = None
+        self.guessed, self.goes_alone = Guessed(), False
         self._num_told = 0
 
     @cached_property
@@ -121,28 +146,6 @@ class Row:
         return SampledSequence(self.stop_reason, self.tokens, self.logprobs, _joined(self.top))
 
 
-class Guessed:
-    """How a draft's guesses fared. num_passes: of the model over guesses. num_accepted: by how many were right at once,
-    of passes with any guesses."""
-
-    def __init__(self) -> None:
-        self.num_passes = self.num_guesses = 0
-        self.num_accepted: list[int] = []
-
-    def add(self, num_guesses: int, num_accepted: int) -> None:
-        """Of a pass."""
-        self.num_passes += 1
-        self.num_guesses += num_guesses
-        self.num_accepted += [0] * (num_guesses + 1 - len(self.num_accepted))
-        self.num_accepted[num_accepted] += 1
-
-    def counts(self) -> GuessCounts | None:
-        if not self.num_passes:
-            return None
-        num_accepted = sum(number * passes for number, passes in enumerate(self.num_accepted))
-        return GuessCounts(self.num_passes, self.num_guesses, num_accepted, tuple(self.num_accepted))
-
-
 class Job:
     """number: the order of arrival. num_open: samples that have not ended.
 
@@ -163,7 +166,6 @@ class Job:
         self.stop_token_ids = frozenset(i for i in request.stop_token_ids if 0 <= i < limits.vocab_size)
         self.scores = PromptScoring(request) if wants_scores(request) else None
         self.num_cache_hits: int | None = None
-        self.guessed = Guessed()
         self.text = text
         self.matcher = text.matchers.new(constraint) if (constraint := request.params.constraint) is not None else None
         if request.stop_strings:
@@ -215,8 +217,17 @@ class Job:
             prompt_alt_tokens=scores.alternative_tokens,
             prompt_alt_logprobs=scores.alternative_logprobs,
             prompt_cache_hit_tokens=self.num_cache_hits or 0,
-            guesses=self.guessed.counts(),
+            guesses=_counts([row.guessed for row in self.rows]),
         )
+
+
+def _counts(of_rows: Sequence[Guessed]) -> GuessCounts | None:
+    passes = sum(each.num_passes for each in of_rows)
+    if not passes:
+        return None
+    by_accepted = tuple(map(sum, zip_longest(*(each.num_accepted for each in of_rows), fillvalue=0)))
+    accepted = sum(number * num for number, num in enumerate(by_accepted))
+    return GuessCounts(passes, sum(each.num_guesses for each in of_rows), accepted, by_accepted)
 
 
 def _joined(rows: list[TopkLogprobs]) -> TopkLogprobs | None:

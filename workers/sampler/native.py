@@ -8,7 +8,7 @@ others and is prefilled again gets the same tokens.
 
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -161,6 +161,7 @@ class NativeSampler:
     def _run_until(self, deadline: float) -> None:
         with ExitStack() as held:
             self._schedule.serve(self._bring(self._choose_adapters(), held))
+            self._bring_drafts(held)
             self._fail_together()
             held.enter_context(self._base.threads.restored())
             began = time.monotonic()
@@ -208,6 +209,23 @@ class NativeSampler:
                 self._fail_jobs_of(adapter_ids[0], error)
                 return []
         return [brought for each in adapter_ids for brought in self._bring([each], held)]
+
+    def _bring_drafts(self, held: ExitStack) -> None:
+        """Of this slice, as many as the device holds. Rows whose draft does not come go on without."""
+        wanted = dict.fromkeys(row.job.request.draft_id for row in [*self._schedule.guessed(), *self._rows_to_come()])
+        known = [one for one in wanted if one is not None and one in self._models.drafts]
+        brought: list[str] = []
+        for draft_id in known[: self._config.full_slots]:
+            with suppress(OperationError):
+                held.enter_context(self._models.resident([draft_id], FORWARD))
+                brought.append(draft_id)
+        self._speculation.serve(brought)
+        for row in self._schedule.guessed():
+            if not self._speculation.wants(row):
+                self._schedule.decode(row)
+
+    def _rows_to_come(self) -> list[Row]:
+        return [job.rows[0] for job in self._jobs.values()]
 
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
@@ -330,6 +348,9 @@ class NativeSampler:
             taken.append(self._take_guesses(part, guesses[part.row], start, logits[here], of_model[here]))
             first += part.length
         self._append_several(taken)
+        for row in self._schedule.guessed():
+            if row.goes_alone:
+                self._schedule.decode(row)
 
     def _take_guesses(self, part: GuessPart, guesses: Guesses, start: int, logits: Tensor, of_model: Tensor) -> "Taken":
         row, table = part.row, self._schedule.table
@@ -338,7 +359,8 @@ class NativeSampler:
         verified = self._together.verified(verify(guesses, of_model, vocabulary, key, length))
         num = verified.num_accepted
         self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
-        row.job.guessed.add(len(guesses.tokens), num)
+        row.guessed.add(len(guesses.tokens), num)
+        row.goes_alone = not self._speculation.pays(row)
         return Taken(row, np.append(guesses.tokens[:num], verified.token), logits[: num + 1])
 
     def _append_several(self, taken: Sequence["Taken"]) -> None:

@@ -4,7 +4,7 @@ Leviathan, Kalman and Matias, Fast Inference from Transformers via Speculative D
 https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +22,12 @@ from .jobs import Row
 from .noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
 from .table import Table
 from .together import Together, Verified
+
+# Of a row, before it is seen whether guessing pays.
+_PASSES_TO_JUDGE_BY = 8
+
+# Of one more token in a pass, in passes of one token: less than that where weights are what a pass reads for long.
+_COST_TO_CHECK = 0.05
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,13 +56,27 @@ class Speculation:
         """budget_bytes: of each draft's cache."""
         self._base, self._models, self._together = base, models, together
         self._budget_bytes = budget_bytes
+        self._served: Collection[str] = ()
         self._caches: dict[DraftModel, Cache] = {}
         self._states: dict[Row, _State] = {}
 
+    def serve(self, draft_ids: Collection[str]) -> None:
+        """From now on these guess, which are on the device."""
+        self._served = draft_ids
+
     def wants(self, row: Row) -> bool:
-        """Whether a draft is to guess it, as far as it asks for nothing that no draft knows."""
-        draft_id = row.job.request.draft_id
-        return draft_id is not None and draft_id in self._models.drafts and not row.is_adjusted
+        """Whether a draft is to guess it, and it asks for nothing that no draft knows."""
+        return row.job.request.draft_id in self._served and not (row.is_adjusted or row.goes_alone)
+
+    def pays(self, row: Row) -> bool:
+        """Whether its guesses are right often enough. By its own alone, and not by time: a seed gives the same tokens
+        however fast the machine is."""
+        guessed = row.guessed
+        if guessed.num_passes % _PASSES_TO_JUDGE_BY:
+            return True
+        of_guesses = guessed.num_guesses / guessed.num_passes
+        cost = self._states[row].draft.num_parameters / self._base.num_parameters + _COST_TO_CHECK
+        return guessed.acceptance_length >= 1 + of_guesses * cost
 
     def is_ready(self, row: Row) -> bool:
         return row in self._states

@@ -105,15 +105,8 @@ def test_a_captured_layer_is_transformers_hidden_state_behind_it(target: Target)
             assert relative_error(found, target.wanted(other)) > 1e-2
 
 
-def of_unfused(kind: str) -> Any:
-    reason = "transformers' hidden states have what the last norm returns"
-    return pytest.param(kind, marks=pytest.mark.xfail(strict=True, reason=reason) if kind == UNFUSED_KIND else ())
-
-
 @pytest.mark.usefixtures("_gradients")
-@pytest.mark.parametrize("kind", [of_unfused(kind) for kind in KINDS])
-def test_the_last_layer_is_captured_before_the_norm(kind: str, targets: dict[str, Target]) -> None:
-    target = targets[kind]
+def test_the_last_layer_is_captured_before_the_norm(target: Target) -> None:
     captured: dict[int, Tensor] = {LAST: torch.empty(0)}
     normed = target.hidden_states(captured)
     assert relative_error(captured[LAST], target.wanted(LAST)) < 1e-5

@@ -20,7 +20,7 @@ from trainhouse.workers.losses.eagle3 import EAGLE3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from ...tiny import LLAMA3_ROPE, TINY_SHAPE
+from ...tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config
 from ..adapted import Adapted, relative_error
 from .eagle3_case import (
     TARGET_VOCABULARY,
@@ -484,3 +484,15 @@ def test_heads_are_rotated_as_the_targets(rope: dict[str, object] | None) -> Non
     torch.testing.assert_close(found, wanted[0].transpose(0, 1), rtol=0, atol=1e-6)
     later = rotated(heads, *rotation(positions + 1, *shape.rotation(heads.device), heads.dtype))
     assert not torch.allclose(later, found, rtol=0, atol=1e-2)
+
+
+def test_heads_are_rotated_whole_where_the_targets_are_in_part() -> None:
+    factors = {"rope_type": "longrope", "short_factor": [1.5] * 6, "long_factor": [2.0] * 6, "factor": 4.0}
+    longrope = factors | {"rope_theta": 10000.0, "original_max_position_embeddings": 256}
+    for rope in (longrope, {"rope_type": "default", "rope_theta": 10000.0}):
+        config = tiny_config("phi3", rope_parameters=rope | {"partial_rotary_factor": 0.75})
+        shape = DraftShape.of(Eagle3().resolved(DraftConfig(algorithm="eagle3"), config, 512), config, 512)
+        frequencies, scale = shape.rotation(torch.device("cpu"))
+        assert (len(frequencies), scale) == (shape.head_dim // 2, 1.0)
+        assert not getattr(shape.config, "partial_rotary_factor", None)
+        assert shape.config.rope_parameters == {"rope_type": "default", "rope_theta": 10000.0}

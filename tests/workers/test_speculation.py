@@ -1,0 +1,307 @@
+"""Samples that a draft guesses: the same ones, or the same distribution, as without."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.models import DraftConfig, LoraConfig
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler import native, speculation
+from trainhouse.workers.sampler.speculation import Guesses, Speculation
+from trainhouse.workers.sampler.together import Verified
+from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Step
+from trainhouse.workers.worker import Worker
+
+from ..tiny import tiny_model
+from .jobs import answers, job
+from .test_sampler_distribution import (
+    CASES,
+    LEAST_P_VALUE,
+    LENGTH,
+    NUM_SEQUENCES,
+    PROMPT,
+    Model,
+    p_value,
+    tokens_of,
+)
+from .test_sampler_distribution import model as model
+
+NUM_PROMPTS = 200
+ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
+DRAFTS = ("random", "trained")
+
+
+@dataclass(frozen=True)
+class Target:
+    """rollouts: int64 [n, tokens], of the model's likeliest tokens."""
+
+    worker: Worker
+    rollouts: np.ndarray
+
+
+def made(worker: Worker, draft_id: str, directory: Path, rollouts: np.ndarray | None = None, **fields: Any) -> None:
+    """rollouts: that it is trained on, if any."""
+    worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=3, **fields), "draft"))
+    if "draft_vocab_size" in fields:
+        worker.set_vocabulary("draft", np.arange(1, 1 + fields["draft_vocab_size"], dtype=np.int64))
+    for number in range(0 if rollouts is None else 60):
+        passed(worker, number, rollouts)
+        worker.apply_steps((Step("draft", ADAM, "mean"),))
+    directory.mkdir()
+    worker.save_run("draft", str(directory), optimizer=False)
+    worker.drop_run("draft")
+    worker.load_draft(draft_id, str(directory))
+
+
+def passed(worker: Worker, number: int, rollouts: np.ndarray, forward_only: bool = False) -> ForwardBackwardOutput:
+    data = tuple(Datum(row.astype(np.int32), {}) for row in rollouts)
+    config = {"ttt_length": 4}
+    request = ForwardBackwardRequest("draft", 1, data, "eagle3", config, forward_only=forward_only)
+    (answer,) = worker.run_pass(Pass((Part(number, request),)))
+    assert isinstance(answer, ForwardBackwardOutput), answer
+    return answer
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """With weights large enough for the likeliest token to be one by far."""
+    directory = tmp_path_factory.mktemp("target")
+    tiny_model("llama", directory / "model", num_hidden_layers=4, initializer_range=0.2)
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1))
+    random = np.random.default_rng(0)
+    prompts = [random.integers(3, 512, 4) for _ in range(12)]
+    found = run(worker, *(job(str(i), prompt, temperature=0.0, max_tokens=40) for i, prompt in enumerate(prompts)))
+    rollouts = np.stack([np.concatenate([prompt, tokens(found[str(i)])]) for i, prompt in enumerate(prompts)])
+    made(worker, "random", directory / "random")
+    made(worker, "trained", directory / "trained", rollouts)
+    made(worker, "of few", directory / "few", draft_vocab_size=300)
+    return Target(worker, rollouts)
+
+
+def run(worker: Worker, *jobs: SampleJob, **options: Any) -> dict[str, SampleResponse]:
+    found = answers(worker.sample_slice, *jobs, **options)
+    assert all(isinstance(answer, SampleResponse) for answer in found.values()), found
+    return found
+
+
+def tokens(response: SampleResponse, sample: int = 0) -> np.ndarray:
+    return response.sequences[sample].tokens
+
+
+def guessed(jobs: list[SampleJob], draft_id: str, num: int | None = None) -> list[SampleJob]:
+    """num: of guesses at a time; None = one to five, in turn."""
+    return [replace(each, draft_id=draft_id, num_draft_tokens=num or 1 + i % 5) for i, each in enumerate(jobs)]
+
+
+def some_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
+    """Prompts of all lengths, among them beginnings of what drafts were trained on."""
+    random = np.random.default_rng(1)
+    jobs = []
+    for number in range(num):
+        prompt = random.integers(3, 512, random.integers(1, 40))
+        if number % 4 == 0:
+            prompt = rollouts[number % len(rollouts)][: random.integers(4, 20)]
+        jobs.append(job(f"{number}", prompt, max_tokens=int(random.integers(1, 16)), seed=number, **options))
+    return jobs
+
+
+def assert_alike(found: Mapping[str, SampleResponse], wanted: Mapping[str, SampleResponse]) -> None:
+    for job_id, response in wanted.items():
+        for ours, theirs in zip(found[job_id].sequences, response.sequences, strict=True):
+            np.testing.assert_array_equal(ours.tokens, theirs.tokens, err_msg=job_id)
+            np.testing.assert_allclose(ours.logprobs, theirs.logprobs, atol=1e-4)
+            assert ours.stop_reason == theirs.stop_reason
+
+
+@pytest.mark.parametrize("draft_id", [*DRAFTS, "of few"])
+def test_the_likeliest_tokens_are_the_same_with_a_draft(target: Target, draft_id: str) -> None:
+    jobs = some_jobs(NUM_PROMPTS, target.rollouts, temperature=0.0)
+    wanted = run(target.worker, *jobs)
+    found = run(target.worker, *guessed(jobs, draft_id))
+    assert_alike(found, wanted)
+    assert all(response.guesses is None for response in wanted.values())
+    counts = [each.guesses for each in found.values() if each.guesses is not None]
+    assert len(counts) > NUM_PROMPTS / 2
+    assert all(sum(each.by_accepted) == each.passes and each.accepted <= each.drafted for each in counts)
+    if draft_id == "trained":
+        assert sum(each.accepted for each in counts) > 50
+
+
+@pytest.mark.parametrize("draft_id", DRAFTS)
+def test_samples_hang_on_their_own_seed_alone(target: Target, draft_id: str) -> None:
+    """Whatever company they have, guessed or not, and in however many slices."""
+    jobs = guessed(some_jobs(24, target.rollouts, temperature=0.8, num_samples=2), draft_id, 3)
+    together = run(
+        target.worker, *jobs, *(replace(each, job_id=f"plain {each.job_id}", draft_id=None) for each in jobs)
+    )
+    alone = {each.job_id: run(target.worker, each, budget_milliseconds=0)[each.job_id] for each in jobs}
+    assert_alike(together, alone)
+    plain = {each.job_id: together[f"plain {each.job_id}"] for each in jobs}
+    assert any(
+        len(tokens(each)) != len(tokens(alone[i])) or (tokens(each) != tokens(alone[i])).any()
+        for i, each in plain.items()
+    )
+
+
+def test_rows_give_way_and_are_guessed_again(target: Target, tmp_path: Path) -> None:
+    """In a cache that has not room for all."""
+    small = Worker(replace(target.worker._config, kv_cache_bytes=1 << 19))
+    made(small, "trained", tmp_path / "trained", target.rollouts)
+    jobs = [replace(each, num_samples=3) for each in some_jobs(40, target.rollouts, temperature=0.0)]
+    wanted = run(target.worker, *jobs)
+    assert_alike(run(small, *guessed(jobs, "trained"), budget_milliseconds=0), wanted)
+    assert small._sampler._of_base._schedule.cache.held_bytes() == 0
+    assert not small._sampler._of_base._speculation._states
+
+
+def test_an_adapter_is_guessed_by_any_draft(target: Target) -> None:
+    worker = target.worker
+    worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=5)))
+    weights = worker._models.get("policy").weights
+    weights.add_(0.1 * torch.randn(weights.shape, generator=torch.Generator().manual_seed(0)))
+    worker.copy_adapter("policy", "adapter")
+    jobs = [replace(each, adapter_id="adapter") for each in some_jobs(20, target.rollouts, temperature=0.0)]
+    wanted = run(worker, *jobs)
+    base = [replace(each, job_id=f"base {each.job_id}", adapter_id=None) for each in jobs]
+    found = run(worker, *guessed([*jobs, *base], "trained"))
+    assert_alike(found, wanted)
+    assert any((tokens(found[each.job_id]) != tokens(found[f"base {each.job_id}"])).any() for each in jobs)
+    worker.drop_run("policy")
+    worker.drop_adapter("adapter")
+
+
+def test_what_else_is_asked_for_comes_as_without(target: Target) -> None:
+    options = {"temperature": 0.0, "topk_sample_logprobs": 3}
+    jobs = some_jobs(20, target.rollouts, **options)
+    ends = run(target.worker, *jobs)
+    stopping = [
+        replace(each, stop_token_ids=(int(tokens(ends[each.job_id])[-1]),), prompt_logprobs=True) for each in jobs
+    ]
+    wanted = run(target.worker, *stopping)
+    found = run(target.worker, *guessed(stopping, "trained"))
+    assert_alike(found, wanted)
+    assert {sequence.stop_reason for response in found.values() for sequence in response.sequences} == {"stop"}
+    for job_id, response in wanted.items():
+        ours, theirs = (each.sequences[0].topk_logprobs for each in (found[job_id], response))
+        assert ours is not None and theirs is not None
+        np.testing.assert_array_equal(ours.token_ids, theirs.token_ids)
+        np.testing.assert_allclose(found[job_id].prompt_logprobs, response.prompt_logprobs, atol=1e-4)
+
+
+def test_what_no_draft_knows_is_not_guessed(target: Target) -> None:
+    options: list[dict[str, Any]] = [
+        {"repetition_penalty": 1.5},
+        {"presence_penalty": 0.7},
+        {"logit_bias": {"5": 3.0}},
+        {"min_tokens": 4},
+    ]
+    jobs = [job(str(i), [4, 5, 6], temperature=0.0, **each) for i, each in enumerate(options)]
+    wanted = run(target.worker, *jobs)
+    found = run(target.worker, *guessed(jobs, "trained"))
+    assert_alike(found, wanted)
+    assert all(response.guesses is None for response in found.values())
+
+
+def test_a_perfect_draft_is_right_all_the_time(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that says what the model does; a random one is hardly ever."""
+    num = 4
+    prompts = [target.rollouts[i][:5] for i in range(4)]
+    jobs = guessed([job(str(i), each, temperature=0.0, max_tokens=21) for i, each in enumerate(prompts)], "random", num)
+    of_random = [each.guesses for each in run(target.worker, *jobs).values()]
+    assert all(each is not None and each.acceptance_length < 1.5 for each in of_random)
+
+    def perfect(self: Speculation, draft: Any, rows: list[Any], num: int, table: Any) -> list[Guesses]:
+        found = chain(self, draft, rows, num, table)
+        for each, row in zip(found, rows, strict=True):
+            first = int(table.length[row.line])
+            each.tokens[:] = target.rollouts[int(row.job.request.job_id)][first : first + num]
+            assert each.chances is not None
+            each.chances.zero_()[np.arange(num), each.tokens] = 1
+        return found
+
+    chain = Speculation._chain
+    monkeypatch.setattr(Speculation, "_chain", perfect)
+    found = run(target.worker, *jobs)
+    for job_id, response in found.items():
+        np.testing.assert_array_equal(tokens(response), target.rollouts[int(job_id)][5:26])
+        assert response.guesses is not None
+        assert (response.guesses.passes, response.guesses.acceptance_length) == (4, num + 1)
+
+
+def test_the_acceptance_length_is_that_which_a_forward_tells(target: Target, tmp_path: Path) -> None:
+    """Of the texts that the model goes on by itself, whose tokens the draft is told one after the other."""
+    worker = target.worker
+    made(worker, "measured", tmp_path / "measured", target.rollouts)
+    worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=3), "draft"))
+    worker.load_run("draft", str(tmp_path / "measured"), optimizer=False)
+    told = passed(worker, 999, target.rollouts, forward_only=True).metrics["acceptance_length/greedy:mean"]
+    worker.drop_run("draft")
+    prompts = target.rollouts[:, :4]
+    jobs = [job(str(i), each, temperature=0.0, max_tokens=40) for i, each in enumerate(prompts)]
+    counts = [each.guesses for each in run(worker, *guessed(jobs, "measured", 4)).values() if each.guesses]
+    measured = 1 + sum(each.accepted for each in counts) / sum(each.passes for each in counts)
+    assert told > 1.3
+    assert measured == pytest.approx(told, rel=0.2)
+
+
+def test_guessing_ends_where_it_does_not_pay(target: Target) -> None:
+    """After so many passes of each sample, by its own guesses alone."""
+    prompts = [target.rollouts[i][:5] for i in range(4)]
+    jobs = [job(str(i), each, temperature=0.0, max_tokens=35) for i, each in enumerate(prompts)]
+    wanted = run(target.worker, *jobs)
+    of_random = run(target.worker, *guessed(jobs, "random", 4))
+    assert_alike(of_random, wanted)
+    assert all(each.guesses is not None and each.guesses.passes == 8 for each in of_random.values())
+    of_trained = run(target.worker, *guessed(jobs, "trained", 1))
+    assert any(each.guesses is not None and each.guesses.passes > 8 for each in of_trained.values())
+
+
+# Samples that are drawn
+
+
+@pytest.fixture(scope="module", params=[None, 5], ids=["of all tokens", "of some"])
+def drawing(model: Model, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(model.directory)), threads=1, head_chunk_tokens=4096))
+    fields = {} if request.param is None else {"draft_vocab_size": request.param}
+    made(worker, "draft of it", tmp_path_factory.mktemp("draft") / "saved", **fields)
+    return worker
+
+
+def drawn(worker: Worker, name: str) -> np.ndarray:
+    """int64 [NUM_SEQUENCES, LENGTH]"""
+    params, num_jobs = CASES[name].params, 8
+    jobs = [
+        job(f"{seed}", PROMPT, seed=seed, num_samples=NUM_SEQUENCES // num_jobs, max_tokens=LENGTH, **params)
+        for seed in range(num_jobs)
+    ]
+    found = run(worker, *guessed(jobs, "draft of it", 2))
+    assert all(response.guesses is not None and response.guesses.accepted for response in found.values())
+    return np.concatenate([tokens_of(found[f"{seed}"]) for seed in range(num_jobs)])
+
+
+@pytest.mark.parametrize("name", ["as the model is", "cold", "hot", "top_k", "top_p", "min_p", "all"])
+def test_sequences_come_as_often_as_enumeration_says(model: Model, drawing: Worker, name: str) -> None:
+    samples = drawn(drawing, name)
+    assert p_value(samples, model.exact(CASES[name].params)) > LEAST_P_VALUE
+    for wrong in CASES[name].wrong:
+        assert p_value(samples, model.exact(wrong)) < LEAST_P_VALUE / 100
+
+
+@pytest.mark.parametrize("fault", ["all are right", "nothing is left out"])
+def test_a_wrong_rule_is_told_apart(model: Model, drawing: Worker, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wrong(guesses: Guesses, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> Verified:
+        right = verify(guesses, target, vocabulary, *rest)
+        if fault == "all are right":
+            return verify(guesses, target.new_ones(target.shape), vocabulary, *rest)
+        without = Guesses(guesses.tokens[: right.num_accepted], guesses.chances)
+        return verify(without, target[: right.num_accepted + 1], vocabulary, *rest)
+
+    verify = speculation.verify
+    monkeypatch.setattr(native, "verify", wrong)
+    assert p_value(drawn(drawing, "as the model is"), model.exact({})) < LEAST_P_VALUE / 100

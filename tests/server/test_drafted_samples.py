@@ -184,6 +184,23 @@ async def test_so_many_tokens_are_guessed_at_a_time(server: Server, num: int) ->
     assert guesses["drafted"] > num / 2 * guesses["passes"]
 
 
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"presence_penalty": 0.5},
+        {"repetition_penalty": 1.3},
+        {"logit_bias": {"7": 2.0}},
+        {"min_tokens": 3, "stop": [9]},
+    ],
+)
+async def test_what_no_draft_knows_is_sampled_without_guesses(server: Server, params: dict[str, Any]) -> None:
+    path, own = await saved_draft(server), {"sampling_params": GREEDY | params}
+    plain, drafted = [
+        await drawn(server, asked(await sampler_of(server, draft_path=each), **own)) for each in (None, path)
+    ]
+    assert tokens_of(drafted) == tokens_of(plain) and "guesses" not in drafted
+
+
 async def test_the_official_sdk_reads_what_was_guessed_as_any_sample(server: Server) -> None:
     path = await saved_draft(server)
     plain, drafted = [await sample(server, asked(await sampler_of(server, draft_path=each))) for each in (None, path)]
@@ -213,6 +230,9 @@ async def test_what_is_no_draft_of_the_base_model_is_refused(server: Server) -> 
         assert reason in (await sampler_of(server, status=status, **fields))["detail"]
         one_shot = asked("", **({"base_model": MODEL} | fields)) | {"sampling_session_id": None}
         assert reason in (await server.post("asample", one_shot, status=status))["detail"]
+    dflash = (await (await create_draft(server, algorithm="dflash")).do("save_weights", path="a"))["path"]
+    refused = await sampler_of(server, status=400, draft_path=dflash)
+    assert f"{dflash} is a dflash draft, which does not guess samples yet" in refused["detail"]
     sampler_id = await sampler_of(server)
     refused = sample_body(sampler_id, 3, draft_path=missing)
     assert "there is no checkpoint" in (await server.post("asample", refused, status=404))["detail"]
@@ -408,5 +428,20 @@ async def test_sampler_groups_have_the_draft_each(model: Path, tmp_path: Path) -
             async with asyncio.timeout(30):
                 while not dispatch.has_draft(MODEL, loaded):
                     await drawn(server, asked(drafted))
+    finally:
+        await dispatch.close()
+
+
+async def test_vllm_is_given_no_drafts(model: Path, tmp_path: Path) -> None:
+    """It is not even asked."""
+    config = server_config(model, tmp_path, sampler="vllm", vllm_url="http://127.0.0.1:9")
+    dispatch = Noting(config)
+    await dispatch.start(lambda message: None)
+    try:
+        async with running_server(config, dispatch) as server:
+            path = await saved_draft(server)
+            failed = await server.post("asample", asked(await sampler_of(server, draft_path=path)))
+            answer = await server.result(failed["request_id"])
+            assert "draft_path is not to be had from vLLM" in answer["error"] and answer["category"] == "user"
     finally:
         await dispatch.close()

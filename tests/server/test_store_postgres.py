@@ -70,6 +70,7 @@ async def test_format_2_is_migrated(postgres_url: str) -> None:
     store = PostgresStore(postgres_url)
     for back in (
         "ALTER TABLE samplers ADD COLUMN directory VARCHAR",
+        "ALTER TABLE samplers DROP COLUMN draft_path",
         "ALTER TABLE runs DROP COLUMN role",
         "ALTER TABLE checkpoints DROP COLUMN role",
         "ALTER TABLE runs DROP COLUMN target_path",

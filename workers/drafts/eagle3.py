@@ -32,6 +32,8 @@ _LAYER = "midlayer"
 class Eagle3:
     """See Strategy."""
 
+    guesses_samples = True
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
         if config.num_layers not in (None, 1):

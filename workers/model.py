@@ -327,7 +327,10 @@ class BaseModel:
 
     @torch.no_grad()
     def embedded(self, tokens: Tensor) -> Tensor:
-        """tokens int64 [tokens]: what goes into the first layer, [tokens, hidden]."""
+        """tokens int64 [tokens]: what goes into the first layer, [tokens, hidden]. Of all ranks at once, each with its
+        own: they may keep the embedding in parts."""
+        if self._fused is not None:
+            return self._fused.embedded(tokens)
         embedding: Any = self.model.get_input_embeddings()
         return embedding(tokens)
 

@@ -120,6 +120,10 @@ class FusedTrunk:
                 captured[number] = hidden if update is None else hidden + update
         return _add_norm(hidden, update, self._norm)[1]
 
+    def embedded(self, tokens: Tensor) -> Tensor:
+        """int64 [tokens] -> what goes into the first layer, [tokens, hidden]."""
+        return self._embed(tokens)
+
     def _embedded(self, tokens: Tensor, own: slice | None) -> Tensor:
         """Where all tensor-parallel ranks have all tokens, the first of them alone has the gradient."""
         if own is None and self._team.index > 0:

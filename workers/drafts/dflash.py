@@ -34,6 +34,8 @@ Turn = tuple[Tensor, Tensor]
 class DFlash:
     """See Strategy."""
 
+    guesses_samples = False
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
         the middle. The mask is the target's padding token, or its last one: best is one that no text has."""

@@ -32,6 +32,8 @@ _LAYER = "midlayer"
 class Eagle3:
     """See Strategy."""
 
+    guesses_samples = True
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
         if config.num_layers not in (None, 1):
@@ -92,12 +94,13 @@ class Eagle3Network:
         """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
         of guesses beyond the end of the sequence it means nothing."""
         state, outputs = self.begun(features.captured), []
-        of_embedded = self._projected(features.embedded, "input_layernorm", slice(None, self.shape.hidden))
+        of_embeddings, of_states = self._halves()
+        of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(depth):
             ahead = _ahead(len(state), step + 1, state.device)
-            of_state = self._projected(state, "hidden_norm", slice(self.shape.hidden, None))
+            of_state = self._projected(state, "hidden_norm", of_states)
             query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
             turn = self._rotation(features.positions + step, state.dtype)
             keys.append(rotated(self._heads(key), *turn))
@@ -118,9 +121,9 @@ class Eagle3Network:
 
         state: [tokens, hidden] before them. embedded: of the tokens that follow. positions: int64 [tokens].
         """
-        half = self.shape.hidden
-        of_embedded = self._projected(embedded, "input_layernorm", slice(None, half))
-        of_state = self._projected(state, "hidden_norm", slice(half, None))
+        of_embeddings, of_states = self._halves()
+        of_embedded = self._projected(embedded, "input_layernorm", of_embeddings)
+        of_state = self._projected(state, "hidden_norm", of_states)
         query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
         turn = self._rotation(positions, state.dtype)
         attended = attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind)
@@ -133,11 +136,17 @@ class Eagle3Network:
         x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
         return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp")
 
-    def _projected(self, x: Tensor, norm: str, columns: slice) -> list[Tensor]:
+    def _halves(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of query, key and value the weights of the embedding, and those of the state. Once for all steps: backward
+        puts the gradient of each half into one of the whole."""
+        weights = [self.parameters[f"{_LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        hidden = self.shape.hidden
+        return [weight[:, :hidden] for weight in weights], [weight[:, hidden:] for weight in weights]
+
+    def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
         """This half's part of query, key and value: the embeddings' is the same in every step."""
         x = self._normed(x, f"{_LAYER}.{norm}")
-        weights = (self.parameters[f"{_LAYER}.self_attn.{name}_proj.weight"] for name in "qkv")
-        return [linear(x, weight[:, columns]) for weight in weights]
+        return [linear(x, weight) for weight in weights]
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)

@@ -15,7 +15,7 @@ from ..model import BaseModel
 from ..moments import Moments
 from ..programs import Program
 from .shape import DraftShape
-from .strategy import Network
+from .strategy import Network, Strategy
 
 
 class DraftModel(Learner):
@@ -25,7 +25,8 @@ class DraftModel(Learner):
     def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
         """Raises OperationError on what makes no such draft."""
         assert program.strategy is not None
-        self._base, self._strategy = base, program.strategy
+        self._base = base
+        self._strategy: Strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
         layout = Layout(program.strategy.parameters(self.shape))

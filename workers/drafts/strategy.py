@@ -71,6 +71,11 @@ class Network(Protocol):
 
 
 class Strategy(Protocol):
+    @property
+    def guesses_samples(self) -> bool:
+        """Whether samplers know how to let its drafts guess."""
+        ...
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """With all that is left open. Raises OperationError on what makes no such draft."""
         ...

@@ -327,7 +327,7 @@ class NativeSampler:
     def _tell_draft(self, part: PromptPart, start: int) -> None:
         if part.cached and part.row.needs_cache and self._speculation.wants(part.row):
             rows = slice(start, start + part.length)
-            self._speculation.tell(part.row, rows, self._captured, part.prefill.sequence)
+            self._speculation.tell(part.row, part.start, rows, self._captured, part.prefill.sequence)
 
     def _check(self, batch: Batch, guesses: Mapping[Row, Guesses], hidden: Tensor) -> None:
         """Of what was guessed, as much is taken as is right, and a token more."""

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -48,6 +49,11 @@ class _State:
     num_told: int = 0
     waiting: list[Tensor] = field(default_factory=list)
 
+    @property
+    def num_seen(self) -> int:
+        """Tokens of which it has been told what the target had there, or is to be."""
+        return self.num_told + sum(map(len, self.waiting))
+
 
 class Speculation:
     """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
@@ -57,7 +63,7 @@ class Speculation:
         self._base, self._models, self._together = base, models, together
         self._budget_bytes = budget_bytes
         self._served: Collection[str] = ()
-        self._caches: dict[DraftModel, Cache] = {}
+        self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
         self._states: dict[Row, _State] = {}
 
     def serve(self, draft_ids: Collection[str]) -> None:
@@ -87,9 +93,13 @@ class Speculation:
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
 
-    def tell(self, row: Row, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
-        """A part of its prompt has run: the next tokens of its sequence int64."""
+    def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
+        """A part of its sequence int64 has run, from token `first` on. A row of which it has not been told all before
+        takes no part."""
         state = self._states.get(row)
+        if first != (0 if state is None else state.num_seen):
+            self.forget(row)
+            return
         if state is None:
             draft = self._draft(row)
             if not self._cache(draft).place(row, len(sequence)):
@@ -97,7 +107,7 @@ class Speculation:
             state = self._states[row] = _State(draft)
         state.waiting.append(_features(state.draft, captured, part))
         # What follows the last one may not be known yet.
-        known = sum(map(len, state.waiting)) - 1
+        known = state.num_seen - state.num_told - 1
         if known:
             waiting = torch.cat(state.waiting)
             state.waiting = [waiting[known:]]
@@ -149,7 +159,8 @@ class Speculation:
             self._cache(state.draft).remove(row)
 
     def clear(self) -> None:
-        self._states, self._caches = {}, {}
+        self._states = {}
+        self._caches.clear()
 
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id

@@ -1,0 +1,86 @@
+"""Drafts of ranks that have data of their own, as on one rank."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import Algorithm, DraftConfig
+from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.verbs import RunSpec, Step
+
+from .case import Case
+from .training import ADAM, Layout, close, largest_error, layout
+
+ALGORITHMS: tuple[Algorithm, ...] = ("eagle3", "dflash")
+CONFIGS = {"eagle3": {"ttt_length": 3}, "dflash": {"seed": 5, "num_anchors": 3}}
+SHAPES = {"eagle3": {}, "dflash": {"block_size": 4, "mask_token_id": 2}}
+
+CASES = [
+    Case("fsdp=2"),
+    *(pytest.param(case, marks=pytest.mark.full) for case in (Case("replicas=2"), Case("fsdp=2", "qwen3_tied"))),
+]
+
+
+def guessed(algorithm: Algorithm, seed: int, *lengths: int) -> ForwardBackwardRequest:
+    random = np.random.default_rng(seed)
+    data = [
+        Datum(
+            random.integers(3, 512, length).astype(np.int32),
+            {"weights": random.uniform(size=length).astype(np.float32)},
+        )
+        for length in lengths
+    ]
+    return ForwardBackwardRequest("draft", 1, tuple(data), algorithm, CONFIGS[algorithm])
+
+
+class Trained:
+    """Two steps, two accumulations each; what they told, and the draft as it was saved."""
+
+    def __init__(self, where: Layout, algorithm: Algorithm) -> None:
+        where.call(
+            "create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft")
+        )
+        self.told: list[float] = []
+        for step in range(2):
+            for seed, lengths in ((step, (9, 30, 4, 17)), (step + 7, (11,))):
+                (output,) = where.run_pass(guessed(algorithm, seed, *lengths))
+                assert isinstance(output, ForwardBackwardOutput), output
+                self.told += [value for name, value in output.metrics.items() if name.endswith(":sum")]
+            (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
+            assert isinstance(metrics, dict), metrics
+            self.told.append(metrics["grad_norm"])
+        self.directory = where.saved("draft")
+        paths = self.directory.glob("model*.safetensors")
+        self.weights = {name: each for path in paths for name, each in load_file(path).items()}
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_draft_learns_as_on_one_rank(
+    case: Case, algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model = case.model(tiny_models, tmp_path)
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, case.parallel, tmp_path, **case.knobs) as many:
+        theirs, ours = Trained(alone, algorithm), Trained(many, algorithm)
+        assert close(ours.told, theirs.told)
+        assert not close(ours.told, [1.001 * each for each in theirs.told])
+        assert ours.weights.keys() == theirs.weights.keys()
+        assert largest_error([ours.weights], [theirs.weights]) <= 1e-3
+        for where, directory in ((alone, ours.directory), (many, theirs.directory)):
+            where.call("load_run", "draft", str(directory), True)
+        (one,), (other,) = (where.run_pass(guessed(algorithm, 3, 21, 6)) for where in (alone, many))
+        assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
+        assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])
+
+
+def test_ranks_that_share_out_tokens_train_no_drafts_yet(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    with (
+        layout(tiny_models["qwen3"], ParallelSpec.parse("tp=2"), tmp_path) as where,
+        pytest.raises(
+            OperationError, match="drafts are not trained by ranks that run tp=2: give them ranks of their own"
+        ),
+    ):
+        where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3"), "draft"))

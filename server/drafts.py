@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import Algorithm, DraftConfig
 from ..schemas.sampling import SampleRequest
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import WorkerLost
@@ -23,9 +22,6 @@ from .strikes import Strikes
 logger = logging.getLogger(__name__)
 
 UNUSED_SECONDS = 600.0
-
-GUESSING: tuple[Algorithm, ...] = ("eagle3",)
-"""Algorithms whose drafts the workers can guess with."""
 
 
 @dataclass(eq=False)
@@ -73,12 +69,6 @@ class Drafts:
             raise RequestError(
                 f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which guesses nothing: name a checkpoint "
                 "of a draft as draft_path"
-            )
-        assert isinstance(checkpoint.training, DraftConfig)
-        if (algorithm := checkpoint.training.algorithm) not in GUESSING:
-            raise RequestError(
-                f"{checkpoint.tinker_path} is a {algorithm} draft, which does not guess samples yet: name a draft of "
-                f"{' or '.join(GUESSING)} as draft_path"
             )
         if checkpoint.base_model != base_model:
             raise RequestError(

@@ -230,9 +230,6 @@ async def test_what_is_no_draft_of_the_base_model_is_refused(server: Server) -> 
         assert reason in (await sampler_of(server, status=status, **fields))["detail"]
         one_shot = asked("", **({"base_model": MODEL} | fields)) | {"sampling_session_id": None}
         assert reason in (await server.post("asample", one_shot, status=status))["detail"]
-    dflash = (await (await create_draft(server, algorithm="dflash")).do("save_weights", path="a"))["path"]
-    refused = await sampler_of(server, status=400, draft_path=dflash)
-    assert f"{dflash} is a dflash draft, which does not guess samples yet" in refused["detail"]
     sampler_id = await sampler_of(server)
     refused = sample_body(sampler_id, 3, draft_path=missing)
     assert "there is no checkpoint" in (await server.post("asample", refused, status=404))["detail"]
@@ -240,6 +237,16 @@ async def test_what_is_no_draft_of_the_base_model_is_refused(server: Server) -> 
     for number in (0, 17):
         refused = asked(sampler_id, draft_path=path, num_draft_tokens=number)
         assert "num_draft_tokens" in (await server.post("asample", refused, status=400))["detail"]
+
+
+async def test_a_draft_that_samplers_do_not_know_fails_its_requests_alone(server: Server) -> None:
+    path = (await (await create_draft(server, algorithm="dflash")).do("save_weights", path="a"))["path"]
+    drafted, plain = await sampler_of(server, draft_path=path), await sampler_of(server)
+    bodies = [asked(drafted), asked(plain), asked(drafted, draft_path="")]
+    submitted = [await server.post("asample", body) for body in bodies]
+    failed, *others = [await server.result(each["request_id"]) for each in submitted]
+    assert f"draft {path} cannot be loaded: " in failed["error"] and failed["category"] == "user"
+    assert tokens_of(others[0]) == tokens_of(others[1])
 
 
 async def test_the_drafts_of_others_guess_once_they_are_public(server: Server) -> None:

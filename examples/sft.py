@@ -33,7 +33,7 @@ def main() -> None:
 
         def save_and_evaluate(step: int) -> None:
             path = client.save_state(f"step-{step}", overwrite=True).result().path
-            print(f"step {step:3d}  held-out loss {evaluate(client, held_out):.4f}  saved {path}")
+            print(f"held-out loss {evaluate(client, held_out):.4f}  saved {path}")
 
         client.at_steps(options.eval_every, save_and_evaluate, num_steps=first_step)
         for step in range(first_step, options.steps):

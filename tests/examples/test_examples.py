@@ -4,6 +4,8 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -47,8 +49,79 @@ def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server
     assert checkpoint
     resumed = run(*command, *options, "--resume", checkpoint[1])
     assert values(r"held-out loss ([\d.]+)", resumed)[0] == held_out[1]
-    losses = values(r"step .* loss ([\d.]+)", output)
-    assert values(r"step .* loss ([\d.]+)", resumed) == losses[3:]
+    losses = values(r"learning rate .* loss ([\d.]+)", output)
+    assert values(r"learning rate .* loss ([\d.]+)", resumed) == losses[3:]
+    assert values(r"held-out loss ([\d.]+)", resumed) == held_out[1:]
+
+
+DRAFTS: dict[str, list[object]] = {
+    # Of what the target has sampled, with fewer tokens than it has.
+    "eagle3": ["--rollouts", 1, "--max-tokens", 16, "--temperature", 0.5, "--draft-vocab-size", 256],
+    "dflash": [],
+}
+
+
+@pytest.fixture
+def short_text(tmp_path: Path) -> Path:
+    """Some of what the examples learn."""
+    lines = (ROOT / "examples" / "pirate.jsonl").read_text().splitlines()
+    parts = ([line for line in lines if f'"{split}"' in line][:num] for split, num in (("train", 40), ("held_out", 12)))
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(chain.from_iterable(parts)))
+    return path
+
+
+def draft_command(server: LiveServer, algorithm: str, data: Path) -> list[object]:
+    command = [sys.executable, "examples/draft.py", "--base-url", server.url, "--model", MODEL, "--data", data]
+    options = ["--warmup", 2, "--eval-every", 2, "--batch-size", 8, "--learning-rate", 1e-2]
+    return [*command, "--algorithm", algorithm, *options, *DRAFTS[algorithm]]
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """What the example told. held_out: acceptance lengths. saved: path -> acceptance length. best: a path."""
+
+    held_out: list[float]
+    held_out_losses: list[float]
+    losses: list[float]
+    saved: dict[str, float]
+    best: str
+
+    @staticmethod
+    def told(output: str) -> "DraftRun":
+        found = re.findall(r"held-out acceptance length ([\d.]+).* saved (tinker://\S+)", output)
+        (best,) = re.findall(r"best: .*(tinker://\S+)", output)
+        return DraftRun(
+            values(r"held-out acceptance length ([\d.]+)", output),
+            values(r"held-out .*loss ([\d.]+)", output),
+            values(r"learning rate .*loss ([\d.]+)", output),
+            {path: float(length) for length, path in found},
+            best,
+        )
+
+
+@pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
+def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
+    shared_server: LiveServer, short_text: Path, algorithm: str
+) -> None:
+    command = [*draft_command(shared_server, algorithm, short_text), "--steps", 5]
+    whole = DraftRun.told(run(*command))
+    assert whole.held_out[-1] > whole.held_out[0] + 0.02
+    assert whole.held_out_losses[-1] < 0.98 * whole.held_out_losses[0]
+    # After each second step, and after the last one.
+    steps = [int(re.findall(r"/step-(\d+)-", path)[0]) for path in whole.saved]
+    assert steps == [2, 4, 5] and list(whole.saved.values()) == whole.held_out[1:]
+    assert whole.best == max(whole.saved, key=whole.saved.__getitem__)
+
+    first = next(iter(whole.saved))
+    resumed = DraftRun.told(run(*command, "--resume", first))
+    assert resumed.losses == pytest.approx(whole.losses[2:], abs=2e-3)
+    assert resumed.held_out_losses == pytest.approx(whole.held_out_losses[1:], abs=2e-3)
+    assert resumed.held_out == pytest.approx(whole.held_out[1:], abs=0.01)
+    # What came after the checkpoint is no part of the run that goes on from it.
+    candidates = {first: whole.saved[first]} | resumed.saved
+    assert resumed.best == max(candidates, key=candidates.__getitem__)
+    assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])

@@ -71,7 +71,7 @@ def main() -> None:
         train, held_out = (list(texts(service, draft, options, split)) for split in ("train", "held_out"))
         if options.draft_vocab_size and not options.resume:
             build_vocab_map(draft, train)
-        checkpoints = list(earlier(service, options.resume))
+        checkpoints = earlier(service, options.resume)
 
         print(f"held-out {evaluate(draft, held_out, options.algorithm)}")
 
@@ -136,15 +136,16 @@ def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
     return draft
 
 
-def earlier(service: ServiceClient, resume: str | None) -> Iterator[Saved]:
-    """Checkpoints up to the one that is resumed, also of runs that were resumed before."""
-    rest = service.create_rest_client()
+def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
+    """Checkpoints up to the one that is resumed, by step, also of the runs that were resumed before."""
+    rest, found = service.create_rest_client(), []
     while resume:
         run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], Saved.at(resume).step
-        listed = rest.list_checkpoints(run_id).result().checkpoints
-        found = (Saved.at(each.tinker_path) for each in listed)
-        yield from sorted((each for each in found if each.step <= last_step), key=lambda each: each.step)
-        resume = (rest.get_session(run_id.partition(":")[0]).result().user_metadata or {}).get("resumed")
+        listed = [Saved.at(each.tinker_path) for each in rest.list_checkpoints(run_id).result().checkpoints]
+        found += [each for each in listed if each.step <= last_step]
+        session = rest.get_session(run_id.partition(":")[0]).result()
+        resume = (session.user_metadata or {}).get("resumed")
+    return sorted(found, key=lambda each: each.step)
 
 
 def texts(service: ServiceClient, draft: TrainingClient, options: argparse.Namespace, split: str) -> Iterator[Datum]:

@@ -11,6 +11,8 @@ from typing import Any
 
 import httpx
 import pytest
+from trainhouse import ServiceClient
+from trainhouse.examples.draft import Saved, earlier
 
 from ..live import LiveServer, live_server
 
@@ -100,6 +102,11 @@ class DraftRun:
         )
 
 
+# Ranks of a tensor-parallel layout train no drafts.
+of_one_rank = pytest.mark.parametrize("shared_server", ["local"], indirect=True)
+
+
+@of_one_rank
 @pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
 def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     shared_server: LiveServer, short_text: Path, algorithm: str
@@ -122,6 +129,26 @@ def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     candidates = {first: whole.saved[first]} | resumed.saved
     assert resumed.best == max(candidates, key=candidates.__getitem__)
     assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
+
+
+@of_one_rank
+def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_server: LiveServer) -> None:
+    resumed, on_the_way = None, []
+    for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):
+        metadata = {"resumed": resumed} if resumed else None
+        with ServiceClient(shared_server.url, "tml-resumed", metadata) as service:
+            if resumed:
+                draft = service.create_training_client_from_state_with_optimizer(resumed)
+            else:
+                draft = service.create_draft_client(MODEL, "dflash", seed=0)
+            paths = {step: draft.save_state(Saved.name(step, 1 + 1 / step)).result().path for step in steps}
+            on_the_way += [paths[step] for step in steps if step <= last]
+            resumed = paths[last]
+            assert [each.path for each in earlier(service, resumed)] == on_the_way
+    assert [Saved.at(path).step for path in on_the_way] == [2, 4, 6, 7, 8, 9]
+    assert [Saved.at(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
+    with pytest.raises(ValueError, match="no checkpoint of this script"):
+        Saved.at("tinker://run/weights/step-3")
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])

@@ -70,9 +70,12 @@ def chat_prompt(tokenizer, question: str) -> list[int]:
 
 
 def datum(tokenizer, row: dict[str, str]) -> Datum:
-    """The answer and its end are what is learnt: the prompt's positions weigh nothing."""
-    prompt = chat_prompt(tokenizer, row["question"])
     answer = [*tokenizer.encode(row["answer"], add_special_tokens=False), tokenizer.eos_token_id]
+    return answered(chat_prompt(tokenizer, row["question"]), answer)
+
+
+def answered(prompt: list[int], answer: list[int]) -> Datum:
+    """The answer, with its end, is what is learnt: the prompt's positions weigh nothing."""
     tokens = prompt + answer
     weights = [0.0] * (len(prompt) - 1) + [1.0] * len(answer)
     return Datum(tokens[:-1], {"target_tokens": tokens[1:], "weights": weights})

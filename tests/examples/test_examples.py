@@ -4,11 +4,15 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from trainhouse import ServiceClient
+from trainhouse.examples.draft import Saved, earlier
 
 from ..live import LiveServer, live_server
 
@@ -47,8 +51,104 @@ def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server
     assert checkpoint
     resumed = run(*command, *options, "--resume", checkpoint[1])
     assert values(r"held-out loss ([\d.]+)", resumed)[0] == held_out[1]
-    losses = values(r"step .* loss ([\d.]+)", output)
-    assert values(r"step .* loss ([\d.]+)", resumed) == losses[3:]
+    losses = values(r"learning rate .* loss ([\d.]+)", output)
+    assert values(r"learning rate .* loss ([\d.]+)", resumed) == losses[3:]
+    assert values(r"held-out loss ([\d.]+)", resumed) == held_out[1:]
+
+
+DRAFTS: dict[str, list[object]] = {
+    # Of what the target has sampled, with fewer tokens than it has.
+    "eagle3": ["--rollouts", 1, "--max-tokens", 16, "--temperature", 0.5, "--draft-vocab-size", 256],
+    "dflash": [],
+}
+
+
+@pytest.fixture
+def short_text(tmp_path: Path) -> Path:
+    """Some of what the examples learn."""
+    lines = (ROOT / "examples" / "pirate.jsonl").read_text().splitlines()
+    parts = ([line for line in lines if f'"{split}"' in line][:num] for split, num in (("train", 40), ("held_out", 12)))
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(chain.from_iterable(parts)))
+    return path
+
+
+def draft_command(server: LiveServer, algorithm: str, data: Path) -> list[object]:
+    command = [sys.executable, "examples/draft.py", "--base-url", server.url, "--model", MODEL, "--data", data]
+    options = ["--warmup", 2, "--eval-every", 2, "--batch-size", 8, "--learning-rate", 1e-2]
+    return [*command, "--algorithm", algorithm, *options, *DRAFTS[algorithm]]
+
+
+@dataclass(frozen=True)
+class DraftRun:
+    """What the example told. held_out: acceptance lengths. saved: path -> acceptance length. best: a path."""
+
+    held_out: list[float]
+    held_out_losses: list[float]
+    losses: list[float]
+    saved: dict[str, float]
+    best: str
+
+    @staticmethod
+    def told(output: str) -> "DraftRun":
+        found = re.findall(r"held-out acceptance length ([\d.]+).* saved (tinker://\S+)", output)
+        (best,) = re.findall(r"best: .*(tinker://\S+)", output)
+        return DraftRun(
+            values(r"held-out acceptance length ([\d.]+)", output),
+            values(r"held-out .*loss ([\d.]+)", output),
+            values(r"learning rate .*loss ([\d.]+)", output),
+            {path: float(length) for length, path in found},
+            best,
+        )
+
+
+# Ranks of a tensor-parallel layout train no drafts.
+of_one_rank = pytest.mark.parametrize("shared_server", ["local"], indirect=True)
+
+
+@of_one_rank
+@pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
+def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
+    shared_server: LiveServer, short_text: Path, algorithm: str
+) -> None:
+    command = [*draft_command(shared_server, algorithm, short_text), "--steps", 5]
+    whole = DraftRun.told(run(*command))
+    assert whole.held_out[-1] > whole.held_out[0] + 0.02
+    assert whole.held_out_losses[-1] < 0.98 * whole.held_out_losses[0]
+    # After each second step, and after the last one.
+    steps = [int(re.findall(r"/step-(\d+)-", path)[0]) for path in whole.saved]
+    assert steps == [2, 4, 5] and list(whole.saved.values()) == whole.held_out[1:]
+    assert whole.best == max(whole.saved, key=whole.saved.__getitem__)
+
+    first = next(iter(whole.saved))
+    resumed = DraftRun.told(run(*command, "--resume", first))
+    assert resumed.losses == pytest.approx(whole.losses[2:], abs=2e-3)
+    assert resumed.held_out_losses == pytest.approx(whole.held_out_losses[1:], abs=2e-3)
+    assert resumed.held_out == pytest.approx(whole.held_out[1:], abs=0.01)
+    # What came after the checkpoint is no part of the run that goes on from it.
+    candidates = {first: whole.saved[first]} | resumed.saved
+    assert resumed.best == max(candidates, key=candidates.__getitem__)
+    assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
+
+
+@of_one_rank
+def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_server: LiveServer) -> None:
+    resumed, on_the_way = None, []
+    for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):
+        metadata = {"resumed": resumed} if resumed else None
+        with ServiceClient(shared_server.url, "tml-resumed", metadata) as service:
+            if resumed:
+                draft = service.create_training_client_from_state_with_optimizer(resumed)
+            else:
+                draft = service.create_draft_client(MODEL, "dflash", seed=0)
+            paths = {step: draft.save_state(Saved.name(step, 1 + 1 / step)).result().path for step in steps}
+            on_the_way += [paths[step] for step in steps if step <= last]
+            resumed = paths[last]
+            assert [each.path for each in earlier(service, resumed)] == on_the_way
+    assert [Saved.at(path).step for path in on_the_way] == [2, 4, 6, 7, 8, 9]
+    assert [Saved.at(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
+    with pytest.raises(ValueError, match="no checkpoint of this script"):
+        Saved.at("tinker://run/weights/step-3")
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])

@@ -1,0 +1,204 @@
+"""Training a draft model, which guesses what its target will say: its held-out acceptance length, and checkpoints.
+
+python examples/draft.py --base-url http://127.0.0.1:8000 --model SmolLM2-135M-Instruct --algorithm eagle3 --rollouts 1
+Continue a run: the same arguments, and --resume tinker://.../weights/step-20-acceptance-2.4137
+
+What it takes to go on, and to know the best of all checkpoints, is in their names: the step, and the acceptance length.
+"""
+
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+
+from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
+from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, rows, schedule
+
+
+@dataclass(frozen=True)
+class Saved:
+    """A checkpoint of this script."""
+
+    path: str
+    step: int
+    acceptance_length: float
+
+    @staticmethod
+    def name(step: int, acceptance_length: float) -> str:
+        return f"step-{step}-acceptance-{acceptance_length:.4f}"
+
+    @staticmethod
+    def at(path: str) -> "Saved":
+        """Raises ValueError on a path of others."""
+        match path.rpartition("/")[2].split("-"):
+            case ["step", step, "acceptance", acceptance_length]:
+                return Saved(path, int(step), float(acceptance_length))
+        raise ValueError(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
+
+
+@dataclass(frozen=True)
+class Quality:
+    """Of guesses. acceptance_length: tokens that a pass of the target gives, its own and the guesses that it accepts,
+    each the likeliest token. accuracy: of the first guess. loss: summed over guesses, by first guesses."""
+
+    acceptance_length: float
+    accuracy: float
+    loss: float
+
+    @staticmethod
+    def told(metrics: Mapping[str, float]) -> "Quality":
+        """Of sums alone: they are exact however the data were cut into requests."""
+        survivals = []
+        for number in count(1):
+            if (survived := metrics.get(f"greedy/{number}:sum")) is None:
+                break
+            survivals.append(survived / max(metrics[f"greedy/{number}/of:sum"], 1.0))
+        num_first = max(metrics["accuracy/1/of:sum"], 1.0)
+        return Quality(1 + sum(survivals), metrics["accuracy/1:sum"] / num_first, metrics["loss:sum"] / num_first)
+
+    def __str__(self) -> str:
+        return f"acceptance length {self.acceptance_length:.4f}  accuracy {self.accuracy:.3f}  loss {self.loss:.4f}"
+
+
+def main() -> None:
+    options = parse_options()
+    # By this a run that is resumed from this one finds those before it.
+    metadata = {"resumed": options.resume} if options.resume else None
+    with ServiceClient(options.base_url, options.api_key, metadata) as service:
+        first_step = Saved.at(options.resume).step if options.resume else 0
+        draft = resumed(service, options) if options.resume else created(service, options)
+        train, held_out = (list(texts(service, draft, options, split)) for split in ("train", "held_out"))
+        if options.draft_vocab_size and not options.resume:
+            build_vocab_map(draft, train)
+        checkpoints = earlier(service, options.resume)
+
+        print(f"held-out {evaluate(draft, held_out, options.algorithm)}")
+
+        def evaluate_and_save(step: int) -> None:
+            quality = evaluate(draft, held_out, options.algorithm)
+            name = Saved.name(step, quality.acceptance_length)
+            checkpoints.append(Saved.at(draft.save_state(name, overwrite=True).result().path))
+            print(f"step {step:3d}  held-out {quality}  saved {checkpoints[-1].path}")
+
+        draft.at_steps(options.eval_every, evaluate_and_save, num_steps=first_step)
+        for step in range(first_step, options.steps):
+            learning_rate = options.learning_rate * schedule(step, options.warmup, options.steps)
+            quality = train_step(draft, batch(train, step, options.batch_size), options.algorithm, step, learning_rate)
+            print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  {quality}")
+        if options.steps % options.eval_every and first_step < options.steps:
+            evaluate_and_save(options.steps)
+        best = max(checkpoints, key=lambda each: each.acceptance_length)
+        print(f"best: step {best.step}  acceptance length {best.acceptance_length:.4f}  {best.path}")
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url")
+    parser.add_argument("--api-key")
+    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--algorithm", choices=["eagle3", "dflash"], default="eagle3")
+    parser.add_argument("--target-path", metavar="PATH", help="a checkpoint of a policy; left out: the bare base model")
+    parser.add_argument("--data", type=Path, default=PIRATE, help="lines of {split, question, answer}")
+    parser.add_argument(
+        "--rollouts",
+        type=int,
+        default=0,
+        help="answers to each question that the target samples first"
+        " and that are learnt, which is best; 0: those of the data",
+    )
+    parser.add_argument("--temperature", type=float, default=1.0, help="of these; 0: the likeliest tokens")
+    parser.add_argument("--max-tokens", type=int, default=64, help="of each of these")
+    parser.add_argument("--draft-vocab-size", type=int, help="of eagle3: how many tokens it can say, the most frequent")
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warmup", type=int, default=4)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--learning-rate", type=float, default=1e-3)
+    parser.add_argument("--eval-every", type=int, default=10)
+    parser.add_argument("--resume", metavar="PATH", help="a checkpoint that this script saved")
+    return parser.parse_args()
+
+
+def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
+    return service.create_draft_client(
+        options.model,
+        options.algorithm,
+        target_path=options.target_path,
+        draft_vocab_size=options.draft_vocab_size,
+        seed=0,
+    )
+
+
+def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
+    """The target is the one that is asked for, though its checkpoint may have moved since."""
+    draft = service.create_training_client_from_state_with_optimizer(options.resume)
+    draft.set_target(options.target_path).result()
+    return draft
+
+
+def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
+    """Checkpoints up to the one that is resumed, by step, also of the runs that were resumed before."""
+    rest, found = service.create_rest_client(), []
+    while resume:
+        run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], Saved.at(resume).step
+        listed = [Saved.at(each.tinker_path) for each in rest.list_checkpoints(run_id).result().checkpoints]
+        found += [each for each in listed if each.step <= last_step]
+        session = rest.get_session(run_id.partition(":")[0]).result()
+        resume = (session.user_metadata or {}).get("resumed")
+    return sorted(found, key=lambda each: each.step)
+
+
+def texts(service: ServiceClient, draft: TrainingClient, options: argparse.Namespace, split: str) -> Iterator[Datum]:
+    """With a weight for each token that is to be guessed: those of answers, not of questions."""
+    tokenizer, asked = draft.get_tokenizer(), list(rows(options.data, split))
+    if not options.rollouts:
+        yield from (datum(tokenizer, row) for row in asked)
+        return
+    prompts = [chat_prompt(tokenizer, row["question"]) for row in asked]
+    for prompt, answers in zip(prompts, sampled(service, prompts, options), strict=True):
+        yield from (answered(prompt, answer) for answer in answers)
+
+
+def sampled(
+    service: ServiceClient, prompts: Sequence[list[int]], options: argparse.Namespace
+) -> Iterator[list[list[int]]]:
+    """By the target, `--rollouts` for each prompt. A run that is resumed has the same seeds, and samples the same."""
+    if options.target_path:
+        target = service.create_sampling_client(model_path=options.target_path)
+    else:
+        target = service.create_sampling_client(base_model=options.model)
+    fields = {"max_tokens": options.max_tokens, "temperature": options.temperature}
+    params = [SamplingParams(seed=seed, **fields) for seed in range(len(prompts))]
+    futures = [target.sample(prompt, options.rollouts, each) for prompt, each in zip(prompts, params, strict=True)]
+    return ([each.tokens.tolist() for each in future.result().sequences] for future in futures)
+
+
+def build_vocab_map(draft: TrainingClient, data: Sequence[Datum]) -> None:
+    tokens, weights = ([each.loss_fn_inputs[name] for each in data] for name in ("target_tokens", "weights"))
+    counted = draft.build_vocab_map(tokens, weights).result()
+    print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of those that are to be guessed")
+
+
+def train_step(
+    draft: TrainingClient, data: Sequence[Datum], algorithm: str, step: int, learning_rate: float
+) -> Quality:
+    """Returns how it was before the step. Both requests leave at once; the server keeps their order."""
+    adam = AdamParams(learning_rate=learning_rate, grad_clip_norm=1.0)
+    passed = draft.forward_backward(data, algorithm, loss_config(algorithm, step))
+    stepped = draft.optim_step(adam, gradient_scale="mean")
+    quality = Quality.told(passed.result().metrics)
+    stepped.result()
+    return quality
+
+
+def evaluate(draft: TrainingClient, data: Sequence[Datum], algorithm: str) -> Quality:
+    return Quality.told(draft.forward(data, algorithm, loss_config(algorithm, 0)).result().metrics)
+
+
+def loss_config(algorithm: str, seed: int) -> dict[str, float]:
+    """dflash draws where in long texts it guesses: by the step, that a resumed run draws the same."""
+    return {"seed": seed} if algorithm == "dflash" else {}
+
+
+if __name__ == "__main__":
+    main()

@@ -332,7 +332,8 @@ class NativeSampler:
     def _check(self, batch: Batch, guesses: Mapping[Row, Guesses], hidden: Tensor) -> None:
         """Of what was guessed, as much is taken as is right, and a token more."""
         placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
-        placed = [(start, part) for start, part in placed if isinstance(part, GuessPart)]
+        # What else ran may have ended their jobs.
+        placed = [(start, part) for start, part in placed if isinstance(part, GuessPart) and part.row.line != NOWHERE]
         if not placed:
             return
         rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])

@@ -1,12 +1,12 @@
 """Common beginnings are run once, and long prompts in chunks between the steps of others; neither changes a sample."""
 
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.attention import CachedPacking, Packing
 from trainhouse.workers.sampler.prefixes import BLOCK
 from trainhouse.workers.verbs import Slice
 
@@ -123,9 +123,9 @@ def test_long_prompts_run_in_chunks_beside_samples_that_take_a_token_each_time(a
     with pytest.MonkeyPatch.context() as patch:
         run = adapted.base.hidden_states
 
-        def counted(tokens: Tensor, positions: Tensor, packing: Packing | CachedPacking) -> Tensor:
+        def counted(tokens: Tensor, *rest: Any, **more: Any) -> Tensor:
             sizes.append(len(tokens))
-            return run(tokens, positions, packing)
+            return run(tokens, *rest, **more)
 
         patch.setattr(adapted.base, "hidden_states", counted)
         results = [sampler.slice(Slice(tuple(late) if first else (), (), 0)) for first in (True, *[False] * 10)]

@@ -28,7 +28,7 @@ from .together import Together, Verified
 _PASSES_TO_JUDGE_BY = 8
 
 # Of one more token in a pass, in passes of one token: less than that where weights are what a pass reads for long.
-_COST_TO_CHECK = 0.05
+_COST_TO_CHECK = 0.1
 
 
 @dataclass(frozen=True, eq=False)

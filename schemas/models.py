@@ -45,11 +45,11 @@ class DraftConfig(Wire):
 
     training: Literal["draft"] = "draft"
     algorithm: Algorithm
-    num_layers: Annotated[int, Field(ge=1)] | None = None
+    num_layers: Annotated[int, Field(ge=1, le=64)] | None = None
     capture_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
-    intermediate_size: Annotated[int, Field(ge=1)] | None = None
-    block_size: Annotated[int, Field(ge=2)] | None = None
+    intermediate_size: Annotated[int, Field(ge=1, le=1 << 18)] | None = None
+    block_size: Annotated[int, Field(ge=2, le=64)] | None = None
     mask_token_id: Annotated[int, Field(ge=0)] | None = None
     seed: int | None = None
 

@@ -15,6 +15,9 @@ from .verbs import Share
 
 TARGETS = "target_tokens"
 
+# One after the other, each with all those before it.
+_MOST_GUESSES = 32
+
 # Config keys that count something.
 _COUNTS = frozenset({"ttt_length", "num_anchors"})
 
@@ -129,6 +132,15 @@ def _check_numbers(loss_name: str, config: Config) -> None:
     for key in _COUNTS & config.keys():
         if config[key] < 1 or config[key] != int(config[key]):
             raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it is a number of tokens, at least 1")
+    if config.get("ttt_length", 1) > _MOST_GUESSES:
+        raise OperationError(
+            f"{loss_name} config ttt_length is {config['ttt_length']:g}: at most {_MOST_GUESSES} guesses are made"
+            " from a token"
+        )
+    if not 0 <= config.get("decay", 1) <= 1:
+        raise OperationError(f"{loss_name} config decay is {config['decay']:g}: it lies between 0 and 1")
+    if config.get("gamma", 1) <= 0:
+        raise OperationError(f"{loss_name} config gamma is {config['gamma']:g}: it must be above 0")
 
 
 def _loss_weight(request: ForwardBackwardRequest) -> float:

@@ -201,8 +201,11 @@ class Worker:
                 model.window.refused = "its checkpoint came in part: load it again"
                 raise
             leave_to_first(model, self._mesh)
-        if run_id in self._models.drafts and is_snapshot(Path(directory)):
-            self.set_target(run_id, target_in(Path(directory)))
+        if run_id in self._models.drafts:
+            if is_snapshot(Path(directory)):
+                self.set_target(run_id, target_in(Path(directory)))
+            else:
+                self._models.drafts.get(run_id).was_loaded = True
 
     def set_target(self, run_id: str, directory: str | Path | None) -> None:
         """From now on the draft guesses what a policy says that was saved there, None = the bare base model."""

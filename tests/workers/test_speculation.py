@@ -15,7 +15,7 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import native, speculation
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
 from trainhouse.workers.sampler.together import Verified
-from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Step
+from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 
 from ..tiny import tiny_model
@@ -260,6 +260,36 @@ def test_guessing_ends_where_it_does_not_pay(target: Target) -> None:
     assert all(each.guesses is not None and each.guesses.passes == 8 for each in of_random.values())
     of_trained = run(target.worker, *guessed(jobs, "trained", 1))
     assert any(each.guesses is not None and each.guesses.passes > 8 for each in of_trained.values())
+
+
+def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: Path) -> None:
+    """One leaves in the middle of a prompt that it was told of: its sample goes on without, and nobody else fails."""
+    worker = Worker(replace(target.worker._config, full_slots=2, prefill_chunk_tokens=16))
+    for draft_id in "XWY":
+        made(worker, draft_id, tmp_path / draft_id)
+    long = np.random.default_rng(1).integers(3, 500, 200)
+    jobs = [
+        job("1", [4, 5, 6], temperature=0.0, max_tokens=12),
+        job("2", [5, 6, 7], temperature=0.0, max_tokens=200),
+        job("3", [6, 7, 8], temperature=0.0, max_tokens=200),
+        job("4", long, temperature=0.0, max_tokens=20),
+    ]
+    wanted = run(target.worker, *jobs)
+    first, second, third, fourth = (replace(each, draft_id=one) for each, one in zip(jobs, "XWYX", strict=True))
+    found = dict(worker.sample_slice(Slice((first, second), (), 0)).finished)
+    for joining in ((), (third, fourth), *[()] * 1000):
+        found |= (result := worker.sample_slice(Slice(joining, (), 0))).finished
+        if len(found) == len(jobs) and not result.num_active:
+            break
+    assert_alike(found, wanted)
+
+
+def test_of_a_draft_that_has_diverged_nothing_is_right() -> None:
+    target = torch.zeros(3, 8)
+    target[:, 0] = 1
+    broken = Guesses(np.array([5, 6]), torch.full((2, 8), float("nan")))
+    found = speculation.verify(broken, target, torch.arange(8), np.uint64(3), 10)
+    assert (found.num_accepted, found.token) == (0, 0)
 
 
 # Samples that are drawn

@@ -20,7 +20,7 @@ from .strategy import Network, Strategy
 
 class DraftModel(Learner):
     """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
-    of the bare base model."""
+    of the bare base model. was_loaded: whether it has what another one has learned."""
 
     def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
         """Raises OperationError on what makes no such draft."""
@@ -34,6 +34,7 @@ class DraftModel(Learner):
         self.moments = moments
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
+        self.was_loaded = False
 
     @property
     def of_trunk(self) -> Learner | None:
@@ -50,9 +51,10 @@ class DraftModel(Learner):
         """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
         if len(token_ids) != self.shape.vocabulary:
             raise OperationError(f"{len(token_ids)} tokens for a draft_vocab_size of {self.shape.vocabulary}")
-        if self.num_steps or self.window.num_operations:
+        if self.num_steps or self.window.num_operations or self.was_loaded:
             raise OperationError(
-                f"the draft has learned with its vocabulary, for {self.num_steps} steps: build the map before the first"
+                f"the draft has learned with its vocabulary, for {self.num_steps} steps"
+                f"{' and before it was loaded' if self.was_loaded else ''}: build the map before the first"
                 " forward_backward, or create a new draft"
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)

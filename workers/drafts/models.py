@@ -26,7 +26,7 @@ class Drafts(Holder[DraftModel]):
         out its target's tokens."""
         if self._base.spec.tp * self._base.spec.sp > 1:
             raise OperationError(
-                f"drafts are not trained by ranks that run {self._base.spec}: give them ranks of their own, with"
-                " --role-group draft=single or draft=fsdp=N"
+                f"ranks that run {self._base.spec} have no drafts yet: to train them give them ranks of their own, with"
+                " --role-group draft=single or draft=fsdp=N, and sample without one"
             )
         return DraftModel(draft, self._base, program, self._moments)

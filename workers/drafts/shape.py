@@ -1,7 +1,7 @@
 """DraftShape: the sizes of a draft's modules, by its target's."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ class DraftShape:
     config: LlamaConfig
     block_size: int | None = None
     mask_token: int | None = None
+    _rotations: dict[torch.device, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
     def of(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> "DraftShape":
@@ -61,8 +62,10 @@ class DraftShape:
 
     def rotation(self, device: torch.device) -> tuple[Tensor, float]:
         """Inverse frequencies float32 [head_dim / 2], and the scale of cosines and sines."""
-        rotary = LlamaRotaryEmbedding(self.config)
-        return rotary.inv_freq.to(device), float(rotary.attention_scaling)
+        if device not in self._rotations:
+            rotary = LlamaRotaryEmbedding(self.config)
+            self._rotations[device] = rotary.inv_freq.to(device), float(rotary.attention_scaling)
+        return self._rotations[device]
 
 
 def resolved(draft: DraftConfig, target: PreTrainedConfig, vocab_size: int, default_layers: int) -> DraftConfig:

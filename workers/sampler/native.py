@@ -189,6 +189,7 @@ class NativeSampler:
             hidden = self._run(batch)
             self._extend(batch, hidden)
             self._check(batch, guesses, hidden)
+            self._captured = {}
         return batch.num_tokens > 0
 
     # Who comes and goes

@@ -228,8 +228,10 @@ class Schedule:
         One whose adapter is not served lets none pass, lest it wait for ever.
         """
         budget = self._prefill_budget() - sum(prefill.remaining for prefill in self._prefills)
-        while self._waiting and self.table.num_lines < self._config.head_chunk_tokens:
+        num_logits = sum(map(self._num_logits, self.under_way()))
+        while self._waiting and num_logits < self._config.head_chunk_tokens:
             row = self._waiting[0]
+            num_logits += self._num_logits(row)
             if not self._is_served(row):
                 return
             if self._prefills and self._prefills[-1].takes(row):
@@ -243,6 +245,10 @@ class Schedule:
                 return
             if not admitted:
                 raise self._no_room(row, row.length + 1)
+
+    def _num_logits(self, row: Row) -> int:
+        """Rows of logits that a pass makes of it."""
+        return 1 + (row.job.request.num_draft_tokens if self._speculation.wants(row) else 0)
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""

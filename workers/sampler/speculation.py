@@ -67,8 +67,11 @@ class Speculation:
         self._states: dict[Row, _State] = {}
 
     def serve(self, draft_ids: Collection[str]) -> None:
-        """From now on these guess, which are on the device."""
+        """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
+        and take no part any more."""
         self._served = draft_ids
+        for row in [row for row in self._states if not self.wants(row)]:
+            self.forget(row)
 
     def wants(self, row: Row) -> bool:
         """Whether a draft is to guess it, and it asks for nothing that no draft knows."""
@@ -85,7 +88,7 @@ class Speculation:
         return guessed.acceptance_length >= 1 + of_guesses * cost
 
     def is_ready(self, row: Row) -> bool:
-        return row in self._states
+        return row in self._states and self.wants(row)
 
     def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
         """What is to be captured of a pass in which these are: see BaseModel.hidden_states."""
@@ -155,8 +158,11 @@ class Speculation:
     def forget(self, row: Row) -> None:
         """Rows that take no part are ignored."""
         state = self._states.pop(row, None)
-        if state is not None:
-            self._cache(state.draft).remove(row)
+        if state is None:
+            return
+        self._cache(state.draft).remove(row)
+        if all(each.draft is not state.draft for each in self._states.values()):
+            del self._caches[state.draft]
 
     def clear(self) -> None:
         self._states = {}
@@ -258,7 +264,8 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
         assert guesses.chances is not None
         of_target = target[torch.arange(num, device=target.device), tokens]
         of_draft = guesses.chances.gather(1, torch.searchsorted(vocabulary, tokens)[:, None]).squeeze(1)
-        wrong = np.flatnonzero(accept * of_draft.cpu().numpy() >= of_target.cpu().numpy())
+        # Of what is not finite nothing is right.
+        wrong = np.flatnonzero(~(accept * of_draft.cpu().numpy() < of_target.cpu().numpy()))
         number = int(wrong[0]) if len(wrong) else num
     left = target[number]
     if number < num:

@@ -241,6 +241,8 @@ def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: st
         ("cross_entropy", {}, {}, "of another kind of model: one of eagle3"),
         ("eagle3", {"objective": "mse"}, {}, "objective is 'mse': it must be one of kl, lk_alpha, lk_lambda"),
         ("eagle3", {"ttt_length": 0}, {}, "ttt_length is 0: it is a number of tokens, at least 1"),
+        ("eagle3", {"ttt_length": 33}, {}, "ttt_length is 33: at most 32 guesses are made from a token"),
+        ("eagle3", {"decay": 1e200}, {}, "decay is 1e+200: it lies between 0 and 1"),
         ("eagle3", {"decay": "x"}, {}, "decay is 'x': it must be a finite number"),
         ("eagle3", {}, {"advantages": [1.0] * 4}, "eagle3 has no input advantages"),
         (
@@ -275,7 +277,7 @@ def test_targets_that_are_given_count_the_last_token_too(worker: Worker) -> None
     assert losses[3] > 0
 
 
-def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker) -> None:
+def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker, tmp_path: Path) -> None:
     created(worker, draft_vocab_size=10)
     with pytest.raises(OperationError, match="12 tokens for a draft_vocab_size of 10"):
         worker.set_vocabulary("draft", np.arange(12))
@@ -283,3 +285,8 @@ def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker) -> No
     losses_of(worker, 1)
     with pytest.raises(OperationError, match="the draft has learned with its vocabulary, for 1 steps"):
         worker.set_vocabulary("draft", np.arange(10))
+    worker.save_run("draft", str(tmp_path), optimizer=False)
+    created(worker, "other", draft_vocab_size=10)
+    worker.load_run("other", str(tmp_path), optimizer=False)
+    with pytest.raises(OperationError, match="for 0 steps and before it was loaded"):
+        worker.set_vocabulary("other", np.arange(10))

@@ -80,7 +80,7 @@ def test_ranks_that_share_out_tokens_train_no_drafts_yet(tiny_models: dict[str, 
     with (
         layout(tiny_models["qwen3"], ParallelSpec.parse("tp=2"), tmp_path) as where,
         pytest.raises(
-            OperationError, match="drafts are not trained by ranks that run tp=2: give them ranks of their own"
+            OperationError, match="ranks that run tp=2 have no drafts yet: to train them give them ranks of their own"
         ),
     ):
         where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3"), "draft"))

@@ -88,8 +88,9 @@ def main() -> None:
             print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  {quality}")
         if options.steps % options.eval_every and first_step < options.steps:
             evaluate_and_save(options.steps)
-        best = max(checkpoints, key=lambda each: each.acceptance_length)
-        print(f"best: step {best.step}  acceptance length {best.acceptance_length:.4f}  {best.path}")
+        if checkpoints:
+            best = max(checkpoints, key=lambda each: each.acceptance_length)
+            print(f"best: step {best.step}  acceptance length {best.acceptance_length:.4f}  {best.path}")
 
 
 def parse_options() -> argparse.Namespace:

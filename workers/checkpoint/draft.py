@@ -1,4 +1,4 @@
-"""Drafts as SGLang and vLLM load those of EAGLE-3, but for the two tables of tokens, which lie in a file beside."""
+"""Drafts, with the two tables of tokens in a file beside the weights. Neither SGLang nor vLLM has loaded one yet."""
 
 from pathlib import Path
 from typing import Any

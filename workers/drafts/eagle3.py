@@ -3,7 +3,7 @@
 Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840. Of a sequence x_0 .. x_T: from token t the draft guesses
 x_(t+2), x_(t+3), ...: guess i of them reads the embedding of x_(t+1+i), and its own state behind the guess before, of
 which the first one is made of what the target had at t. It learns what the target says at t+1+i. Names of parameters
-are those that SGLang and vLLM load.
+are those of published drafts.
 """
 
 from collections.abc import Sequence

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from trainhouse.server.auth import Tenant
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.drafts import Drafts, draft_id
 from trainhouse.server.journal import Header, Journal
@@ -340,9 +341,8 @@ async def test_a_damaged_draft_is_told_of(server: Server, dispatch: Noting) -> N
 # Over a restart
 
 
-async def waiting(server: Server, config: ServerConfig, sampler_id: str, number: int, **fields: Any) -> None:
+async def waiting(config: ServerConfig, tenant: Tenant, sampler_id: str, number: int, **fields: Any) -> None:
     """A request that a server has accepted and not done."""
-    tenant = await server.services.auth.authenticate(ALICE)
     journal = Journal(config.state_dir / "journal", 1 << 20)
     header = Header("sample", tenant.id, sampler_id, number, f"{sampler_id}:{number}", drawn={"seed": 5})
     await journal.append(header, json.dumps(asked(sampler_id, **fields) | {"seq_id": number}).encode())
@@ -357,8 +357,9 @@ async def test_a_request_is_taken_up_with_its_draft_and_without_where_that_is_go
         sampler_id = await sampler_of(former, draft_path=kept)
         plain = await drawn(former, asked(await sampler_of(former)))
         await remove(former, gone)
-    await waiting(former, config, sampler_id, 1)
-    await waiting(former, config, sampler_id, 2, draft_path=gone)
+        tenant = await former.services.auth.authenticate(ALICE)
+    await waiting(config, tenant, sampler_id, 1)
+    await waiting(config, tenant, sampler_id, 2, draft_path=gone)
     with caplog.at_level(logging.WARNING):
         async with running_server(config, dispatch) as latter:
             with_draft, without = [await latter.result(f"{sampler_id}:{number}") for number in (1, 2)]
@@ -375,9 +376,10 @@ async def test_a_request_that_is_taken_up_goes_on_without_a_damaged_draft(
     async with running_server(config, dispatch) as former:
         path = await saved_draft(former)
         sampler_id = await sampler_of(former, draft_path=path)
+        tenant = await former.services.auth.authenticate(ALICE)
     for file in (config.state_dir / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
-    await waiting(former, config, sampler_id, 1)
+    await waiting(config, tenant, sampler_id, 1)
     with caplog.at_level(logging.WARNING):
         async with running_server(config, dispatch) as latter:
             answer = await latter.result(f"{sampler_id}:1")

@@ -6,7 +6,8 @@ of the block guesses x_(a+k). Embedding and output head are the target's. Names 
 drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,18 @@ class DFlash:
         captured = found.capture_layers or _spaced(int(text.num_hidden_layers), found.num_layers)
         own = {"capture_layers": captured, "block_size": found.block_size or _BLOCK_SIZE, "mask_token_id": mask}
         return found.model_copy(update=own)
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": config.block_size,
+            "dflash_config": {
+                "mask_token_id": config.mask_token_id,
+                "target_layer_ids": list(config.capture_layers or ()),
+            },
+        }
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
         shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}

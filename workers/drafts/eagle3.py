@@ -6,7 +6,8 @@ which the first one is made of what the target had at t. It learns what the targ
 are those of published drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -45,6 +46,17 @@ class Eagle3:
         wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
         captured = config.capture_layers or tuple(sorted(wanted))
         return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy. vLLM reads the first list, where 0 is what goes into the first layer; SGLang the second one,
+        where 0 is what comes out of it."""
+        layers = list(config.capture_layers or ())
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},
+        }
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
         hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim

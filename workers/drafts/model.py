@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -59,6 +60,10 @@ class DraftModel(Learner):
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
         self.initialize()
+
+    def published(self) -> Mapping[str, Any]:
+        """What engines that sample with such a draft read in its config, beside the shape of its layers."""
+        return self._strategy.published(self.draft)
 
     def network(self, trains: bool) -> Network:
         """Of its weights as they are now. trains: whether passes over it add to its gradients."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -78,6 +78,10 @@ class Strategy(Protocol):
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """With all that is left open. Raises OperationError on what makes no such draft."""
+        ...
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """What engines that sample with such drafts read in their configs, of a resolved one."""
         ...
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]: ...

@@ -84,7 +84,8 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        self._speculation = Speculation(base, models, self._together, config.kv_cache_bytes // base.num_layers)
+        room = config.kv_cache_bytes // base.num_layers
+        self._speculation = Speculation(base, models, self._head, self._together, room)
         threads = base.threads.most
         self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
         self._captured: dict[int, Tensor] = {}

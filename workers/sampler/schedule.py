@@ -248,7 +248,7 @@ class Schedule:
 
     def _num_logits(self, row: Row) -> int:
         """Rows of logits that a pass makes of it."""
-        return 1 + (row.job.request.num_draft_tokens if self._speculation.wants(row) else 0)
+        return 1 + (self._speculation.num_guesses(row) if self._speculation.wants(row) else 0)
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""

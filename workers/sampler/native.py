@@ -84,8 +84,7 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        room = config.kv_cache_bytes // base.num_layers
-        self._speculation = Speculation(base, models, self._head, self._together, room)
+        self._speculation = Speculation(base, models, self._head, self._together, cache.budget)
         threads = base.threads.most
         self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
         self._captured: dict[int, Tensor] = {}
@@ -142,12 +141,12 @@ class NativeSampler:
         return bool(self._jobs)
 
     def cache_bytes(self) -> int:
-        """Of the budget: slots in use, slots that wait for use, and prefixes."""
-        return self._schedule.cache.num_bytes()
+        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        return self._schedule.cache.budget.used_bytes()
 
     def held_bytes(self) -> int:
         """Of the slots in use."""
-        return self._schedule.cache.held_bytes()
+        return self._schedule.cache.budget.held_bytes()
 
     def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
         streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
@@ -178,8 +177,9 @@ class NativeSampler:
 
     def _iterate(self, deadline: float) -> bool:
         """Whether there was anything to do: the cache may be full of what other samplers have in it."""
-        guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
         try:
+            self._schedule.make_room_to_guess()
+            guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
             batch = self._schedule.next_batch(guesses)
         except NoRoom as error:
             self._fail(error.row.job, error.message, error.category)
@@ -223,7 +223,7 @@ class NativeSampler:
                 brought.append(draft_id)
         self._speculation.serve(brought)
         for row in self._schedule.guessed():
-            if not self._speculation.wants(row):
+            if not self._speculation.is_ready(row):
                 self._schedule.decode(row)
 
     def _rows_to_come(self) -> list[Row]:
@@ -318,7 +318,7 @@ class NativeSampler:
                 continue
             self._tell_draft(part, start)
             self._note_computed(part, hidden[start : start + part.length])
-            if part.is_last:
+            if part.is_last and part.prefill.draws:
                 rows += part.prefill.rows
                 last += [start + part.length - 1] * len(part.prefill.rows)
         if rows:

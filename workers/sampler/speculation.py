@@ -20,6 +20,7 @@ from ..learner import Learner
 from ..lora import Segment
 from ..model import BaseModel
 from ..models import Models
+from .budget import Budget
 from .cache import Cache
 from .choice import Choice, Settings, chances, invert_cdf
 from .jobs import Row
@@ -61,12 +62,10 @@ class _State:
 class Speculation:
     """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
 
-    def __init__(
-        self, base: BaseModel, models: Models, head: LogprobHead, together: Together, budget_bytes: int
-    ) -> None:
-        """budget_bytes: of each draft's cache."""
+    def __init__(self, base: BaseModel, models: Models, head: LogprobHead, together: Together, budget: Budget) -> None:
+        """budget: in which the drafts' keys and values are, too."""
         self._base, self._models, self._together = base, models, together
-        self._head, self._budget_bytes = head, budget_bytes
+        self._head, self._budget = head, budget
         self._served: Collection[str] = ()
         self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
         self._states: dict[Row, _State] = {}
@@ -75,8 +74,9 @@ class Speculation:
         """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
         and take no part any more."""
         self._served = draft_ids
-        for row in [row for row in self._states if not self.wants(row)]:
-            self.forget(row)
+        for row, state in list(self._states.items()):
+            if not self.wants(row) or self._draft(row) is not state.draft:
+                self.forget(row)
 
     def wants(self, row: Row) -> bool:
         """Whether a draft is to guess it, and it asks for nothing that no draft knows."""
@@ -102,22 +102,30 @@ class Speculation:
 
     def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
         """What is to be captured of a pass in which these are: see BaseModel.hidden_states."""
-        drafts = [self._draft(row) for row in rows if self.wants(row)]
+        drafts = [self._states[row].draft for row in rows if row in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
+
+    def num_bytes(self, row: Row, count: int) -> int:
+        """That its draft has to have then."""
+        draft = self._draft(row)
+        return self._cache(draft).num_bytes_for(self._num_cached(row, draft, count))
+
+    def place(self, row: Row, count: int) -> bool:
+        """As has_room, of one that has no place: then it is to be told of all that comes before."""
+        draft = self._draft(row)
+        if not self._cache(draft).place(row, self._num_cached(row, draft, count)):
+            return False
+        self._states[row] = _State(draft)
+        return True
 
     def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
         """A part of its sequence int64 has run, from token `first` on. A row of which it has not been told all before
         takes no part."""
         state = self._states.get(row)
-        if first != (0 if state is None else state.num_seen):
+        if state is None or first != state.num_seen:
             self.forget(row)
             return
-        if state is None:
-            draft = self._draft(row)
-            if not self._cache(draft).place(row, len(sequence)):
-                return
-            state = self._states[row] = _State(draft)
         state.waiting.append(_features(state.draft, captured, part))
         # What follows the last one may not be known yet.
         known = state.num_seen - state.num_told - 1
@@ -129,27 +137,37 @@ class Speculation:
             state.waiting = [waiting[known:]]
 
     def fork(self, leader: Row, others: Sequence[Row]) -> None:
-        """The others go on from the same tokens."""
+        """The others, which have places too, go on from the same tokens."""
         state = self._states.get(leader)
+        placed = [row for row in others if row in self._states]
         if state is None:
+            for row in placed:
+                self.forget(row)
             return
-        cache = self._cache(state.draft)
-        placed = [row for row in others if cache.place(row, state.num_told + 1)]
-        cache.fork(leader, placed)
+        self._cache(state.draft).fork(leader, placed)
         for row in placed:
             self._states[row] = _State(state.draft, state.num_told, list(state.waiting))
 
+    def num_next(self, row: Row, count: int) -> int:
+        """How many are guessed behind so many tokens of it; its last one never is."""
+        return min(self.num_guesses(row), row.job.max_new_tokens - count - 1)
+
+    def has_room(self, row: Row, count: int) -> bool:
+        """Whether its draft has, to guess what follows so many tokens of it."""
+        state = self._states[row]
+        length, cache = self._num_cached(row, state.draft, count), self._cache(state.draft)
+        seat = cache.seat(row)
+        assert seat is not None
+        return length <= seat.capacity or cache.grow(row, length)
+
     def guess(self, rows: Sequence[Row], table: Table) -> dict[Row, Guesses]:
-        """Those that have no room any more are left out, and take no part from now on."""
+        """All have room."""
         found: dict[Row, Guesses] = {}
         by_draft: dict[tuple[DraftModel, int], list[Row]] = {}
         for row in rows:
-            state, length = self._states[row], int(table.length[row.line])
-            num = min(self.num_guesses(row), int(table.limit[row.line] - table.count[row.line]) - 1)
-            if not self._has_room(row, length - 1 + state.draft.reach.num_ahead(num)):
-                self.forget(row)
-            elif num > 0:
-                by_draft.setdefault((state.draft, num), []).append(row)
+            num = self.num_next(row, int(table.count[row.line]))
+            if num > 0:
+                by_draft.setdefault((self._states[row].draft, num), []).append(row)
             else:
                 found[row] = Guesses(np.zeros(0, np.int64), None)
         for (draft, num), together in by_draft.items():
@@ -180,6 +198,11 @@ class Speculation:
         self._states = {}
         self._caches.clear()
 
+    def _num_cached(self, row: Row, draft: DraftModel, count: int) -> int:
+        """Tokens of it that its draft has in its cache when it guesses behind so many of its own."""
+        num = self.num_next(row, count)
+        return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
+
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id
         assert draft_id is not None
@@ -187,14 +210,8 @@ class Speculation:
 
     def _cache(self, draft: DraftModel) -> Cache:
         if draft not in self._caches:
-            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget_bytes)
+            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget)
         return self._caches[draft]
-
-    def _has_room(self, row: Row, length: int) -> bool:
-        cache = self._cache(self._states[row].draft)
-        seat = cache.seat(row)
-        assert seat is not None
-        return length <= seat.capacity or cache.grow(row, length)
 
     def _drawn(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
         waiting = [torch.cat(self._states[row].waiting) for row in rows]

@@ -91,8 +91,8 @@ class RankMemory:
         """Bytes; of models by place, and how many of these there are.
 
         base_weights, kv_cache: wherever they are. kv_cache_of_drafts: of the cache, what drafts have that guess.
-        kv_cache_held: those of samples under way; the others are prefixes and slots that wait. offloads: how often all has left the device; offload_moved: of the base and
-        the cache, since the start.
+        kv_cache_held: those of samples under way; the others are prefixes and slots that wait. offloads: how often all
+        has left the device; offload_moved: of the base and the cache, since the start.
         """
         cache = self._sampler.cache_bytes()
         own = {

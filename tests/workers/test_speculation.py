@@ -1,6 +1,5 @@
 """Samples that a draft guesses: the same ones, or the same distribution, as without."""
 
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,13 +13,15 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import native, speculation
+from trainhouse.workers.sampler.cache import Cache
+from trainhouse.workers.sampler.schedule import Schedule
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
 from trainhouse.workers.sampler.together import Verified
 from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 
 from ..tiny import tiny_model
-from .jobs import answers, job
+from .jobs import answers, job, slices
 from .test_sampler_distribution import (
     CASES,
     LEAST_P_VALUE,
@@ -100,6 +101,16 @@ def run(worker: Worker, *jobs: SampleJob, **options: Any) -> dict[str, SampleRes
     return found
 
 
+def finished(worker: Worker, wanted: SampleJob) -> SampleResponse:
+    """Beside others, which need not end."""
+    found = worker.sample_slice(Slice((wanted,), (), 0)).finished
+    while wanted.job_id not in found:
+        found = worker.sample_slice(Slice((), (), 0)).finished
+    answer = found[wanted.job_id]
+    assert isinstance(answer, SampleResponse)
+    return answer
+
+
 def tokens(response: SampleResponse, sample: int = 0) -> np.ndarray:
     return response.sequences[sample].tokens
 
@@ -175,17 +186,78 @@ def test_rows_of_several_drafts_and_of_none_run_together(target: Target) -> None
     assert has_guesses == {"trained", "blocks", "random", "random blocks"}
 
 
-def test_rows_give_way_and_are_guessed_again(target: Target, tmp_path: Path) -> None:
-    """In a cache that has not room for all."""
+@pytest.fixture(scope="module")
+def small(target: Target) -> Worker:
+    """With a cache that has not room for all."""
     small = Worker(replace(target.worker._config, kv_cache_bytes=1 << 19))
     for draft_id in ("trained", "blocks", "random", "random blocks"):
-        shutil.copytree(target.directory / draft_id, tmp_path / draft_id)
-        small.load_draft(draft_id, str(tmp_path / draft_id))
-    jobs = [replace(each, num_samples=3) for each in some_jobs(40, target.rollouts, temperature=0.0)]
+        small.load_draft(draft_id, str(target.directory / draft_id))
+    return small
+
+
+@pytest.fixture
+def lengths_on_leaving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the samples that gave way, and had been guessed."""
+    found: list[int] = []
+
+    def preempt(self: Schedule) -> None:
+        before = {row: row.guessed.num_passes for row in self.under_way()}
+        preempt_youngest(self)
+        left = before.keys() - self.under_way()
+        found.extend(len(row.tokens) for row in left if before[row])
+
+    preempt_youngest = Schedule._preempt_youngest
+    monkeypatch.setattr(Schedule, "_preempt_youngest", preempt)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_give_way_and_are_guessed_again(
+    target: Target, small: Worker, temperature: float, lengths_on_leaving: list[int]
+) -> None:
+    """As they would have been: a seed gives the same tokens, and the same guesses."""
+    options = {"temperature": temperature}
+    jobs = of_all([replace(each, num_samples=3) for each in longer_jobs(40, target.rollouts, **options)])
     wanted = run(target.worker, *jobs)
-    assert_alike(run(small, *of_all(jobs), budget_milliseconds=0), wanted)
-    assert small._sampler._of_base._schedule.cache.held_bytes() == 0
+    assert not lengths_on_leaving
+    found = run(small, *jobs, budget_milliseconds=0)
+    assert len(lengths_on_leaving) > 4
+    assert_alike(found, wanted)
+    assert [found[each.job_id].guesses for each in jobs] == [wanted[each.job_id].guesses for each in jobs]
+    assert small._sampler.held_bytes() == 0
     assert not small._sampler._of_base._speculation._states
+
+
+def test_what_drafts_have_is_told_of_within_the_budget_and_leaves_the_device(target: Target, small: Worker) -> None:
+    jobs = of_all([replace(each, num_samples=2) for each in longer_jobs(20, target.rollouts, temperature=0.0)])
+    wanted = run(target.worker, *jobs)
+    found: dict[str, Any] = {}
+    of_drafts: list[int] = []
+    for number, result in enumerate(slices(small.sample_slice, *jobs)):
+        found |= result.finished
+        memory = small.memory()
+        assert memory["kv_cache_of_drafts"] < memory["kv_cache"] <= small._config.kv_cache_bytes
+        of_drafts.append(memory["kv_cache_of_drafts"])
+        if number % 5 == 0:
+            small.offload()
+            keys = [key for cache in caches_of_drafts(small) for key in cache.tensors()]
+            assert all(key.untyped_storage().nbytes() == 0 for key in keys), "they have left"
+            assert bool(keys) == (of_drafts[-1] > 0)
+    assert_alike(found, wanted)
+    assert max(of_drafts) > 0 == of_drafts[-1]
+
+
+def caches_of_drafts(worker: Worker) -> list[Cache]:
+    return list(worker._sampler._of_base._speculation._caches.values())
+
+
+def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
+    """That outgrow their slots."""
+    found = []
+    for number, each in enumerate(some_jobs(num, rollouts, **options)):
+        update = {"max_tokens": 30 + 2 * number, "seed": 100 + number}
+        found.append(replace(each, params=each.params.model_copy(update=update)))
+    return found
 
 
 @pytest.mark.parametrize("draft_id", ["trained", "blocks"])
@@ -315,6 +387,26 @@ def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: 
         if len(found) == len(jobs) and not result.num_active:
             break
     assert_alike(found, wanted)
+
+
+def test_a_draft_that_nobody_wants_any_more_takes_no_room(target: Target) -> None:
+    """Its job goes on without, as does one that no draft can guess: the next one has the device's only place."""
+    worker = Worker(replace(target.worker._config, full_slots=1))
+    for draft_id in ("random", "of few", "trained"):
+        worker.load_draft(draft_id, str(target.directory / draft_id))
+    prompt = target.rollouts[0][:5]
+    first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
+    second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="of few", logit_bias={"5": 1.0})
+    worker.sample_slice(Slice((first, second), (), 0))
+    (row,) = worker._sampler._of_base._jobs["first"].rows
+    for _ in range(50):
+        if row.goes_alone:
+            break
+        worker.sample_slice(Slice((), (), 0))
+    third = job("third", prompt, temperature=0.0, max_tokens=12, draft_id="trained")
+    found = finished(worker, third)
+    assert row.goes_alone and row.stop_reason is None, "it is still under way"
+    assert found.guesses is not None
 
 
 def test_of_a_draft_that_has_diverged_nothing_is_right() -> None:

@@ -38,7 +38,7 @@ from .namespaces import Namespaces
 from .noise import uniforms
 from .prompt_scores import top_logprobs
 from .schedule import NoRoom, Schedule
-from .speculation import Guesses, Speculation, verify
+from .speculation import Guesses, Speculation, may_be_guessed, verify
 from .table import End, Table
 from .text import Text
 from .together import Together
@@ -227,7 +227,12 @@ class NativeSampler:
                 self._schedule.decode(row)
 
     def _rows_to_come(self) -> list[Row]:
-        return [job.rows[0] for job in self._jobs.values()]
+        """Of each job one that is to be guessed, if it has any."""
+        of_jobs = (next(filter(self._may_come, job.rows), None) for job in self._jobs.values())
+        return [row for row in of_jobs if row is not None]
+
+    def _may_come(self, row: Row) -> bool:
+        return self._schedule.is_to_come(row) and may_be_guessed(row)
 
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"

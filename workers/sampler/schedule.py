@@ -68,6 +68,10 @@ class Schedule:
         """Those of which several tokens are tried at a time."""
         return list(self._guessed_rows)
 
+    def is_to_come(self, row: Row) -> bool:
+        """Whether it waits or has its sequence run."""
+        return row.stop_reason is None and row not in self._decoding_rows and row not in self._guessed_rows
+
     def decode(self, row: Row) -> None:
         """One that was guessed takes one token at a time from now on."""
         del self._guessed_rows[row]

@@ -79,8 +79,8 @@ class Speculation:
                 self.forget(row)
 
     def wants(self, row: Row) -> bool:
-        """Whether a draft is to guess it, and it asks for nothing that no draft knows."""
-        return row.job.request.draft_id in self._served and not (row.is_adjusted or row.goes_alone)
+        """Whether a draft is to guess it, which is there."""
+        return row.job.request.draft_id in self._served and may_be_guessed(row)
 
     def pays(self, row: Row) -> bool:
         """Whether its guesses are right often enough. By its own alone, and not by time: a seed gives the same tokens
@@ -291,6 +291,11 @@ class _Ends:
         num = hidden.shape[1]
         segments = [Segment(at * num, (at + 1) * num, model) for at, model in enumerate(self.models)]
         return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
+
+
+def may_be_guessed(row: Row) -> bool:
+    """Whether it asks for nothing that no draft knows, and guessing it pays."""
+    return not (row.is_adjusted or row.goes_alone)
 
 
 def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> Verified:

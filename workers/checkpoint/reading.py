@@ -105,13 +105,7 @@ def read_draft(models: Models, directory: Path) -> Learner:
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
-    program = program_of("draft", training)
-    if program.strategy is None or not program.strategy.guesses_samples:
-        raise OperationError(
-            f"{directory} is a draft of {training.algorithm}, which guesses no samples yet: sample without a draft, or"
-            " with one of eagle3"
-        )
-    return read_new(models, directory, program)
+    return read_new(models, directory, program_of("draft", training))
 
 
 class _OfKind(Mapping[str, Tensor]):

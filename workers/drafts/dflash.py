@@ -6,7 +6,7 @@ of the block guesses x_(a+k). Embedding and output head are the target's. Names 
 drafts.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,10 +16,13 @@ from transformers import PreTrainedConfig
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
+from ..attention import AttentionKind
+from ..kv_cache import CachedRow
 from ..model import BaseModel
 from ..parameter import Parameter
 from .block_attention import Memory, attend_blocks
 from .blocks import Blocks
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features, TargetHead
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
@@ -28,14 +31,23 @@ from .strategy import Labels, Options, Tensors
 
 _BLOCK_SIZE = 16
 
+# Each costs the target some of a pass to check, and those far behind in a block are seldom right.
+_USUAL_GUESSES = 7
+
 # cos and sin.
 Turn = tuple[Tensor, Tensor]
+
+# The blocks' queries, keys and values -> what the queries see.
+Attended = Callable[[Tensor, Memory], Tensor]
 
 
 class DFlash:
     """See Strategy."""
 
-    guesses_samples = False
+    def reach(self, shape: DraftShape) -> Reach:
+        assert shape.block_size is not None
+        most = shape.block_size - 1
+        return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
@@ -105,27 +117,71 @@ class DFlashNetwork:
         """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones."""
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
         positions = features.positions[blocks.anchors, None] + steps
-        turn, context_turn = (self._rotation(each, features) for each in (positions.flatten(), features.positions))
-        context = self._normed(linear(features.captured, self.parameters["fc.weight"]), "hidden_norm")
-        state = self._inputs(features, blocks)
+        assert features.mask is not None
+        state = self._inputs(features.embedded[blocks.anchors], features.mask)
+        turn, context_turn = (self._rotation(each, state.dtype) for each in (positions.flatten(), features.positions))
+        context = self._context(features.captured)
         for layer in range(self.shape.layers):
-            prefix = f"layers.{layer}"
-            memory = self._memory(context, prefix, context_turn)
-            x = self._normed(state, f"{prefix}.input_layernorm")
-            query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
-            own = self._memory(x, prefix, turn)
-            attended = attend_blocks(query, memory, own, blocks, self.shape.scaling).flatten(1)
-            state = state + linear(attended, self.parameters[f"{prefix}.self_attn.o_proj.weight"])
-            x = self._normed(state, f"{prefix}.post_attention_layernorm")
-            state = state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp")
+            memory = self._memory(context, f"layers.{layer}", context_turn)
+
+            def attended(query: Tensor, own: Memory, memory: Memory = memory) -> Tensor:
+                return attend_blocks(query, memory, own, blocks, self.shape.scaling)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
         return self._normed(state, "norm").unflatten(0, (-1, blocks.size))
 
-    def _inputs(self, features: Features, blocks: Blocks) -> Tensor:
-        """[m * size, hidden]: of each block the anchor, and then masks."""
-        assert features.mask is not None
-        known = features.embedded[blocks.anchors, None]
-        masks = features.mask.expand(len(known), blocks.size - 1, -1)
-        return torch.cat([known, masks], dim=1).flatten(0, 1)
+    def take_in(self, told: Told, ends: Ends) -> None:
+        context = self._context(told.captured)
+        turn = self._rotation(told.positions(), context.dtype)
+        for layer in range(self.shape.layers):
+            key, value = self._memory(context, f"layers.{layer}", turn)
+            for chunk in told.chunks:
+                chunk.store(key, value, layer)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """All at once, by a block whose anchor is the last token, of which nobody knows what the target has there. The
+        masks of those that are not asked for are in it too, as in training."""
+        self.take_in(told, ends)
+        hidden = self._block(told, ends)[:, 1 : num + 1]
+        for logits in ends.logits(hidden).unbind(1):
+            draw(logits)
+
+    def _block(self, told: Told, ends: Ends) -> Tensor:
+        """What the output head reads, [m, size, hidden]; nothing for the first ones."""
+        size, last = self.block_size, told.last()
+        anchors = told.following[last]
+        embedded = ends.embedded(torch.cat([anchors, anchors.new_tensor([self.shape.mask_token])]))
+        state = self._inputs(embedded[:-1], embedded[-1])
+        positions = told.positions()[last, None] + 1 + torch.arange(size, device=last.device)
+        turn = self._rotation(positions.flatten(), state.dtype)
+        chunks = told.ahead(size, is_causal=False)
+        row = CachedRow((), chunks, None, len(state), ())
+        for layer in range(self.shape.layers):
+            kind = AttentionKind(layer, self.shape.scaling)
+
+            def attended(query: Tensor, own: Memory, kind: AttentionKind = kind) -> Tensor:
+                return row.attend(query, *own, kind)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
+        return self._normed(state, "norm").unflatten(0, (-1, size))
+
+    def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
+        """[m * size, hidden]: of each block the anchor, known [m, hidden], and then masks."""
+        masks = mask.expand(len(known), self.block_size - 1, -1)
+        return torch.cat([known[:, None], masks], dim=1).flatten(0, 1)
+
+    def _context(self, captured: Tensor) -> Tensor:
+        """What all layers read of the target's features."""
+        return self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm")
+
+    def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
+        """A layer."""
+        x = self._normed(state, f"{prefix}.input_layernorm")
+        query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
+        found = attended(query, self._memory(x, prefix, turn)).flatten(1)
+        state = state + linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"])
+        x = self._normed(state, f"{prefix}.post_attention_layernorm")
+        return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp")
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""
@@ -141,8 +197,7 @@ class DFlashNetwork:
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
 
-    def _rotation(self, positions: Tensor, features: Features) -> Turn:
-        dtype = features.captured.dtype
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         frequencies, scale = self.shape.rotation(positions.device)
         return rotation(positions, frequencies.to(torch.promote_types(dtype, frequencies.dtype)), scale, dtype)
 

@@ -17,8 +17,10 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..attention import AttentionKind, CachedPacking, attend
+from ..kv_cache import CachedRow, Chunk
 from ..model import BaseModel
 from ..parameter import Parameter
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features
 from .guesses import GuessChunk, Survival, Teacher
 from .modules import normed, rotated, rotation, swiglu_mlp
@@ -33,7 +35,8 @@ _LAYER = "midlayer"
 class Eagle3:
     """See Strategy."""
 
-    guesses_samples = True
+    def reach(self, shape: DraftShape) -> Reach:
+        return Reach(usual=4, most=16)
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
@@ -125,6 +128,25 @@ class Eagle3Network:
     def begun(self, captured: Tensor) -> Tensor:
         """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
         return linear(captured, self.parameters["fc.weight"])
+
+    def take_in(self, told: Told, ends: Ends) -> None:
+        self._told(told, ends)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """Each guess goes on from the one before."""
+        last = told.last()
+        state, hidden = (each[last] for each in self._told(told, ends))
+        positions = told.positions()[last]
+        for number in range(num):
+            tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
+            if number < num - 1:
+                packing, positions = _row(told.ahead(1, number)), positions + 1
+                state, hidden = self.guessed(state, ends.embedded(tokens), positions, packing)
+
+    def _told(self, told: Told, ends: Ends) -> tuple[Tensor, Tensor]:
+        """Of each token as `guessed`."""
+        embedded = ends.embedded(told.following)
+        return self.guessed(self.begun(told.captured), embedded, told.positions(), _row(told.chunks))
 
     def guessed(
         self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
@@ -231,6 +253,10 @@ class Eagle3Pass:
         """bool [m, depth]: whether there is one in the sequence."""
         steps = torch.arange(len(self._outputs), device=self._features.positions.device)
         return self._features.positions[self._rows, None] > steps
+
+
+def _row(chunks: Sequence[Chunk]) -> CachedRow:
+    return CachedRow((), chunks, None, chunks[-1].stop, ())
 
 
 def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:

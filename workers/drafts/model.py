@@ -21,7 +21,7 @@ from .strategy import Network, Strategy
 
 class DraftModel(Learner):
     """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
-    of the bare base model. was_loaded: whether it has what another one has learned."""
+    of the bare base model. was_loaded: whether it has what another one has learned. reach: where it guesses samples."""
 
     def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
         """Raises OperationError on what makes no such draft."""
@@ -30,6 +30,7 @@ class DraftModel(Learner):
         self._strategy: Strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
+        self.reach = program.strategy.reach(self.shape)
         layout = Layout(program.strategy.parameters(self.shape))
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
         self.moments = moments

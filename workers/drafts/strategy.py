@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig
 from ...schemas.models import DraftConfig
 from ..model import BaseModel
 from ..parameter import Parameter
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features
 from .scores import DraftScores, Slopes
 from .shape import DraftShape
@@ -69,11 +70,18 @@ class Network(Protocol):
         """options: the loss's. chunk_rows: rows of logits that may exist at a time."""
         ...
 
+    def take_in(self, told: Told, ends: Ends) -> None:
+        """Into its cache, for what it is to guess later."""
+        ...
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """Takes it in, and then draws `num` guesses of what comes behind the last of `told.following`."""
+        ...
+
 
 class Strategy(Protocol):
-    @property
-    def guesses_samples(self) -> bool:
-        """Whether samplers know how to let its drafts guess."""
+    def reach(self, shape: DraftShape) -> Reach:
+        """Of its drafts where they guess samples."""
         ...
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:

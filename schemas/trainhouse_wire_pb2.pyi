@@ -70,7 +70,7 @@ class LossConfigValue(_message.Message):
     def __init__(self, number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Datum(_message.Message):
-    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
+    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans", "feature_ref")
     class LossFnInputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,11 +82,13 @@ class Datum(_message.Message):
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_REF_FIELD_NUMBER: _ClassVar[int]
     model_input: _containers.RepeatedCompositeFieldContainer[Chunk]
     loss_fn_inputs: _containers.MessageMap[str, Tensor]
     model_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
     loss_fn_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
-    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...) -> None: ...
+    feature_ref: str
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., feature_ref: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")

@@ -103,6 +103,7 @@ def _datum_from_protobuf(index: int, message: wire.Datum, budget: Budget) -> Dat
             },
             model_input_spans=tuple(_span_from_protobuf(span) for span in message.model_input_spans),
             loss_fn_input_spans=tuple(_span_from_protobuf(span) for span in message.loss_fn_input_spans),
+            feature_ref=message.feature_ref or None,
         )
     except Invalid as error:
         raise Invalid(f"data[{index}]: {error}") from None
@@ -145,6 +146,8 @@ def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
     message.model_input.add().encoded_text.tokens = bytes_of(datum.tokens, np.int32)
     for name, array in datum.loss_fn_inputs.items():
         write_tensor(array, message.loss_fn_inputs[name])
+    if datum.feature_ref is not None:
+        message.feature_ref = datum.feature_ref
     for span in datum.model_input_spans:
         _write_span(span, message.model_input_spans.add())
     for span in datum.loss_fn_input_spans:
@@ -179,11 +182,13 @@ def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
     with at_place(f"data[{index}]"):
         datum = json_object(value, "a datum")
         inputs = json_object(datum.get("loss_fn_inputs", {}), "loss_fn_inputs")
+        ref = datum.get("feature_ref")
         return Datum(
             tokens=_tokens_from_json(datum.get("model_input")),
             loss_fn_inputs={name: _input_from_json(name, tensor, budget) for name, tensor in inputs.items()},
             model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans"),
             loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans"),
+            feature_ref=None if ref is None else json_text(ref, "feature_ref") or None,
         )
 
 

@@ -35,6 +35,7 @@ class DFlash:
     """See Strategy."""
 
     guesses_samples = False
+    hears_target = False
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,

@@ -1,13 +1,15 @@
 """An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
 from ...schemas.training import ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
+from ..drafts.stored import Stored
 from ..learner import Learner
 from ..losses import Loss
 from ..operation import Operation
@@ -119,10 +121,14 @@ class Task:
     failure: why it contributes nothing. computed: whether nothing more is to be computed of it.
     """
 
-    def __init__(self, part: Part, operation: Operation, progress: Progress) -> None:
+    def __init__(
+        self, part: Part, operation: Operation, progress: Progress, stored: Mapping[int, Stored] | None = None
+    ) -> None:
+        """stored: what is known of a draft's target, by row."""
         self.part = part
         self.operation = operation
         self.progress = progress
+        self.stored = stored or {}
         self.computed = False
         self.begin()
 
@@ -133,6 +139,12 @@ class Task:
     @property
     def forward_only(self) -> bool:
         return self.part.request.forward_only
+
+    @property
+    def captures_to(self) -> Path | None:
+        """Where features are put, instead of anything else; None: nowhere."""
+        place = self.part.request.features
+        return Path(place.directory) if place is not None and place.captures else None
 
     def begin(self) -> None:
         """From the start, whatever an attempt before this one has left."""
@@ -152,8 +164,15 @@ class Task:
         for datum, of_datum in cut(segment, scores.scores, self.operation):
             self._scores[datum] = of_datum
 
+    def kept(self, row: int, address: str, num_bytes: int) -> None:
+        """The row's features are there: see CAPTURED."""
+        self._scores[row] = np.frombuffer(f"{address} {num_bytes}".encode(), np.uint8)
+
     def refuse(self, reason: str) -> None:
-        self.failure = self.failure or Failure(f"{reason}; the operation contributes nothing", "user")
+        self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure
 
     def give_up(self, failure: Failure) -> None:
         self.failure, self.computed = failure, True

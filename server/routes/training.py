@@ -12,15 +12,22 @@ from ...schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ...schemas.codec import decode_forward_backward
-from ...schemas.drafts import BuildVocabMapRequest, SetTargetRequest
+from ...schemas.drafts import (
+    BuildVocabMapRequest,
+    CaptureRequest,
+    ReleaseFeaturesRequest,
+    ReleaseFeaturesResponse,
+    SetTargetRequest,
+)
+from ...schemas.errors import RequestError
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
-from ..auth import TenantDependency
+from ..auth import Tenant, TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..operations import LoadWeights
-from ..services import ServicesDependency
-from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
+from ..services import Services, ServicesDependency
+from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID, body_example
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
@@ -33,6 +40,7 @@ from .submitting import (
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
 
+_FEATURE_HEADER_BYTES = 1024
 _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
     "type": "object",
     "required": ["model_id", "data", "loss_fn"],
@@ -58,6 +66,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
                         "description": "name -> numbers, or {data, dtype, shape}",
                         "additionalProperties": {"type": "array", "items": {"type": "number"}},
                     },
+                    "feature_ref": {"type": "string", "description": "of drafts: what capture answered for it"},
                 },
             },
         },
@@ -213,6 +222,48 @@ async def build_vocab_map(request: Request, services: ServicesDependency, tenant
     Of `tokens` those count whose `weights` are not 0; or give `counts`, by token id.
     """
     return await run_operation(request, services, tenant, "build_vocab_map", json_decoder(BuildVocabMapRequest))
+
+
+@router.post(
+    "/capture",
+    openapi_extra=json_body(CaptureRequest, {"model_id": DRAFT_ID, "data": [{"model_input": [5, 6, 7, 6]}]}),
+)
+async def capture(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """What a draft's target has inside at these tokens is kept on the server: data of `forward_backward` and `forward`
+    may carry its `feature_ref`, and the target is not run for them.
+
+    It waits for room, and then answers 429. See docs/drafts.md.
+    """
+    with services.quotas.admission(tenant.id) as admission:
+        decode = json_decoder(CaptureRequest)
+        submit = await receive_operation(request, services, tenant, admission, "capture", decode)
+        num_bytes = await _feature_bytes(services, tenant, submit.content)
+        admission.also(await services.features.claim(tenant.id, num_bytes))
+        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
+    return await answer(request, services, tenant, submitted)
+
+
+@router.post("/release_features", openapi_extra=body_example({"model_id": DRAFT_ID}))
+async def release_features(
+    request: ReleaseFeaturesRequest, services: ServicesDependency, tenant: TenantDependency
+) -> ReleaseFeaturesResponse:
+    """Gives up what this model has captured, all of it or `feature_refs`; done at once, out of the order of operations.
+
+    What an operation needs whose optimizer step has not finished is deleted behind that.
+    """
+    run = await services.runs.get(tenant, request.model_id)
+    num_released = await services.features.release(run.record, request.feature_refs)
+    return ReleaseFeaturesResponse(num_released=num_released)
+
+
+async def _feature_bytes(services: Services, tenant: Tenant, capture: CaptureRequest) -> int:
+    """That it may take; 0 of a model that is not created yet, or is no draft."""
+    run = await services.runs.get(tenant, capture.model_id)
+    try:
+        info = await run.info()
+    except RequestError:
+        return 0
+    return sum(info.feature_bytes * len(each.tokens) + _FEATURE_HEADER_BYTES for each in capture.data)
 
 
 def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:

@@ -1,7 +1,6 @@
 """Stored: what a target had inside for one sequence, in a file whose name is the hash of all that decides it."""
 
 import hashlib
-import os
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -54,8 +53,8 @@ class FeatureKind:
 
 
 def address_of(feature_ref: str) -> str:
-    """Of the features, as the server has it in the middle of its references."""
-    return feature_ref.split("-")[1]
+    """Of the features, as the server has it in the middle of its references; "" of what is none."""
+    return feature_ref.split("-")[1] if feature_ref.count("-") == 2 else ""
 
 
 class Stored:
@@ -71,6 +70,8 @@ class Stored:
     @staticmethod
     def find(directory: Path, address: str) -> "Stored | None":
         """None where there are none, or what there is was never finished, as after a power cut."""
+        if not address.isalnum():
+            return None
         try:
             return Stored(_path(directory, address))
         except (OSError, SafetensorError):
@@ -103,5 +104,4 @@ class Stored:
 
 
 def _path(directory: Path, address: str) -> Path:
-    assert os.sep not in address
     return directory / f"{address}.safetensors"

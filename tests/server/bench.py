@@ -181,7 +181,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 journal=journal,
                 snapshots=snapshots,
                 loaded=Loaded(tmp_path / "loaded", sync=False),
-            features=Features(tmp_path / "features", config),
+                features=Features(tmp_path / "features", config),
                 operations=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,

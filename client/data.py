@@ -81,7 +81,8 @@ def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         if reduce and all(name in output.metrics for output in outputs):
             metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
     rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
-    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type)
+    refs = tuple(ref for output in outputs for ref in output.feature_refs)
+    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type, refs)
 
 
 # reduction -> (values by chunk, number of datums by chunk) -> value

@@ -54,16 +54,31 @@ class TrainingClient:
         self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None, loss_weight: float = 1.0
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossConfig | None = None,
+        loss_weight: float = 1.0,
+        capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`."""
-        return self._pass(self._request(data, loss_fn, loss_fn_config, loss_weight))
+        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`.
+
+        capture_for: a draft whose target was saved with this policy's weights of now: the answer's `feature_refs` are
+        of this very pass, and for one forward_backward of the draft; see docs/drafts.md.
+        """
+        request = self._request(data, loss_fn, loss_fn_config, loss_weight)
+        return self._pass(dataclasses.replace(request, capture_for=_id_of(capture_for)))
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossConfig | None = None,
+        capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """The same outputs, no gradient."""
-        return self._pass(dataclasses.replace(self._request(data, loss_fn, loss_fn_config), forward_only=True))
+        request = self._request(data, loss_fn, loss_fn_config)
+        return self._pass(dataclasses.replace(request, forward_only=True, capture_for=_id_of(capture_for)))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
         """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
@@ -286,6 +301,10 @@ class TrainingClient:
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
+
+
+def _id_of(draft: TrainingClient | None) -> str | None:
+    return None if draft is None else draft.model_id
 
 
 def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:

@@ -43,10 +43,14 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class FeaturePlace:
-    """Where features of drafts' targets are. captures: whether those of the data are to be put there, and no more."""
+    """Where features of drafts' targets are. captures: whether those of the data are to be put there, and no more.
+    algorithm, layers: of a draft for which a policy's pass puts its own there, besides what it is for; None: of none.
+    """
 
     directory: str
     captures: bool = False
+    algorithm: str | None = None
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +59,7 @@ class ForwardBackwardRequest:
 
     loss_weight: multiplies the loss (ours; not on the SDK's wire).
     forward_only: same outputs, no gradient.
+    capture_for: a draft by its id, which is to learn from this very pass of a policy (ours; see docs/drafts.md).
     features: of those that data refer to; the server's to say, and on no wire.
     """
 
@@ -65,11 +70,13 @@ class ForwardBackwardRequest:
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
     loss_weight: float = 1.0
+    capture_for: str | None = None
     features: FeaturePlace | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its data are columns."""
-        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, self.features)
+        captures = self.capture_for, self.features
+        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *captures)
         return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
 
 
@@ -79,18 +86,20 @@ class ForwardBackwardOutput:
     critics `values` float32 [T]).
 
     metrics: every key is `name:reduction`, exactly one colon; `loss:sum` always (protocol rule 5).
+    feature_refs: of each datum, where they were captured for a draft (ours).
     """
 
     loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
     loss_fn_output_type: str = "scalar"
+    feature_refs: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its outputs are columns."""
         outputs = self.loss_fn_outputs
         columns = columns_of(outputs) if len(outputs) >= _FEW else None
         packed = outputs if columns is None else _PackedOutputs(columns, len(outputs))
-        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type)
+        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type, self.feature_refs)
 
 
 _FEW = 8
@@ -140,17 +149,20 @@ def _request_of(
     model_id: str,
     seq_id: int,
     packed: _PackedData | tuple[Datum, ...],
-    options: tuple[str, Mapping[str, float | str], bool, float, FeaturePlace | None],
+    options: tuple[str, Mapping[str, float | str], bool, float, str | None, FeaturePlace | None],
 ) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
 
 
 def _output_of(
-    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...], metrics: Mapping[str, float], output_type: str
+    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...],
+    metrics: Mapping[str, float],
+    output_type: str,
+    feature_refs: tuple[str, ...],
 ) -> ForwardBackwardOutput:
     if isinstance(packed, _PackedOutputs):
         packed = tuple(records_of(*packed))
-    return ForwardBackwardOutput(packed, metrics, output_type)
+    return ForwardBackwardOutput(packed, metrics, output_type, feature_refs)
 
 
 class Wire(BaseModel):

@@ -12,7 +12,7 @@ import logging
 import re
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -20,13 +20,16 @@ from urllib.parse import quote, unquote
 
 from ..schemas.drafts import CaptureRequest, CaptureResponse
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import FeatureStock, Limit
+from ..schemas.models import FeatureStock, Limit, draft_of
 from ..schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from .config import ServerConfig
 from .directories import STAGING, move_into_place, staging_in
 from .store import RunRecord
 
 logger = logging.getLogger(__name__)
+
+FEATURES = "features"
+"""Among the outputs of workers: where those of a datum are, and how many bytes they have."""
 
 _REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
 _SUFFIX = ".safetensors"
@@ -196,10 +199,9 @@ class Features:
 
     @asynccontextmanager
     async def capturing(self, tenant_id: str) -> AsyncIterator[FeaturePlace]:
-        """Inside, nothing of the tenant is deleted: what is found there may be referred to in the end."""
+        """Inside, nothing is deleted that nobody refers to yet."""
         usage, directory = self._usage(tenant_id), self._of(tenant_id)
-        async with usage.writing:
-            usage.num_capturing += 1
+        usage.num_capturing += 1
         try:
             await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             yield FeaturePlace(str(directory), captures=True)
@@ -208,26 +210,30 @@ class Features:
             await self._settle(tenant_id)
 
     async def keep(
-        self, run: RunRecord, seq_id: int, request: CaptureRequest, output: ForwardBackwardOutput
-    ) -> CaptureResponse:
-        """References to what was captured, inside `capturing`. The same operation again: the same ones."""
-        found = [each["features"].tobytes().decode().split() for each in output.loss_fn_outputs]
+        self, run: RunRecord, request_id: str, request: CaptureRequest, output: ForwardBackwardOutput
+    ) -> CaptureResponse | None:
+        """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
+        of it was there before, and has been deleted meanwhile."""
+        found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         most = self._config.feature_ttl_seconds
         expires_at = self._clock() + min(most, request.ttl_seconds or most)
-        num_bytes = 0
-        for address, count in Counter(address for address, _ in found).items():
-            kept = self._kept.get((run.tenant_id, address))
-            if kept is None:
-                size = next(int(size) for each, size in found if each == address)
-                kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
-                self._usage(run.tenant_id).num_bytes += size
-            num_bytes += kept.num_bytes
-            name = f"features-{address}-{_handle(run.run_id, seq_id)}"
-            uses = None if request.uses is None else count * request.uses
-            kept.references.setdefault(name, Reference(name, run.run_id, expires_at, uses))
-            self._changed.add(kept)
+        addresses = Counter(address for address, _ in found)
+        async with self._usage(run.tenant_id).writing:
+            if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):
+                return None
+            for address, count in addresses.items():
+                kept = self._kept.get((run.tenant_id, address))
+                if kept is None:
+                    size = next(int(size) for each, size in found if each == address)
+                    kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
+                    self._usage(run.tenant_id).num_bytes += size
+                name = f"features-{address}-{_handle(request_id)}"
+                uses = None if request.uses is None else count * request.uses
+                kept.references.setdefault(name, Reference(name, run.run_id, expires_at, uses))
+                self._changed.add(kept)
+        num_bytes = sum(self._kept[run.tenant_id, address].num_bytes for address in addresses)
         await self._settle(run.tenant_id)
-        refs = [f"features-{address}-{_handle(run.run_id, seq_id)}" for address, _ in found]
+        refs = [f"features-{address}-{_handle(request_id)}" for address, _ in found]
         return CaptureResponse(feature_refs=refs, num_bytes=num_bytes, expires_at=expires_at)
 
     async def release(self, run: RunRecord, names: Sequence[str] | None) -> int:
@@ -354,29 +360,33 @@ class Features:
     # Files
 
     async def _settle(self, tenant_id: str) -> None:
-        """Files are as references are; what is neither referred to nor held is deleted, unless something is captured,
-        which may refer to it in the end."""
+        """Files are as references are; what is neither referred to nor held is deleted."""
         usage = self._usage(tenant_id)
         async with usage.writing:
-            if not usage.num_capturing:
-                self._drop_unneeded(tenant_id)
+            dropped = self._drop_unneeded(tenant_id)
             of_tenant = {kept for kept in self._kept.values() if kept.tenant_id == tenant_id}
             changed, self._changed = self._changed & of_tenant, self._changed - of_tenant
             written = {f"{kept.address}.json": _as_json(kept) for kept in changed}
             known = None if usage.num_capturing else {kept.address for kept in of_tenant}
             try:
-                await asyncio.to_thread(_write, self._of(tenant_id), written, known)
+                await asyncio.to_thread(_write, self._of(tenant_id), written, dropped, known)
             except OSError as error:
                 self._changed |= changed
                 logger.error("references to features of %s cannot be written: %s", tenant_id, error)
         self._freed.set()
 
-    def _drop_unneeded(self, tenant_id: str) -> None:
-        for kept in list(self._kept.values()):
-            if kept.tenant_id == tenant_id and not (kept.references or kept.holders):
-                del self._kept[tenant_id, kept.address]
-                self._changed.discard(kept)
-                self._usage(tenant_id).num_bytes -= kept.num_bytes
+    def _drop_unneeded(self, tenant_id: str) -> Sequence[str]:
+        """Their addresses."""
+        unneeded = [
+            kept
+            for kept in self._kept.values()
+            if kept.tenant_id == tenant_id and not (kept.references or kept.holders)
+        ]
+        for kept in unneeded:
+            del self._kept[tenant_id, kept.address]
+            self._changed.discard(kept)
+            self._usage(tenant_id).num_bytes -= kept.num_bytes
+        return [kept.address for kept in unneeded]
 
     def _read_earlier(self) -> list[_Kept]:
         found = []
@@ -398,12 +408,15 @@ def _as_json(kept: _Kept) -> str:
     return json.dumps([asdict(reference) for reference in kept.references.values()])
 
 
-def _write(directory: Path, texts: Mapping[str, str], known: Collection[str] | None) -> None:
-    """texts: by name of the file. known: addresses; what there is of others is deleted, None: nothing is."""
+def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str], known: Collection[str] | None) -> None:
+    """texts: by name of the file. dropped, known: addresses, to be deleted and to be left alone; None: all others."""
     for name, text in texts.items():
         staging = staging_in(directory)
         staging.write_text(text)
         move_into_place(staging, directory / name)
+    for address in dropped:
+        for suffix in (".json", _SUFFIX):
+            (directory / f"{address}{suffix}").unlink(missing_ok=True)
     if known is None or not directory.exists():
         return
     for path in directory.iterdir():
@@ -411,11 +424,34 @@ def _write(directory: Path, texts: Mapping[str, str], known: Collection[str] | N
             path.unlink(missing_ok=True)
 
 
+def _are_there(directory: Path, addresses: Iterable[str]) -> bool:
+    return all((directory / f"{address}{_SUFFIX}").exists() for address in addresses)
+
+
 def _address(name: str) -> str:
     found = _REF.fullmatch(name)
     return found[1] if found else ""
 
 
-def _handle(run_id: str, seq_id: int) -> str:
+def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
+    """Whether this run's passes can be captured for that draft. Raises OperationError."""
+    if draft is None or draft.tenant_id != run.tenant_id:
+        raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
+    if draft.role != "draft":
+        raise OperationError(f"capture_for {draft_id} is a {draft.role}: name a draft")
+    if draft.base_model != run.base_model:
+        raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
+    if run.role != "policy":
+        raise OperationError(f"capture_for is of policies, and this is a {run.role}: leave it out")
+
+
+def for_draft(place: FeaturePlace, draft: RunRecord) -> FeaturePlace:
+    """What a policy's pass puts there besides."""
+    config = draft_of(draft.training)
+    assert config is not None and config.capture_layers is not None
+    return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
+
+
+def _handle(request_id: str) -> str:
     """By which references of one operation are told from those of others."""
-    return hashlib.sha256(f"{run_id}:{seq_id}".encode()).hexdigest()[:16]
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]

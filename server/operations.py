@@ -26,13 +26,20 @@ from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequ
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import CreateModelRequest, CreateModelResponse, draft_of
 from ..schemas.sampling import SampleRequest
-from ..schemas.training import AdamParams, Datum, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
+from ..schemas.training import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints, full_path
-from .features import Features
+from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
 from .futures import Result
 from .journal import Journal
@@ -198,6 +205,9 @@ class Operations:
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
             case SetTargetRequest(path=path):
                 await self._move_target(run, path, seq_id, self._known, again=True)
+            case ForwardBackwardRequest():
+                # What it captured was answered for, and is there or gone.
+                await self.perform(run, replace(operation, capture_for=None), seq_id)
             case _:
                 await self.perform(run, operation, seq_id)
 
@@ -269,7 +279,10 @@ class Operations:
         if operation.loss_fn == "stable_reinforce":
             operation = await self._recordings.fill_in(run.tenant_id, operation)
         try:
-            output = await self._dispatch.forward_backward(self._features.told(run, operation))
+            if operation.capture_for is None:
+                output = await self._dispatch.forward_backward(self._features.told(run, operation))
+            else:
+                output = await self._captured_beside(run, operation, operation.capture_for)
         except WorkerLost:
             raise
         except OperationError:
@@ -278,6 +291,23 @@ class Operations:
         if operation.forward_only:
             await self._features.let_go(run, operation.seq_id)
         return Result(encode_forward_backward_output(output), "forward_backward")
+
+    async def _captured_beside(
+        self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
+    ) -> ForwardBackwardOutput:
+        """A pass of a policy, and references for one use by the draft."""
+        draft = await self._store.get_run(draft_id)
+        check_captures(run, draft, draft_id)
+        assert draft is not None
+        async with self._features.capturing(run.tenant_id) as place:
+            place = for_draft(place, draft)
+            output = await self._dispatch.forward_backward(replace(operation, features=place))
+            once = CaptureRequest.model_construct(uses=1, ttl_seconds=None)
+            kept = await self._features.keep(draft, f"{run.run_id}:{operation.seq_id}", once, output)
+        if kept is None:
+            raise OperationError("what was captured is gone already: send it again", "server")
+        told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
+        return replace(output, loss_fn_outputs=tuple(told), feature_refs=tuple(kept.feature_refs))
 
     async def _optim_step(self, run: RunRecord, operation: OptimStepRequest, seq_id: int) -> Result:
         if operation.optimizer_params is not None:
@@ -430,8 +460,10 @@ class Operations:
             request = ForwardBackwardRequest(
                 run.run_id, seq_id, data, operation.type, forward_only=True, features=place
             )
-            output = await self._dispatch.forward_backward(request)
-            return _json(await self._features.keep(run, seq_id, operation, output))
+            while True:
+                output = await self._dispatch.forward_backward(request)
+                if (kept := await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)) is not None:
+                    return _json(kept)
 
     async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
         """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""

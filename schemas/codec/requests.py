@@ -54,6 +54,8 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     message = wire.ForwardBackwardRequest(
         model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
+    if request.capture_for is not None:
+        message.capture_for = request.capture_for
     if request.loss_weight != 1.0:
         message.loss_weight = request.loss_weight
     for key, value in request.loss_fn_config.items():
@@ -81,6 +83,7 @@ def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardReques
             loss_fn_config=_loss_config_from_protobuf(message),
             forward_only=message.forward_only,
             loss_weight=message.loss_weight if message.HasField("loss_weight") else 1.0,
+            capture_for=message.capture_for or None,
         )
     )
 
@@ -174,21 +177,25 @@ def _request_from_json(body: bytes, budget: Budget) -> ForwardBackwardRequest:
             loss_fn_config=_loss_config_from_json(content.get("loss_fn_config")),
             forward_only=json_boolean(forward_only, "forward_only"),
             loss_weight=json_number(request.get("loss_weight", 1.0), "loss_weight"),
+            capture_for=_optional_text(request.get("capture_for"), "capture_for"),
         )
     )
+
+
+def _optional_text(value: object, place: str) -> str | None:
+    return None if value is None else json_text(value, place) or None
 
 
 def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
     with at_place(f"data[{index}]"):
         datum = json_object(value, "a datum")
         inputs = json_object(datum.get("loss_fn_inputs", {}), "loss_fn_inputs")
-        ref = datum.get("feature_ref")
         return Datum(
             tokens=_tokens_from_json(datum.get("model_input")),
             loss_fn_inputs={name: _input_from_json(name, tensor, budget) for name, tensor in inputs.items()},
             model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans"),
             loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans"),
-            feature_ref=None if ref is None else json_text(ref, "feature_ref") or None,
+            feature_ref=_optional_text(datum.get("feature_ref"), "feature_ref"),
         )
 
 

@@ -19,19 +19,19 @@ from ...schemas.drafts import (
     ReleaseFeaturesResponse,
     SetTargetRequest,
 )
-from ...schemas.errors import RequestError
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
-from ..auth import Tenant, TenantDependency
+from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..operations import LoadWeights
-from ..services import Services, ServicesDependency
+from ..services import ServicesDependency
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID, body_example
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
     answer,
+    claim_features,
     receive_operation,
     receive_unordered,
     run_operation,
@@ -40,7 +40,6 @@ from .submitting import (
 
 router = APIRouter(prefix="/api/v1", tags=["training"], responses=SUBMIT_RESPONSES)
 
-_FEATURE_HEADER_BYTES = 1024
 _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
     "type": "object",
     "required": ["model_id", "data", "loss_fn"],
@@ -51,6 +50,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
         "loss_fn_config": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
         "forward_only": {"type": "boolean", "default": False},
         "loss_weight": {"type": "number", "default": 1.0},
+        "capture_for": {"type": "string", "description": "of policies: a draft that is to learn from this very pass"},
         "data": {
             "type": "array",
             "items": {
@@ -237,8 +237,9 @@ async def capture(request: Request, services: ServicesDependency, tenant: Tenant
     with services.quotas.admission(tenant.id) as admission:
         decode = json_decoder(CaptureRequest)
         submit = await receive_operation(request, services, tenant, admission, "capture", decode)
-        num_bytes = await _feature_bytes(services, tenant, submit.content)
-        admission.also(await services.features.claim(tenant.id, num_bytes))
+        lengths = [len(each.tokens) for each in submit.content.data]
+        claim = claim_features(services, tenant, submit, "capture", submit.content.model_id, lengths)
+        admission.also(await claim)
         submitted = await submit_operation(services, tenant, submit, submit.content, admission)
     return await answer(request, services, tenant, submitted)
 
@@ -254,16 +255,6 @@ async def release_features(
     run = await services.runs.get(tenant, request.model_id)
     num_released = await services.features.release(run.record, request.feature_refs)
     return ReleaseFeaturesResponse(num_released=num_released)
-
-
-async def _feature_bytes(services: Services, tenant: Tenant, capture: CaptureRequest) -> int:
-    """That it may take; 0 of a model that is not created yet, or is no draft."""
-    run = await services.runs.get(tenant, capture.model_id)
-    try:
-        info = await run.info()
-    except RequestError:
-        return 0
-    return sum(info.feature_bytes * len(each.tokens) + _FEATURE_HEADER_BYTES for each in capture.data)
 
 
 def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:

@@ -133,6 +133,21 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
+def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -> None:
+    policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    draft.set_target(policy.save_weights_for_sampler("a").result(60).path)
+    policy._limits = policy._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    tokens = [[number, 5, 6, 7] for number in range(5)]
+    data = [Datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * 3}) for each in tokens]
+    refs = policy.forward_backward(data, "cross_entropy", capture_for=draft).result(60).feature_refs
+    assert len(set(refs)) == 5 == len(policy.forward(data, "cross_entropy", capture_for=draft).result(60).feature_refs)
+    captured = [Datum(each.tokens, each.loss_fn_inputs, feature_ref=ref) for each, ref in zip(data, refs, strict=True)]
+    found = draft.forward(captured, "eagle3").result(60).metrics["loss:sum"]
+    assert found == pytest.approx(draft.forward(data, "eagle3").result(60).metrics["loss:sum"], rel=1e-4)
+    assert draft.release_features().result(60).num_released == 10
+
+
 def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> None:
     draft = real_service.create_draft_client(MODEL, "dflash")
     draft._limits = draft._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})

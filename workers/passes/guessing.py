@@ -16,7 +16,7 @@ from ..batch import MicroBatch, MicroBatchSegment, part_of
 from ..drafts.features import Features
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
-from ..drafts.stored import LAST, Stored, address_of
+from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass, Labels
 from ..drafts.teacher import HookedTarget, Inside, StoredFeatures
 from ..heads import LogprobHead
@@ -28,7 +28,7 @@ from ..model import BaseModel
 from ..models import Models
 from ..objective import Objective
 from ..parallel.rows import TokenShare
-from ..verbs import Failure
+from .capturing import keep_features
 from .progress import Scores, Task
 
 
@@ -89,7 +89,7 @@ class Guessing:
                 for part in micro_batch.segments_of(objective):
                     task = tasks[part.operation]
                     if task.captures_to is not None:
-                        _keep(draft, task, part, inside)
+                        keep_features(task.captures_to, draft.feature_kind, task, part, inside)
                         continue
                     features = told.of(part, within(segments, slice(part.start, part.stop)))
                     task.take(part, self._scored(draft, features, objective, part, task, trains))
@@ -201,23 +201,6 @@ class _Found:
     def scores(self) -> Scores:
         losses: np.ndarray = self.losses.cpu().numpy()
         return Scores(losses, losses, {}, self.ratios, self.denominator)
-
-
-def _keep(draft: DraftModel, task: Task, part: MicroBatchSegment, inside: Inside) -> None:
-    """The features of the segment's rows, where there are none yet. Refuses the operation where there is no room."""
-    assert task.captures_to is not None
-    kind = draft.feature_kind
-    for row, (start, stop) in zip(part.datums, pairwise(part.bounds), strict=True):
-        features = task.stored.get(row)
-        if features is None:
-            kept = inside.stored(slice(part.start + start, part.start + stop), LAST in kind.layers)
-            address = kind.address(task.operation.rows[row].tokens)
-            try:
-                features = Stored.keep(task.captures_to, address, kind, kept)
-            except OSError as error:
-                task.fail(Failure(f"no room for features in {task.captures_to}: {error}", "server"))
-                return
-        task.kept(row, features.address, features.num_bytes)
 
 
 def _score(guesses: DraftPass, rows: slice, objective: Objective, found: _Found, trains: bool) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from torch import Tensor
 
-from ...schemas.training import ForwardBackwardOutput
+from ...schemas.training import FeaturePlace, ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
 from ..drafts.stored import Stored
 from ..learner import Learner
@@ -15,6 +15,9 @@ from ..losses import Loss
 from ..operation import Operation
 from ..scoring import Scored
 from ..verbs import Failure, Part, SharedOutput
+
+FEATURES = "features"
+"""Among outputs: where those of a datum are, and how many bytes they have."""
 
 Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
@@ -44,15 +47,16 @@ class Totals:
 class Progress:
     """The finished parts of an operation.
 
-    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores: of this rank's, by number of
-    the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory because
-    adapters leave the device between passes; None where there is none.
+    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores, features: of this rank's, by
+    number of the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory
+    because adapters leave the device between passes; None where there is none.
     """
 
     run_id: str
     loss: Loss
     num_data: int = 0
     scores: dict[int, np.ndarray] = field(default_factory=dict)
+    features: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     gradient: Tensor | None = None
 
@@ -62,7 +66,10 @@ class Progress:
 
     def shared_output(self) -> SharedOutput:
         name = self.loss.scores
-        return SharedOutput({number: {name: each} for number, each in self.scores.items()}, self._metrics())
+        outputs = {number: {name: each} for number, each in self.scores.items()}
+        for number, each in self.features.items():
+            outputs[number] = outputs.get(number, {}) | {FEATURES: each}
+        return SharedOutput(outputs, self._metrics())
 
     def _metrics(self) -> dict[str, float]:
         totals = self.totals
@@ -146,12 +153,19 @@ class Task:
         place = self.part.request.features
         return Path(place.directory) if place is not None and place.captures else None
 
+    @property
+    def captures_beside(self) -> FeaturePlace | None:
+        """Where features are put besides, and those of which layers; None: nowhere."""
+        place = self.part.request.features
+        return place if place is not None and place.algorithm is not None else None
+
     def begin(self) -> None:
         """From the start, whatever an attempt before this one has left."""
         self.failure: Failure | None = None
         # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
         self._totals: dict[int, Totals] = {}
         self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
+        self._features: dict[int, np.ndarray] = {}
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
         """Refuses the operation where its loss is not finite."""
@@ -165,8 +179,8 @@ class Task:
             self._scores[datum] = of_datum
 
     def kept(self, row: int, address: str, num_bytes: int) -> None:
-        """The row's features are there: see CAPTURED."""
-        self._scores[row] = np.frombuffer(f"{address} {num_bytes}".encode(), np.uint8)
+        """The row's features are there."""
+        self._features[row] = np.frombuffer(f"{address} {num_bytes}".encode(), np.uint8)
 
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
@@ -209,9 +223,13 @@ class Task:
     def _advance(self, totals: Totals) -> None:
         self.progress.totals.add(totals)
         self.progress.num_data += self.part.share.num_data
-        for number, scores in zip(self.operation.numbers, self._scores, strict=True):
-            assert scores is not None, "a datum was in no micro-batch"
-            self.progress.scores[number] = scores
+        for row, number in enumerate(self.operation.numbers):
+            scores, features = self._scores[row], self._features.get(row)
+            assert scores is not None or features is not None, "a datum was in no micro-batch"
+            if scores is not None:
+                self.progress.scores[number] = scores
+            if features is not None:
+                self.progress.features[number] = features
 
 
 def _numpy(values: Tensor) -> np.ndarray:

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
+from ...schemas.training import FeaturePlace, ForwardBackwardRequest
 from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
+from ..drafts.stored import Stored
 from ..heads import HEADS, LogprobHead
 from ..lanes import Lanes
 from ..learner import BACKWARD, FORWARD, Learner
@@ -28,6 +30,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
 from ..scoring import Heads, Scored, scored, scored_with_gradient
 from ..verbs import Failure, Part
+from .capturing import CapturingBeside
 from .guessing import Guessing, Needed
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
@@ -67,6 +70,7 @@ class PassRunner:
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
         self._guessing = Guessing(base, models, LogprobHead(base, config.head_chunk_tokens), self._share_of)
+        self._capturing = CapturingBeside(base, models)
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
@@ -109,12 +113,23 @@ class PassRunner:
             place = part.request.features
             losses = CAPTURES if place is not None and place.captures else program.losses
             operation = read_operation(part.request, self._limits, part.share, losses)
-            stored = {} if place is None else self._guessing.stored(part.request, place, operation.numbers)
+            stored = self._stored(part.request, place, operation)
             return Task(part, operation, self._progress(part, operation), stored)
         except Exception as error:
             trouble = trouble_of(error)
             self._log(part.request.model_id, trouble)
             return Failure(trouble.message, trouble.category)
+
+    def _stored(
+        self, request: ForwardBackwardRequest, place: FeaturePlace | None, operation: Operation
+    ) -> dict[int, Stored]:
+        """What is stored of rows' features. Raises OperationError on what is no draft's, or not this one's."""
+        if place is None:
+            return {}
+        if place.algorithm is not None:
+            self._capturing.check(request.model_id, place)
+            return {}
+        return self._guessing.stored(request, place, operation.numbers)
 
     def _progress(self, part: Part, operation: Operation) -> Progress:
         """Raises OperationError when earlier parts of the operation are not here."""
@@ -319,21 +334,25 @@ class PassRunner:
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
         with self._models.adapters.applied(within(segments, share.tokens), company):
-            hidden = self._base.shared_hidden_states(micro_batch, share)
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
         with _in_use(heads, tasks):
             if not micro_batch.objectives:
                 return
             of_rows = within(segments, share.rows)
             _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
+        self._capturing.keep(micro_batch, tasks, captured, hidden)
 
     def _run_forward_backward(
         self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
         with self._models.adapters.applied(within(segments, share.tokens), company):
-            hidden = self._base.shared_hidden_states(micro_batch, share)
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
+            self._capturing.keep(micro_batch, tasks, captured, hidden)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
             with _in_use(heads, tasks):

@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
+from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig
 from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.stored import Stored
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
 from trainhouse.workers.worker import Worker
 
 from ...tiny import tiny_model
+from ..adapted import relative_error
 from .test_worker import ALGORITHMS, SHAPES, a_worker, created, request, run, saved_policy, some_data, stepped
 
 SMALL = {"micro_batch_tokens": 40, "head_chunk_tokens": 5}
@@ -279,3 +280,104 @@ def test_what_is_captured_of_a_token_is_known_before(tiny_models: dict[str, Path
             (address,) = captured(worker, some_data(1, (500,)), directory, algorithm)
             header = path_of(directory, address).stat().st_size - 500 * info.feature_bytes
             assert 0 < header < 1000
+
+
+# One forward of the target for policy and draft
+
+
+class Pair:
+    """A policy, as it learns, and a draft that is aimed at what was saved of it."""
+
+    def __init__(self, worker: Worker, algorithm: Algorithm, tmp_path: Path) -> None:
+        self.worker, self.algorithm, self.features = worker, algorithm, tmp_path / "features"
+        self.features.mkdir()
+        worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
+        adapter = worker._models.get("policy")
+        adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(1)))
+        created(worker, algorithm=algorithm)
+        self._saved = tmp_path / "saved"
+        self.aim()
+
+    def aim(self) -> None:
+        self._saved = self._saved.with_name(f"{self._saved.name}-again")
+        self._saved.mkdir()
+        self.worker.save_run("policy", str(self._saved), optimizer=True)
+        self.worker.set_target("draft", str(self._saved))
+
+    def of_policy(self, data: Sequence[Datum], forward_only: bool = False, beside: bool = True) -> Any:
+        """With what it captures for the draft."""
+        weighted = [
+            Datum(each.tokens[:-1], each.loss_fn_inputs | {"target_tokens": each.tokens[1:].astype(np.int64)})
+            for each in data
+        ]
+        weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
+        layers = self.worker._models.drafts.get("draft").capture_layers
+        place = FeaturePlace(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if beside else None
+        return ForwardBackwardRequest(
+            "policy", 1, tuple(weighted), "cross_entropy", forward_only=forward_only, features=place
+        )
+
+    def of_draft(self, data: Sequence[Datum], output: ForwardBackwardOutput | None) -> ForwardBackwardRequest:
+        plain = [Datum(each.tokens[:-1]) for each in data]
+        if output is None:
+            return request(plain, loss_fn=self.algorithm)
+        addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
+        return stored(request(with_features(plain, addresses), loss_fn=self.algorithm), self.features)
+
+
+def _ones(datum: Datum) -> np.ndarray:
+    return np.ones(len(datum.tokens), np.float32)
+
+
+@each_algorithm
+@pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
+@pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
+def test_one_forward_of_a_policy_serves_its_draft(
+    algorithm: Algorithm, knobs: dict[str, Any], forward_only: bool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path)
+    worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
+    # Beside another run's data in the same micro-batches, for which nothing is captured.
+    worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
+    other = replace(pair.of_policy(some_data(2), forward_only, beside=False), model_id="other")
+    (alone, _) = run(worker, pair.of_policy(data, forward_only, beside=False), other)
+    if not forward_only:
+        wanted = worker._models.get("policy").accumulator.clone()
+        worker.clear_gradients("policy")
+    (output, theirs) = run(worker, pair.of_policy(data, forward_only), other)
+    assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
+    assert len(list(pair.features.iterdir())) == len(data)
+    if not forward_only:
+        assert torch.equal(worker._models.get("policy").accumulator, wanted), "the policy learns as ever"
+        stepped(worker, "policy")
+        stepped(worker, "other")
+    online, gradient = learned(worker, pair.of_draft(data, None))
+    with target_tokens(worker) as runs:
+        offline, found = learned(worker, pair.of_draft(data, output))
+        assert not runs
+    assert relative_error(found, gradient) < 1e-4
+    assert offline.metrics["loss:sum"] == pytest.approx(online.metrics["loss:sum"], rel=1e-5)
+    if not forward_only:
+        pair.aim()
+        moved, other_gradient = learned(worker, pair.of_draft(data, None))
+        assert relative_error(other_gradient, found) > 1e-3
+        assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step is seen"
+        message = refused(worker, pair.of_draft(data, output))
+        assert "datum 0: its feature_ref is of features of target" in message
+
+
+def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+    data = some_data(1)
+    (output,) = run(pair.worker, pair.of_policy(data))
+    addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
+    with target_tokens(pair.worker) as runs:
+        assert captured(pair.worker, [Datum(each.tokens[:-1]) for each in data], pair.features) == addresses
+        assert not runs
+
+
+def test_only_policies_that_are_adapters_capture_beside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+    pair.worker.create_run(RunSpec("full", FullConfig()))
+    asked = replace(pair.of_policy(some_data(1)), model_id="full")
+    assert "capture_for is of policies that train LoRA" in refused(pair.worker, asked)

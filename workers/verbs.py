@@ -37,11 +37,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """training: with all that its request has left open."""
+    """training: with all that its request has left open. feature_bytes: of a draft, what is captured of a token."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
     training: TrainingConfig
+    feature_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)

@@ -44,6 +44,8 @@ Attended = Callable[[Tensor, Memory], Tensor]
 class DFlash:
     """See Strategy."""
 
+    hears_target = False
+
     def reach(self, shape: DraftShape) -> Reach:
         assert shape.block_size is not None
         most = shape.block_size - 1

@@ -22,7 +22,7 @@ from ..model import BaseModel
 from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
-from .guesses import GuessChunk, Survival, Teacher
+from .guesses import Distribution, GuessChunk, Survival
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
@@ -34,6 +34,8 @@ _LAYER = "midlayer"
 
 class Eagle3:
     """See Strategy."""
+
+    hears_target = True
 
     def reach(self, shape: DraftShape) -> Reach:
         return Reach(usual=4, most=16)
@@ -199,7 +201,7 @@ class Eagle3Pass:
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
     ) -> None:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
-        self._teacher = Teacher(features.logits, network.vocabulary, network.shape.target_vocabulary)
+        self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
         self._chunk_rows = chunk_rows
         self._survival = Survival(self.num_rows, outputs[0])
@@ -222,7 +224,7 @@ class Eagle3Pass:
         # What is of another sequence may be broken there.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._teacher.of(rows))
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(rows))
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:

@@ -84,6 +84,11 @@ class Strategy(Protocol):
         """Of its drafts where they guess samples."""
         ...
 
+    @property
+    def hears_target(self) -> bool:
+        """Whether its drafts learn what the target says, which is made of its last hidden states."""
+        ...
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """With all that is left open. Raises OperationError on what makes no such draft."""
         ...

@@ -36,6 +36,10 @@ class DFlash:
 
     guesses_samples = False
 
+    def halo(self, options: Options) -> int:
+        """See Strategy. What a block reads of its tokens is the anchor, which goes to who has the block."""
+        return 0
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
         the middle. The mask is the target's padding token, or its last one: best is one that no text has."""
@@ -86,18 +90,23 @@ class DFlashNetwork:
     def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
         assert features.head is not None
         blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
-        return DFlashPass(self.guessed(features, blocks), blocks, features.head, labels, chunk_rows)
+        own = blocks.some(features.shared.every)
+        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows)
 
     def guessed(self, features: Features, blocks: Blocks) -> Tensor:
-        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones."""
+        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones. Where
+        ranks share out tokens, of this one's blocks."""
+        stretch = features.shared
+        known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
         positions = features.positions[blocks.anchors, None] + steps
-        turn, context_turn = (self._rotation(each, features) for each in (positions.flatten(), features.positions))
+        of_context = positions.flatten(), features.positions[stretch.own]
+        turn, context_turn = (self._rotation(each, features) for each in of_context)
         context = self._normed(linear(features.captured, self.parameters["fc.weight"]), "hidden_norm")
-        state = self._inputs(features, blocks)
+        state = self._inputs(features, known, blocks.size)
         for layer in range(self.shape.layers):
             prefix = f"layers.{layer}"
-            memory = self._memory(context, prefix, context_turn)
+            memory = Memory(*(stretch.joined(each) for each in self._memory(context, prefix, context_turn)))
             x = self._normed(state, f"{prefix}.input_layernorm")
             query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
             own = self._memory(x, prefix, turn)
@@ -107,12 +116,11 @@ class DFlashNetwork:
             state = state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp")
         return self._normed(state, "norm").unflatten(0, (-1, blocks.size))
 
-    def _inputs(self, features: Features, blocks: Blocks) -> Tensor:
+    def _inputs(self, features: Features, known: Tensor, size: int) -> Tensor:
         """[m * size, hidden]: of each block the anchor, and then masks."""
         assert features.mask is not None
-        known = features.embedded[blocks.anchors, None]
-        masks = features.mask.expand(len(known), blocks.size - 1, -1)
-        return torch.cat([known, masks], dim=1).flatten(0, 1)
+        masks = features.mask.expand(len(known), size - 1, -1)
+        return torch.cat([known[:, None], masks], dim=1).flatten(0, 1)
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""
@@ -193,6 +201,17 @@ class DFlashPass:
     def _tokens(self) -> Tensor:
         """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""
         return self._labels.targets[self._places[self._rows]].view(-1, 1)
+
+
+def _embedded_anchors(features: Features, blocks: Blocks) -> Tensor:
+    """[m, hidden], also of those that lie in other ranks' stretches."""
+    if features.stretch is None:
+        return features.embedded[blocks.anchors]
+    own = features.stretch.own
+    is_here = (blocks.anchors >= own.start) & (blocks.anchors < own.stop)
+    found = features.embedded.new_zeros(len(blocks.anchors), features.embedded.shape[1])
+    found[is_here] = features.embedded[blocks.anchors[is_here] - own.start]
+    return features.stretch.summed(found)
 
 
 def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:

@@ -14,16 +14,19 @@ from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..moments import Moments
 from ..programs import Program
+from .groups import DraftGroups
 from .shape import DraftShape
-from .strategy import Network, Strategy
+from .strategy import Network, Options, Strategy
 
 
 class DraftModel(Learner):
     """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
     of the bare base model. was_loaded: whether it has what another one has learned."""
 
-    def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
-        """Raises OperationError on what makes no such draft."""
+    def __init__(
+        self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments, groups: DraftGroups
+    ) -> None:
+        """groups: of the ranks that train it. Raises OperationError on what makes no such draft."""
         assert program.strategy is not None
         self._base = base
         self._strategy: Strategy = program.strategy
@@ -31,7 +34,7 @@ class DraftModel(Learner):
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
         layout = Layout(program.strategy.parameters(self.shape))
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
-        self.moments = moments
+        self.moments, self.groups = moments, groups
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
         self.was_loaded = False
@@ -59,6 +62,10 @@ class DraftModel(Learner):
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
         self.initialize()
+
+    def halo(self, options: Options) -> int:
+        """See Strategy."""
+        return self._strategy.halo(options)
 
     def network(self, trains: bool) -> Network:
         """Of its weights as they are now. trains: whether passes over it add to its gradients."""

@@ -1,19 +1,19 @@
 """Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import Packing, pack_lengths
-from ..batch import MicroBatch, MicroBatchSegment
+from ..batch import MicroBatch
 from ..drafts.features import Features
+from ..drafts.groups import DraftGroups
+from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
-from ..drafts.strategy import DraftPass, Labels
+from ..drafts.strategy import DraftPass
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -21,10 +21,10 @@ from ..lora.segment import within
 from ..losses.loss import LossOutput
 from ..model import BaseModel
 from ..models import Models
-from ..objective import Objective
+from ..operation import Operation
 from ..parallel.rows import TokenShare
 from ..trunk import EMBEDDING
-from .progress import Scores, Task
+from .progress import Scores, Task, Totals
 
 
 class Guessing:
@@ -37,24 +37,39 @@ class Guessing:
     ) -> None:
         """Tasks of one draft. trains: whether its gradients are wanted."""
         draft = self._models.drafts.get(tasks[0].run_id)
+        lessons = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
         told = self._told(draft, micro_batch, segments, share)
+        deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
+        if lessons:
+            told = self._dealt(told, draft.groups, deal, len(micro_batch.tokens))
         with self._head.in_use():
-            for objective in micro_batch.objectives:
-                for part in micro_batch.segments_of(objective):
-                    task = tasks[part.operation]
-                    features = told.of(part, within(segments, slice(part.start, part.stop)))
-                    task.take(part, self._scored(draft, features, objective, part, task, trains))
+            for taken, known in deal.own():
+                lesson, task = taken.lesson, tasks[taken.lesson.task]
+                found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
+                if taken.sequences:
+                    self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
+                scores = _summed(draft.groups.audience.exchange(found.scores(taken)))
+                if lesson.part is not None:
+                    task.take(lesson.part, scores)
 
     @torch.no_grad()
     def _told(self, draft: DraftModel, micro_batch: MicroBatch, segments: list[Segment], share: TokenShare) -> "_Told":
+        """Of the tokens that this rank scores."""
         assert draft.draft.capture_layers is not None
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *draft.draft.capture_layers), torch.empty(0))
         with self._models.adapters.applied(within(segments, share.tokens)):
             last = self._base.shared_hidden_states(micro_batch, share, captured)
-        of_layers = torch.cat([captured[layer] for layer in draft.draft.capture_layers], dim=-1)
-        return _Told(
-            self._head, micro_batch.positions, captured[EMBEDDING], of_layers, last, self._mask(draft.shape.mask_token)
-        )
+        of_layers = torch.cat([share.scored(captured[layer]) for layer in draft.draft.capture_layers], dim=-1)
+        inside = share.scored(captured[EMBEDDING]), of_layers, share.scored(last)
+        return _Told(self._head, *inside, self._mask(draft.shape.mask_token))
+
+    def _dealt(self, told: "_Told", groups: DraftGroups, deal: Deal, num_tokens: int) -> "_Told":
+        """Of the tokens that this rank's draft has to know."""
+        if groups.audience.size == 1:
+            return told
+        have = had_by(groups, num_tokens, self._base.sequence_split.ring)
+        want = [deal.wanted(index) for index in range(groups.audience.size)]
+        return told.brought(Carrier(groups.audience, have, want, self._base.device))
 
     def _mask(self, token: int | None) -> Tensor | None:
         """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
@@ -62,51 +77,45 @@ class Guessing:
             return None
         return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
 
-    def _scored(
-        self,
-        draft: DraftModel,
-        features: Features,
-        objective: Objective,
-        part: MicroBatchSegment,
-        task: Task,
-        trains: bool,
-    ) -> Scores:
-        rows = slice(part.start - objective.start, part.stop - objective.start)
-        numbers = [task.operation.numbers[datum] for datum in part.datums]
-        labels = Labels(objective.targets[rows], objective.inputs["weights"][rows], numbers)
+    def _score(
+        self, draft: DraftModel, features: Features, taken: Taken, operation: Operation, found: "_Found", trains: bool
+    ) -> None:
+        labels = taken.labels()
         with torch.set_grad_enabled(trains):
-            guesses = draft.network(trains).over(features, labels, objective.config, self._head.chunk_rows)
-        found = _Found(torch.zeros_like(labels.weights))
+            guesses = draft.network(trains).over(features, labels, operation.config, self._head.chunk_rows)
         for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
-            _score(guesses, chunk, objective, found, trains)
+            _score(guesses, chunk, operation, found, trains)
         if trains:
             guesses.close()
-        return found.scores()
 
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What the target had inside, for a whole micro-batch."""
+    """What the target had inside, for some tokens of a micro-batch."""
 
     head: LogprobHead
-    positions: Tensor
     embedded: Tensor
     captured: Tensor
     last: Tensor
     mask: Tensor | None
 
-    def of(self, part: MicroBatchSegment, segments: list[Segment]) -> Features:
-        rows, lengths = slice(part.start, part.stop), [stop - start for start, stop in pairwise(part.bounds)]
+    def brought(self, carrier: Carrier) -> "_Told":
+        embedded, captured, last = (carrier.brought(each) for each in (self.embedded, self.captured, self.last))
+        return replace(self, embedded=embedded, captured=captured, last=last)
+
+    def of(self, taken: Taken, rows: slice, draft: DraftModel) -> Features:
+        """rows: those that have to be known of what was taken."""
         last = self.last[rows]
+        segment = Segment(0, len(last), draft)
 
         def logits(some: slice) -> Tensor:
-            return self.head.logits_of_segments(last[some], within(segments, some))
+            return self.head.logits_of_segments(last[some], within([segment], some))
 
-        packing = Packing(pack_lengths(lengths))
-        adapter = segments[0].adapter
-        head = _TargetHead(self.head, None if adapter is None else adapter.unembed)
+        positions = taken.positions(last.device)
+        head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
         inside = self.embedded[rows], self.captured[rows]
-        return Features(self.positions[rows], packing, *inside, logits, self.mask, head)
+        stretch = taken.stretch(draft.groups.stretches)
+        return Features(positions, taken.packing, *inside, logits, self.mask, head, stretch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -135,26 +144,39 @@ class _Found:
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     denominator: float = 0.0
 
-    def add(self, losses: Tensor, places: Tensor, ratios: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def add(self, losses: Tensor, places: Tensor, output: LossOutput) -> None:
         self.losses.index_add_(0, places.flatten(), losses.detach().flatten())
-        for name, (numerator, denominator) in ratios.items():
+        for name, (numerator, denominator) in output.ratios.items():
             so_far = self.ratios.get(name, (0.0, 0.0))
             self.ratios[name] = so_far[0] + float(numerator), so_far[1] + float(denominator)
+        self.denominator += 0.0 if output.denominator is None else float(output.denominator)
 
-    def scores(self) -> Scores:
-        losses: np.ndarray = self.losses.cpu().numpy()
+    def scores(self, taken: Taken) -> Scores:
+        """Of all tokens of the lesson."""
+        losses = np.zeros(taken.lesson.num_tokens, np.float32)
+        losses[taken.tokens] = self.losses.cpu().numpy()
         return Scores(losses, losses, {}, self.ratios, self.denominator)
 
 
-def _score(guesses: DraftPass, rows: slice, objective: Objective, found: _Found, trains: bool) -> None:
+def _summed(of_ranks: Sequence[Scores]) -> Scores:
+    """Of ranks that had some of the guesses each."""
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    losses, totals = sum(each.losses for each in of_ranks), Totals()
+    assert isinstance(losses, np.ndarray)
+    for each in of_ranks:
+        totals.add(Totals(ratios=each.ratios, denominator=each.denominator))
+    return Scores(losses, losses, {}, totals.ratios, totals.denominator)
+
+
+def _score(guesses: DraftPass, rows: slice, operation: Operation, found: _Found, trains: bool) -> None:
     with torch.no_grad():
         scores, leaves = guesses.scores(rows).leaves()
     with torch.enable_grad():
-        output: LossOutput = objective.loss.function(scores, {"weights": guesses.weights(rows)}, objective.config)
-        losses = objective.weight * output.losses
+        output: LossOutput = operation.loss.function(scores, {"weights": guesses.weights(rows)}, operation.config)
+        losses = operation.weight * output.losses
         slopes = Slopes.of(losses, leaves) if trains else None
-    found.add(losses, guesses.places(rows), output.ratios)
-    found.denominator += 0.0 if output.denominator is None else float(output.denominator)
+    found.add(losses, guesses.places(rows), output)
     if slopes is not None:
         with torch.no_grad():
             guesses.backward(slopes)

@@ -14,6 +14,7 @@ from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..moments import Moments
 from ..programs import Program
+from ..zero import Zero
 from .groups import DraftGroups
 from .shape import DraftShape
 from .strategy import Network, Options, Strategy
@@ -32,8 +33,12 @@ class DraftModel(Learner):
         self._strategy: Strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
-        layout = Layout(program.strategy.parameters(self.shape))
+        is_alone = groups.mesh.is_single
+        layout = Layout(
+            program.strategy.parameters(self.shape), multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh)
+        )
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
+        self.zero = None if is_alone else Zero(layout, groups.mesh)
         self.moments, self.groups = moments, groups
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None

@@ -81,9 +81,24 @@ def test_a_draft_learns_as_on_one_rank(
         assert largest_error([ours.weights], [theirs.weights]) <= 1e-3
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "draft", str(directory), True)
-        (one,), (other,) = (where.run_pass(guessed(algorithm, 3, 21, 6)) for where in (alone, many))
-        assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
-        assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])
+            where.run_pass(guessed(algorithm, 3, 21, 6))
+        snapshots = [where.snapshot("draft") for where in (many, alone)]
+        for where, directory in zip((alone, many), snapshots, strict=True):
+            where.call("load_run", "draft", str(directory), True)
+        told = [went_on(where, algorithm) for where in (alone, many)]
+        assert close(told[1], told[0])
+        alone.call("load_run", "draft", str(ours.directory), False)
+        alone.run_pass(guessed(algorithm, 3, 21, 6))
+        assert not close(went_on(alone, algorithm), told[0])
+
+
+def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
+    """A step of the gradients that wait, and a pass."""
+    (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
+    assert isinstance(metrics, dict), metrics
+    (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
+    assert isinstance(output, ForwardBackwardOutput), output
+    return [metrics["grad_norm"], output.metrics["loss:sum"]]
 
 
 def test_ranks_that_share_out_heads_or_tokens_sample_with_no_drafts_yet(

@@ -39,9 +39,9 @@ class Datum(training.Datum):
         )
 
 
-def with_feature_ref(datum: training.Datum, feature_ref: str) -> training.Datum:
+def with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
     spans = datum.model_input_spans, datum.loss_fn_input_spans
-    return training.Datum(datum.tokens, datum.loss_fn_inputs, *spans, feature_ref)
+    return Datum(datum.tokens, datum.loss_fn_inputs, *spans, feature_ref)
 
 
 def as_tokens(prompt: Tokens) -> list[int]:

@@ -84,7 +84,8 @@ class Layout:
     repeated: where those lie of which each rank along tp has the whole gradient, and not a summand.
     """
 
-    def __init__(self, matrices: Sequence[Matrix]) -> None:
+    def __init__(self, matrices: Sequence[Matrix], multiple_of: int = 1) -> None:
+        """multiple_of: what size is to be divisible by; zeros fill it up."""
         self.matrices = tuple(matrices)
         self.size = 0
         self.regions: dict[tuple[str, ...], slice] = {}
@@ -96,6 +97,7 @@ class Layout:
             self.repeated.append(self._placed(axes, is_repeated=True))
             self._placed(axes, is_repeated=False)
             self.regions[axes] = slice(first, self.size)
+        self.size = -(-self.size // multiple_of) * multiple_of
 
     def view(self, vector: Tensor, key: Hashable, first: int = 0) -> Tensor:
         """Of the matrix with this key in a vector [size]. first: where the vector begins, of one that is a part."""

@@ -18,6 +18,7 @@ from .lanes import current_lane
 from .layout import Layout
 from .moments import MOMENTS, Moments
 from .programs import Program
+from .zero import Zero
 
 # Where a learner's vectors are. On a CPU the device and the host are the same memory.
 Place = Literal["device", "host", "disk"]
@@ -88,6 +89,9 @@ class Learner(ABC):
     # How exp_avg and exp_avg_sq are held.
     moments: Moments = MOMENTS["float32"]
 
+    # Whose ranks keep a part each of accumulator, exp_avg and exp_avg_sq; None = all of them.
+    zero: Zero | None = None
+
     def __init__(
         self, layout: Layout, device: torch.device, dtype: torch.dtype, program: Program, arrange: Arrange
     ) -> None:
@@ -123,6 +127,11 @@ class Learner(ABC):
     def vector_size(self) -> int:
         """P: the parameters that this rank has, and the gaps between them."""
         return self.layout.size
+
+    @property
+    def own_weights(self) -> Tensor:
+        """Those that this rank steps: a view."""
+        return self.weights if self.zero is None else self.weights[self.zero.own]
 
     @property
     def num_bytes(self) -> int:
@@ -175,7 +184,7 @@ class Learner(ABC):
         assert name not in self._parked, f"{name} of the model has stayed on the host: enter Models.resident with it"
         vector = self._vectors.get(name)
         if vector is None:
-            weights = self._vectors["weights"].tensor
+            weights = self._vectors["weights"].tensor if name == "scratch" else self.own_weights
             new = self.moments.zeros(weights) if name in ADAMW else torch.zeros_like(weights)
             vector = self._vectors[name] = self._viewed(new)
         return vector
@@ -228,15 +237,25 @@ class Learner(ABC):
         return bool(torch.isfinite(low) & torch.isfinite(high))
 
     def commit(self, num_tokens: int = 0, weight_sum: float = 0.0, losses: Mapping[str, float] | None = None) -> None:
-        """The operation succeeded: its gradients join the window. The window's first become the accumulator."""
+        """The operation succeeded: its gradients join the window. The window's first become the accumulator. Where
+        ranks keep parts of it, they are added up, and all ranks commit at once."""
         self._operation_open = False
-        if self.window.num_operations:
+        if self.zero is not None:
+            self._commit_part(self.zero)
+        elif self.window.num_operations:
             self.accumulator.add_(self.scratch)
         else:
             self._vectors.pop("accumulator", None)
             self._vectors["accumulator"] = self._vector("scratch")
             del self._vectors["scratch"]
         self.window.add(num_tokens, weight_sum, losses or {})
+
+    def _commit_part(self, zero: Zero) -> None:
+        part = zero.summed(self._vectors.pop("scratch").tensor)
+        if self.window.num_operations:
+            self.accumulator.add_(part)
+        else:
+            self._vectors["accumulator"] = self._viewed(part)
 
     def abandon_operation(self) -> None:
         """The operation failed: its gradients are of no use."""
@@ -247,22 +266,35 @@ class Learner(ABC):
         """Discards the accumulated gradients; their memory is the next operation's scratch."""
         accumulator = self._vectors.pop("accumulator", None)
         self._parked.pop("accumulator", None)
-        if accumulator is not None and not self._operation_open:
+        if accumulator is not None and self.zero is None and not self._operation_open:
             self._vectors["scratch"] = accumulator
         self.window = Window()
 
-    def fill_moment(self, name: str, fill: Callable[[Tensor], None]) -> None:
-        """name: of ADAMW. fill: writes its values to float32 [P]."""
+    def fill(self, name: str, fill: Callable[[Tensor], None]) -> None:
+        """One of the vectors. fill: writes its values to float32 [P]."""
         held = self._vector(name).tensor
-        values = self.moments.whole(held, name, self.layout.size)
-        fill(values)
-        if values is not held:
+        if self.zero is None or name == "weights":
+            values = self._float32(name, held)
+            fill(values)
+        else:
+            whole = torch.zeros(self.layout.size)
+            fill(whole)
+            values = whole[self.zero.own].to(held.device)
+        if name in ADAMW and values is not held:
             self.moments.hold(held, name, values)
+        elif values is not held:
+            held.copy_(values)
 
     def in_float32(self, name: str) -> Tensor:
-        """One of the live vectors [P]; a copy, where it is held otherwise."""
-        vector = self.live()[name]
-        return self.moments.whole(vector, name, self.layout.size) if name in ADAMW else vector
+        """One of the live vectors [P]; a copy, where it is held otherwise. Of ranks that keep parts of it, which all of
+        them ask at once."""
+        found = self._float32(name, self.live()[name])
+        return found if self.zero is None or name == "weights" else self.zero.whole(found)
+
+    def _float32(self, name: str, held: Tensor) -> Tensor:
+        """[P], or this rank's part."""
+        size = self.layout.size if self.zero is None else self.zero.size
+        return self.moments.whole(held, name, size) if name in ADAMW else held
 
     def clear_optimizer(self) -> None:
         """As before the first step."""

@@ -77,8 +77,10 @@ def apply_steps(
 
 
 def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
-    """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region."""
-    if mesh.is_single:
+    """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region. Those
+    of which ranks keep parts are added up already."""
+    adapters = [adapter for adapter in adapters if adapter.zero is None]
+    if mesh.is_single or not adapters:
         return
     if mesh.along("tp").index > 0:
         for adapter in adapters:
@@ -102,7 +104,7 @@ def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
 
 def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
     """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
-    if not adapter.window.num_operations:
+    if not adapter.window.num_operations or adapter.zero is not None:
         return
     for axes in _axes([adapter]):
         if mesh.beside(*axes).index > 0:
@@ -111,6 +113,10 @@ def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
 
 def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
     """Of the whole gradients, of which this rank may have parts."""
+    in_parts = [adapter.zero.norm(adapter.accumulator) for adapter in adapters if adapter.zero is not None]
+    if in_parts:
+        assert len(in_parts) == len(adapters), "what ranks keep parts of steps alone"
+        return in_parts
     if mesh.is_single or not adapters:
         return global_norms([adapter.accumulator for adapter in adapters])
     squares = torch.zeros(len(adapters), dtype=torch.float64)
@@ -245,17 +251,21 @@ def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> No
     in_float32 = []
     for learner in learners:
         if isinstance(learner.moments, EightBitMoments):
-            vectors = learner.weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
+            vectors = learner.own_weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
             learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
             increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
         else:
             in_float32.append(learner)
     if in_float32:
         _fused_adamw(in_float32, **hyper_parameters)
+    for learner in learners:
+        if learner.zero is not None:
+            learner.zero.join(learner.weights)
+            increment_version([learner.weights])
 
 
 def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None:
-    weights = [adapter.weights for adapter in adapters]
+    weights = [adapter.own_weights for adapter in adapters]
     exp_avgs = [adapter.exp_avg for adapter in adapters]
     exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
     num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)

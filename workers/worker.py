@@ -98,7 +98,7 @@ class Worker:
         residency = _residency(self._base, config, config.full_slots)
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
         of_drafts = _residency(self._base, config, config.full_slots)
-        drafts = Drafts(self._base, of_drafts, config.optimizer_states)
+        drafts = Drafts(self._base, of_drafts, config.optimizer_states, mesh)
         self._models = Models(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
@@ -240,6 +240,12 @@ class Worker:
 
     def load_draft(self, draft_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
+        spec = self._config.parallel
+        if spec.tp * spec.sp > 1:
+            raise OperationError(
+                f"workers that run {spec} sample with no drafts yet: sample without one, or by workers of their own"
+                " (--sampler-workers)"
+            )
         self._put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:

@@ -45,10 +45,10 @@ class Saved:
         layout.copy_parts(model.weights, self.weights)
         if self.num_steps:
             for name in ADAMW:
-                model.fill_moment(name, partial(layout.copy_parts, saved=self.moments[name]))
+                model.fill(name, partial(layout.copy_parts, saved=self.moments[name]))
             model.num_steps = self.num_steps
         if self.gradients:
-            layout.copy_parts(model.accumulator, self.gradients)
+            model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients))
         model.window = self.window
 
 

@@ -51,6 +51,19 @@ class Blocks:
         on_device = torch.tensor([anchors, stops], dtype=torch.int64, device=labels.weights.device)
         return Blocks(on_device[0], anchors, on_device[1], size, spans)
 
+    def some(self, chosen: slice) -> "Blocks":
+        """Those of these numbers."""
+        if chosen == slice(0, None, 1):
+            return self
+        numbers = range(len(self.known_anchors))[chosen]
+        known, spans, first = self.known_anchors[chosen], [], 0
+        for span in self.spans:
+            count = sum(span.blocks.start <= number < span.blocks.stop for number in numbers)
+            if count:
+                spans.append(Span(slice(first, first + count), slice(span.context.start, known[first + count - 1])))
+                first += count
+        return Blocks(self.anchors[chosen], known, self.stops[chosen], self.size, spans)
+
     def places(self) -> Tensor:
         """int64 [m, size - 1]: behind which tokens the guesses stand; the anchor where there is no such token."""
         behind = self._behind()

@@ -51,6 +51,10 @@ class DFlash:
         most = shape.block_size - 1
         return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
 
+    def halo(self, options: Options) -> int:
+        """See Strategy. What a block reads of its tokens is the anchor, which goes to who has the block."""
+        return 0
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
         the middle. The mask is the target's padding token, or its last one: best is one that no text has."""
@@ -113,18 +117,24 @@ class DFlashNetwork:
     def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
         assert features.head is not None
         blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
-        return DFlashPass(self.guessed(features, blocks), blocks, features.head, labels, chunk_rows)
+        own = blocks.some(features.shared.every)
+        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows)
 
     def guessed(self, features: Features, blocks: Blocks) -> Tensor:
-        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones."""
+        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones. Where
+        ranks share out tokens, of this one's blocks."""
+        stretch = features.shared
+        known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
         positions = features.positions[blocks.anchors, None] + steps
         assert features.mask is not None
-        state = self._inputs(features.embedded[blocks.anchors], features.mask)
-        turn, context_turn = (self._rotation(each, state.dtype) for each in (positions.flatten(), features.positions))
+        state = self._inputs(known, features.mask)
+        places = positions.flatten(), features.positions[stretch.own]
+        turn, context_turn = (self._rotation(each, state.dtype) for each in places)
         context = self._context(features.captured)
         for layer in range(self.shape.layers):
-            memory = self._memory(context, f"layers.{layer}", context_turn)
+            own_memory = self._memory(context, f"layers.{layer}", context_turn)
+            memory = Memory(*(stretch.joined(each) for each in own_memory))
 
             def attended(query: Tensor, own: Memory, memory: Memory = memory) -> Tensor:
                 return attend_blocks(query, memory, own, blocks, self.shape.scaling)
@@ -263,6 +273,17 @@ class DFlashPass:
     def _tokens(self) -> Tensor:
         """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""
         return self._labels.targets[self._places[self._rows]].view(-1, 1)
+
+
+def _embedded_anchors(features: Features, blocks: Blocks) -> Tensor:
+    """[m, hidden], also of those that lie in other ranks' stretches."""
+    if features.stretch is None:
+        return features.embedded[blocks.anchors]
+    own = features.stretch.own
+    is_here = (blocks.anchors >= own.start) & (blocks.anchors < own.stop)
+    found = features.embedded.new_zeros(len(blocks.anchors), features.embedded.shape[1])
+    found[is_here] = features.embedded[blocks.anchors[is_here] - own.start]
+    return features.stretch.summed(found)
 
 
 def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:

@@ -27,6 +27,7 @@ from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
+from .stretch import Stretch
 from .unrolled_attention import attend_unrolled
 
 _LAYER = "midlayer"
@@ -39,6 +40,10 @@ class Eagle3:
 
     def reach(self, shape: DraftShape) -> Reach:
         return Reach(usual=4, most=16)
+
+    def halo(self, options: Options) -> int:
+        """See Strategy. The next guess from a token reads the one behind it, and so on."""
+        return int(options["ttt_length"])
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
@@ -110,22 +115,27 @@ class Eagle3Network:
     def unrolled(self, features: Features, depth: int) -> list[Tensor]:
         """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
         of guesses beyond the end of the sequence it means nothing."""
-        state, outputs = self.begun(features.captured), []
+        state, outputs = self.begun(features.captured[: _number_of(features.shared.own)]), []
         of_embeddings, of_states = self._halves()
         of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
+        stretch, positions = features.shared, features.positions[features.shared.own]
         keys: list[Tensor] = []
         values: list[Tensor] = []
         for step in range(depth):
-            ahead = _ahead(len(state), step + 1, state.device)
+            ahead = _ahead(len(state), step + 1, state.device).clamp_(max=len(features.embedded) - 1)
             of_state = self._projected(state, "hidden_norm", of_states)
             query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
-            turn = self._rotation(features.positions + step, state.dtype)
-            keys.append(rotated(self._heads(key), *turn))
-            values.append(self._heads(value))
-            query = rotated(self._heads(query), *turn)
-            state = self._behind(state, attend_unrolled(query, keys, values, features.packing, self._kind))
+            turn = self._rotation(positions + step, state.dtype)
+            query, key, value = rotated(self._heads(query), *turn), rotated(self._heads(key), *turn), self._heads(value)
+            keys.append(key if step else self._by_heads(key, stretch))
+            values.append(value if step else self._by_heads(value, stretch))
+            state = self._behind(state, attend_unrolled(query, keys, values, features.packing, self._kind, stretch))
             outputs.append(self._normed(state, "norm"))
         return outputs
+
+    def _by_heads(self, x: Tensor, stretch: Stretch) -> Tensor:
+        copies = stretch.shares_out(self.shape.heads, self.shape.kv_heads)
+        return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
 
     def begun(self, captured: Tensor) -> Tensor:
         """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
@@ -195,7 +205,8 @@ class Eagle3Network:
 
 
 class Eagle3Pass:
-    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before."""
+    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. Where ranks
+    share out tokens, those before are this rank's, and rows go on behind these."""
 
     def __init__(
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
@@ -203,14 +214,15 @@ class Eagle3Pass:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
         self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        self._chunk_rows = chunk_rows
+        self._chunk_rows, self._own = chunk_rows, features.shared.own
         self._survival = Survival(self.num_rows, outputs[0])
         self._chunk: GuessChunk | None = None
         self._rows = slice(0, 0)
 
     @property
     def num_rows(self) -> int:
-        return len(self._features.positions)
+        behind = self._own.stop + len(self._outputs) if len(self._outputs[0]) else self._own.start
+        return min(behind, len(self._features.positions)) - self._own.start
 
     @property
     def chunk_rows(self) -> int:
@@ -228,10 +240,10 @@ class Eagle3Pass:
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
-        return self._labels.weights[rows, None].expand(-1, len(self._outputs))
+        return self._labels.weights[self._among_all(rows), None].expand(-1, len(self._outputs))
 
     def places(self, rows: slice) -> Tensor:
-        return self._numbers(rows)[:, None].expand(-1, len(self._outputs))
+        return self._numbers(self._among_all(rows))[:, None].expand(-1, len(self._outputs))
 
     def backward(self, slopes: Slopes) -> None:
         assert self._chunk is not None
@@ -247,14 +259,28 @@ class Eagle3Pass:
         return torch.arange(rows.start, rows.stop, device=self._features.positions.device)
 
     def _sources(self) -> Tensor:
-        """int64 [m, depth]: the tokens from which the guesses went on; 0 where there is no such token in the row."""
-        steps = torch.arange(len(self._outputs), device=self._features.positions.device)
-        return (self._numbers(self._rows)[:, None] - 1 - steps).clamp_(min=0)
+        """int64 [m, depth]: the tokens from which the guesses went on; any where there is no such token here."""
+        return self._before().clamp_(0, len(self._outputs[0]) - 1)
 
     def _exists(self) -> Tensor:
-        """bool [m, depth]: whether there is one in the sequence."""
+        """bool [m, depth]: whether there is one in the sequence, and here."""
+        sources = self._before()
+        steps = torch.arange(sources.shape[1], device=sources.device)
+        is_here = (sources >= 0) & (sources < len(self._outputs[0]))
+        return is_here & (self._features.positions[self._among_all(self._rows), None] > steps)
+
+    def _before(self) -> Tensor:
+        """int64 [m, depth]"""
         steps = torch.arange(len(self._outputs), device=self._features.positions.device)
-        return self._features.positions[self._rows, None] > steps
+        return self._numbers(self._rows)[:, None] - 1 - steps
+
+    def _among_all(self, rows: slice) -> slice:
+        """Where rows are among the tokens of all ranks."""
+        return slice(self._own.start + rows.start, self._own.start + rows.stop)
+
+
+def _number_of(rows: slice) -> int:
+    return rows.stop - rows.start
 
 
 def _row(chunks: Sequence[Chunk]) -> CachedRow:
@@ -262,5 +288,5 @@ def _row(chunks: Sequence[Chunk]) -> CachedRow:
 
 
 def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:
-    """int64 [tokens]: of each the one so far ahead; behind the last one any."""
-    return torch.arange(distance, num_tokens + distance, device=device).clamp_(max=num_tokens - 1)
+    """int64 [tokens]: of each the one so far ahead, if there is one."""
+    return torch.arange(distance, num_tokens + distance, device=device)

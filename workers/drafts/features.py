@@ -7,6 +7,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ..attention import Packing
+from .stretch import Stretch
 
 # float32 [m, vocabulary] of the target, for a slice of m of its tokens.
 Logits = Callable[[slice], Tensor]
@@ -31,6 +32,9 @@ class Features:
     target's first layer. captured: [n, layers * hidden], outputs of the layers that the draft reads, side by side.
     logits: the target's of what comes behind some of the tokens. mask: [hidden], as embedded, of the draft's mask
     token, if it has one. head: for drafts that have none.
+
+    stretch: where ranks share out the n tokens. Then embedded, captured and logits are of this rank's, and those behind
+    them, as far as the draft looks ahead.
     """
 
     positions: Tensor
@@ -40,3 +44,8 @@ class Features:
     logits: Logits
     mask: Tensor | None = None
     head: TargetHead | None = None
+    stretch: Stretch | None = None
+
+    @property
+    def shared(self) -> Stretch:
+        return self.stretch or Stretch(len(self.positions))

@@ -15,9 +15,11 @@ from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..moments import Moments
 from ..programs import Program
+from ..zero import Zero
+from .groups import DraftGroups
 from .shape import DraftShape
 from .stored import LAST, FeatureKind
-from .strategy import Network, Strategy
+from .strategy import Network, Options, Strategy
 
 
 class DraftModel(Learner):
@@ -25,17 +27,23 @@ class DraftModel(Learner):
     of the bare base model; and its version. was_loaded: whether it has what another one has learned. reach: where it
     guesses samples."""
 
-    def __init__(self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments) -> None:
-        """Raises OperationError on what makes no such draft."""
+    def __init__(
+        self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments, groups: DraftGroups
+    ) -> None:
+        """groups: of the ranks that train it. Raises OperationError on what makes no such draft."""
         assert program.strategy is not None
         self._base = base
         self._strategy: Strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
         self.reach = program.strategy.reach(self.shape)
-        layout = Layout(program.strategy.parameters(self.shape))
+        is_alone = groups.mesh.is_single
+        layout = Layout(
+            program.strategy.parameters(self.shape), multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh)
+        )
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
-        self.moments = moments
+        self.zero = None if is_alone else Zero(layout, groups.mesh)
+        self.moments, self.groups = moments, groups
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
         self.target_version = ""
@@ -85,6 +93,10 @@ class DraftModel(Learner):
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
         self.initialize()
+
+    def halo(self, options: Options) -> int:
+        """See Strategy."""
+        return self._strategy.halo(options)
 
     def published(self) -> Mapping[str, Any]:
         """What engines that sample with such a draft read in its config, beside the shape of its layers."""

@@ -2,15 +2,16 @@
 
 from functools import cached_property
 
-from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..config import OptimizerStates
 from ..holder import Holder
 from ..learner import Learner
 from ..model import BaseModel
 from ..moments import MOMENTS
+from ..parallel.mesh import Mesh
 from ..programs import Program
 from ..residency import Residency
+from .groups import DraftGroups
 from .model import DraftModel
 from .version import base_version, learned_version
 
@@ -19,21 +20,20 @@ class Drafts(Holder[DraftModel]):
     things = "drafts"
 
     def __init__(
-        self, base: BaseModel, residency: Residency | None = None, optimizer_states: OptimizerStates = "float32"
+        self,
+        base: BaseModel,
+        residency: Residency | None = None,
+        optimizer_states: OptimizerStates = "float32",
+        mesh: Mesh | None = None,
     ) -> None:
-        """residency: None = all of them stay on the device."""
+        """residency: None = all of them stay on the device. mesh: of the base model's ranks, None = one."""
         super().__init__(residency or Residency(base.device))
         self._base, self._moments = base, MOMENTS[optimizer_states]
+        self._groups = DraftGroups.of(mesh or Mesh(), base.config.get_text_config().num_attention_heads)
 
     def build(self, draft: DraftConfig, program: Program) -> DraftModel:
-        """One with zero weights and no id yet. Raises OperationError on what makes no such draft, and where ranks share
-        out its target's tokens."""
-        if self._base.spec.tp * self._base.spec.sp > 1:
-            raise OperationError(
-                f"ranks that run {self._base.spec} have no drafts yet: to train them give them ranks of their own, with"
-                " --role-group draft=single or draft=fsdp=N, and sample without one"
-            )
-        built = DraftModel(draft, self._base, program, self._moments)
+        """One with zero weights and no id yet. Raises OperationError on what makes no such draft."""
+        built = DraftModel(draft, self._base, program, self._moments, self._groups)
         built.target_version = self._base_version
         return built
 

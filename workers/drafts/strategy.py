@@ -89,6 +89,10 @@ class Strategy(Protocol):
         """Whether its drafts learn what the target says, which is made of its last hidden states."""
         ...
 
+    def halo(self, options: Options) -> int:
+        """How many tokens behind one its guesses from there look at. options: the loss's."""
+        ...
+
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """With all that is left open. Raises OperationError on what makes no such draft."""
         ...

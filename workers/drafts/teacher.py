@@ -30,6 +30,10 @@ class Inside:
     captured: Tensor
     last: Tensor | None
 
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Inside":
+        last = None if self.last is None else function(self.last)
+        return Inside(function(self.embedded), function(self.captured), last)
+
     def stored(self, rows: slice, has_last: bool) -> dict[str, Tensor]:
         """What is to be kept of these rows: the embedding is frozen, and need not be."""
         kept = {CAPTURED: self.captured[rows]}
@@ -66,8 +70,13 @@ class HookedTarget:
     ) -> None:
         self._base, self._adapters, self._draft, self._share_of = base, adapters, draft, share_of
 
-    @torch.no_grad()
     def inside(self, micro_batch: MicroBatch) -> Inside:
+        share, own = self._share_of(micro_batch), self.own(micro_batch)
+        return own if share.is_all else own.mapped(share.joined)
+
+    @torch.no_grad()
+    def own(self, micro_batch: MicroBatch) -> Inside:
+        """Of the tokens that this rank scores."""
         layers, share = self._draft.capture_layers, self._share_of(micro_batch)
         segments = [Segment(0, share.num_tokens, self._draft)]
         if share.num_missing:
@@ -75,7 +84,8 @@ class HookedTarget:
         captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
         with self._adapters.applied(within(segments, share.tokens)):
             last = self._base.shared_hidden_states(micro_batch, share, captured)
-        return Inside(captured[EMBEDDING], torch.cat([captured[layer] for layer in layers], dim=-1), last)
+        of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
+        return Inside(captured[EMBEDDING], of_layers, last).mapped(share.scored)
 
 
 class StoredFeatures:

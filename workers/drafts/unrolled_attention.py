@@ -12,24 +12,37 @@ import torch
 from torch import Tensor
 
 from ..attention import AttentionKind, Packing
-from ..attention_parts import Attended, attend_part, part_gradients
+from ..attention_parts import Attended, Gradients, attend_part, part_gradients
+from .stretch import Stretch
 
 
 def attend_unrolled(
-    query: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor], packing: Packing, kind: AttentionKind
+    query: Tensor,
+    keys: Sequence[Tensor],
+    values: Sequence[Tensor],
+    packing: Packing,
+    kind: AttentionKind,
+    stretch: Stretch | None = None,
 ) -> Tensor:
     """query [tokens, heads, head_dim]; keys and values of each step so far, [tokens, kv_heads, head_dim]. Returns the
-    shape of the query."""
-    return _Unrolled.apply(packing, kind, query, *keys, *values)  # pyright: ignore[reportReturnType]
+    shape of the query.
+
+    packing: of all tokens. stretch: where ranks share these out; keys and values of the first step are then
+    `by_heads`.
+    """
+    whole = stretch or Stretch(len(query))
+    return _Unrolled.apply(packing, kind, whole, query, *keys, *values)  # pyright: ignore[reportReturnType]
 
 
 class _Unrolled(torch.autograd.Function):
     """Nothing of the size of tokens x tokens is kept: see attention_parts."""
 
     @staticmethod
-    def forward(ctx: Any, packing: Packing, kind: AttentionKind, query: Tensor, *tensors: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, packing: Packing, kind: AttentionKind, stretch: Stretch, query: Tensor, *tensors: Tensor
+    ) -> Tensor:
         keys, values = _halves(tensors)
-        first = attend_part(query, keys[0], values[0], packing, kind)
+        first = _attend_first(query, keys[0], values[0], packing, kind, stretch)
         own = _own_scores(query, keys[1:], kind)
         log_sums = torch.cat([first.log_sums.unsqueeze(-1).to(own.dtype), own], dim=-1).logsumexp(-1)
         out = first.out.to(own.dtype) * (first.log_sums - log_sums).exp().unsqueeze(-1)
@@ -37,7 +50,7 @@ class _Unrolled(torch.autograd.Function):
             out += weights.unsqueeze(-1) * _by_query(value, query)
         out = out.to(query.dtype)
         ctx.save_for_backward(out, log_sums, query, *tensors)
-        ctx.packing, ctx.kind = packing, kind
+        ctx.packing, ctx.kind, ctx.stretch = packing, kind, stretch
         return out
 
     @staticmethod
@@ -47,7 +60,9 @@ class _Unrolled(torch.autograd.Function):
         (grad,) = grads
         grad = grad.contiguous()
         whole = Attended(out, log_sums)
-        of_query, *of_first = part_gradients(grad, query, keys[0], values[0], whole, ctx.packing, ctx.kind)
+        of_query, *of_first = _first_gradients(
+            grad, query, keys[0], values[0], whole, ctx.packing, ctx.kind, ctx.stretch
+        )
         along = (grad * out).sum(-1, dtype=log_sums.dtype)
         weights = (_own_scores(query, keys[1:], ctx.kind) - log_sums.unsqueeze(-1)).exp()
         of_query = of_query.to(log_sums.dtype)
@@ -58,7 +73,31 @@ class _Unrolled(torch.autograd.Function):
             of_query += of_score * _by_query(key, query)
             of_keys.append(_by_key(of_score * query, key))
             of_values.append(_by_key(weight.unsqueeze(-1) * grad, value))
-        return None, None, of_query.to(query.dtype), *of_keys, *of_values
+        return None, None, None, of_query.to(query.dtype), *of_keys, *of_values
+
+
+def _attend_first(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, stretch: Stretch
+) -> Attended:
+    """Over the keys of step 0, which are there by heads."""
+    attended = attend_part(stretch.by_heads(query), key, value, packing, kind)
+    return Attended(stretch.by_tokens(attended.out), stretch.by_tokens(attended.log_sums.unsqueeze(-1)).squeeze(-1))
+
+
+def _first_gradients(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    whole: Attended,
+    packing: Packing,
+    kind: AttentionKind,
+    stretch: Stretch,
+) -> Gradients:
+    grad, query, out = (stretch.by_heads(each) for each in (grad, query, whole.out))
+    log_sums = stretch.by_heads(whole.log_sums.unsqueeze(-1)).squeeze(-1)
+    found = part_gradients(grad, query, key, value, Attended(out, log_sums), packing, kind)
+    return found._replace(query=stretch.by_tokens(found.query))
 
 
 def _halves(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Sequence[Tensor]]:

@@ -80,6 +80,12 @@ class TokenShare:
         return pad(whole, (0, 0) * (whole.dim() - 1) + (0, self.num_missing))
 
 
+def scored_rows(num_tokens: int, index: int, num_ranks: int, ring: int = 1) -> range:
+    """Of a micro-batch of so many tokens those that TokenShare has this rank score, of the ranks along sp and tp."""
+    rows = _part(-(-num_tokens // num_ranks) * num_ranks, index, num_ranks, ring)
+    return range(rows.start, min(rows.stop, num_tokens), rows.step)
+
+
 def number_of(rows: slice) -> int:
     """How many these are."""
     return len(range(rows.start, rows.stop, rows.step or 1))

@@ -1,8 +1,7 @@
 """Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,13 +10,14 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.training import FeaturePlace, ForwardBackwardRequest
-from ..attention import Packing, pack_lengths
-from ..batch import MicroBatch, MicroBatchSegment, part_of
+from ..batch import MicroBatch, part_of
 from ..drafts.features import Features
+from ..drafts.groups import DraftGroups
+from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
-from ..drafts.strategy import DraftPass, Labels
+from ..drafts.strategy import DraftPass
 from ..drafts.teacher import HookedTarget, Inside, StoredFeatures
 from ..heads import LogprobHead
 from ..heads.head import chunks
@@ -26,10 +26,10 @@ from ..lora.segment import within
 from ..losses.loss import LossOutput
 from ..model import BaseModel
 from ..models import Models
-from ..objective import Objective
+from ..operation import Operation
 from ..parallel.rows import TokenShare
 from .capturing import keep_features
-from .progress import Scores, Task
+from .progress import Scores, Task, Totals
 
 
 @dataclass(frozen=True)
@@ -71,48 +71,65 @@ class Guessing:
                 found[row] = features
         return found
 
-    def run(
-        self,
-        trains: bool,
-        needed: Needed | None,
-        micro_batch: MicroBatch,
-        tasks: list[Task],
-        segments: list[Segment],
-    ) -> None:
+    def run(self, trains: bool, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
         """Tasks of one draft. trains: whether its gradients are wanted. needed: by all ranks that cannot go on alone;
         None = this one can."""
         draft = self._models.drafts.get(tasks[0].run_id)
-        inside = self._inside(draft, needed, micro_batch, tasks)
-        told = _Told(self._head, micro_batch.positions, inside, self._mask(draft.shape.mask_token))
+        needed = needed or Needed.by(_stored(micro_batch, tasks))
+        captures = any(task.captures_to is not None for task in tasks)
+        # Else of those that this rank scores.
+        is_of_all = captures or needed.stored
+        inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
+        for part in micro_batch.segments:
+            if (directory := tasks[part.operation].captures_to) is not None:
+                keep_features(directory, draft.feature_kind, tasks[part.operation], part, inside)
+        if all(task.captures_to is not None for task in tasks):
+            return
+        lessons = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
+        deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
+        if lessons and draft.groups.audience.size > 1:
+            inside = self._dealt(inside, is_of_all, draft.groups, deal, len(micro_batch.tokens))
+        told = _Told(self._head, inside, self._mask(draft.shape.mask_token))
         with self._head.in_use():
-            for objective in micro_batch.objectives:
-                for part in micro_batch.segments_of(objective):
-                    task = tasks[part.operation]
-                    if task.captures_to is not None:
-                        keep_features(task.captures_to, draft.feature_kind, task, part, inside)
-                        continue
-                    features = told.of(part, within(segments, slice(part.start, part.stop)))
-                    task.take(part, self._scored(draft, features, objective, part, task, trains))
+            for taken, known in deal.own():
+                lesson, task = taken.lesson, tasks[taken.lesson.task]
+                if task.captures_to is not None:
+                    continue
+                found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
+                if taken.sequences:
+                    self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
+                scores = _summed(draft.groups.audience.exchange(found.scores(taken)))
+                if lesson.part is not None:
+                    task.take(lesson.part, scores)
 
-    def _inside(self, draft: DraftModel, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
+    def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
         """The target runs over the sequences alone that nothing is stored of."""
-        rows = list(micro_batch.packed_rows())
-        stored = [tasks[row.operation].stored.get(row.row) for row in rows]
-        needed = needed or Needed.by(stored)
-        hooked = HookedTarget(self._base, self._models.adapters, draft, self._share_of)
-        found = [features for features in stored if features is not None]
-        read = StoredFeatures(self._base, draft, found)
-        if not (needed.stored and needed.target):
-            return (read if needed.stored else hooked).inside(micro_batch)
+        stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
+        if not needed.stored:
+            return hooked.inside(micro_batch)
+        read = StoredFeatures(self._base, draft, [features for features in stored if features is not None])
+        if not needed.target:
+            return read.inside(micro_batch)
         parts = []
         for teacher, is_stored in ((hooked, False), (read, True)):
-            own = [
-                (row.start, row.stop) for row, each in zip(rows, stored, strict=True) if (each is not None) is is_stored
-            ]
+            rows = zip(micro_batch.packed_rows(), stored, strict=True)
+            own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
             places = [torch.arange(*bounds, device=self._base.device) for bounds in own]
             of_rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *places])
             parts.append((of_rows, teacher.inside(part_of(micro_batch, own))))
         return Inside.together(parts)
+
+    def _hooked(self, draft: DraftModel) -> HookedTarget:
+        return HookedTarget(self._base, self._models.adapters, draft, self._share_of)
+
+    def _dealt(self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, num_tokens: int) -> Inside:
+        """Of the tokens that this rank's draft has to know."""
+        want = [deal.wanted(index) for index in range(groups.audience.size)]
+        if is_of_all:
+            own = torch.from_numpy(want[groups.audience.index]).to(self._base.device)
+            return inside.mapped(lambda whole: whole[own])
+        have = had_by(groups, num_tokens, self._base.sequence_split.ring)
+        return inside.mapped(Carrier(groups.audience, have, want, self._base.device).brought)
 
     def _mask(self, token: int | None) -> Tensor | None:
         """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
@@ -120,50 +137,45 @@ class Guessing:
             return None
         return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
 
-    def _scored(
-        self,
-        draft: DraftModel,
-        features: Features,
-        objective: Objective,
-        part: MicroBatchSegment,
-        task: Task,
-        trains: bool,
-    ) -> Scores:
-        rows = slice(part.start - objective.start, part.stop - objective.start)
-        numbers = [task.operation.numbers[datum] for datum in part.datums]
-        labels = Labels(objective.targets[rows], objective.inputs["weights"][rows], numbers)
+    def _score(
+        self, draft: DraftModel, features: Features, taken: Taken, operation: Operation, found: "_Found", trains: bool
+    ) -> None:
+        labels = taken.labels()
         with torch.set_grad_enabled(trains):
-            guesses = draft.network(trains).over(features, labels, objective.config, self._head.chunk_rows)
-        found = _Found(torch.zeros_like(labels.weights))
+            guesses = draft.network(trains).over(features, labels, operation.config, self._head.chunk_rows)
         for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
-            _score(guesses, chunk, objective, found, trains)
+            _score(guesses, chunk, operation, found, trains)
         if trains:
             guesses.close()
-        return found.scores()
+
+
+def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:
+    """Of each sequence."""
+    return [tasks[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
 
 
 @dataclass(frozen=True, eq=False)
 class _Told:
-    """What the target had inside, for a whole micro-batch."""
+    """What the target had inside, for some tokens of a micro-batch."""
 
     head: LogprobHead
-    positions: Tensor
     inside: Inside
     mask: Tensor | None
 
-    def of(self, part: MicroBatchSegment, segments: list[Segment]) -> Features:
-        rows, lengths = slice(part.start, part.stop), [stop - start for start, stop in pairwise(part.bounds)]
-        last = None if self.inside.last is None else self.inside.last[rows]
+    def of(self, taken: Taken, rows: slice, draft: DraftModel) -> Features:
+        """rows: those that have to be known of what was taken."""
+        inside = self.inside.mapped(lambda known: known[rows])
+        segment = Segment(0, len(inside.captured), draft)
 
         def logits(some: slice) -> Tensor:
-            assert last is not None
-            return self.head.logits_of_segments(last[some], within(segments, some))
+            assert inside.last is not None
+            return self.head.logits_of_segments(inside.last[some], within([segment], some))
 
-        packing = Packing(pack_lengths(lengths))
-        adapter = segments[0].adapter
-        head = _TargetHead(self.head, None if adapter is None else adapter.unembed)
-        inside = self.inside.embedded[rows], self.inside.captured[rows]
-        return Features(self.positions[rows], packing, *inside, logits, self.mask, head)
+        positions = taken.positions(inside.captured.device)
+        head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
+        stretch = taken.stretch(draft.groups.stretches)
+        told = inside.embedded, inside.captured
+        return Features(positions, taken.packing, *told, logits, self.mask, head, stretch)
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,26 +204,39 @@ class _Found:
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     denominator: float = 0.0
 
-    def add(self, losses: Tensor, places: Tensor, ratios: Mapping[str, tuple[Tensor, Tensor]]) -> None:
+    def add(self, losses: Tensor, places: Tensor, output: LossOutput) -> None:
         self.losses.index_add_(0, places.flatten(), losses.detach().flatten())
-        for name, (numerator, denominator) in ratios.items():
+        for name, (numerator, denominator) in output.ratios.items():
             so_far = self.ratios.get(name, (0.0, 0.0))
             self.ratios[name] = so_far[0] + float(numerator), so_far[1] + float(denominator)
+        self.denominator += 0.0 if output.denominator is None else float(output.denominator)
 
-    def scores(self) -> Scores:
-        losses: np.ndarray = self.losses.cpu().numpy()
+    def scores(self, taken: Taken) -> Scores:
+        """Of all tokens of the lesson."""
+        losses = np.zeros(taken.lesson.num_tokens, np.float32)
+        losses[taken.tokens] = self.losses.cpu().numpy()
         return Scores(losses, losses, {}, self.ratios, self.denominator)
 
 
-def _score(guesses: DraftPass, rows: slice, objective: Objective, found: _Found, trains: bool) -> None:
+def _summed(of_ranks: Sequence[Scores]) -> Scores:
+    """Of ranks that had some of the guesses each."""
+    if len(of_ranks) == 1:
+        return of_ranks[0]
+    losses, totals = sum(each.losses for each in of_ranks), Totals()
+    assert isinstance(losses, np.ndarray)
+    for each in of_ranks:
+        totals.add(Totals(ratios=each.ratios, denominator=each.denominator))
+    return Scores(losses, losses, {}, totals.ratios, totals.denominator)
+
+
+def _score(guesses: DraftPass, rows: slice, operation: Operation, found: _Found, trains: bool) -> None:
     with torch.no_grad():
         scores, leaves = guesses.scores(rows).leaves()
     with torch.enable_grad():
-        output: LossOutput = objective.loss.function(scores, {"weights": guesses.weights(rows)}, objective.config)
-        losses = objective.weight * output.losses
+        output: LossOutput = operation.loss.function(scores, {"weights": guesses.weights(rows)}, operation.config)
+        losses = operation.weight * output.losses
         slopes = Slopes.of(losses, leaves) if trains else None
-    found.add(losses, guesses.places(rows), output.ratios)
-    found.denominator += 0.0 if output.denominator is None else float(output.denominator)
+    found.add(losses, guesses.places(rows), output)
     if slopes is not None:
         with torch.no_grad():
             guesses.backward(slopes)

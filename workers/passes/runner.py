@@ -314,7 +314,7 @@ class PassRunner:
         tasks: list[Task],
         segments: list[Segment],
     ) -> None:
-        self._guessing.run(gradients, needed, micro_batch, tasks, segments)
+        self._guessing.run(gradients, needed, micro_batch, tasks)
 
     def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
         """Whose tokens may come from another rank, on all ranks in the same order."""

@@ -16,6 +16,8 @@ HEADS: dict[str, dict[str, object]] = {
     "6x3": {"num_attention_heads": 6, "num_key_value_heads": 3}
     | {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
     "6x2": {"num_attention_heads": 6, "num_key_value_heads": 2},
+    "4x1": {"num_attention_heads": 4, "num_key_value_heads": 1},
+    "6x3-96": {"num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96},
 }
 
 
@@ -56,7 +58,7 @@ class Case:
 
     @property
     def split(self) -> SequenceSplit:
-        heads, kv_heads = (int(number) for number in self.heads.split("x"))
+        heads, kv_heads = (int(number) for number in self.heads.partition("-")[0].split("x"))
         spec = self.parallel
         tp = spec.tp_of("self_attn")
         return SequenceSplit.of(spec.sp, heads // tp, kv_heads // tp)

@@ -20,7 +20,17 @@ SHAPES = {"eagle3": {}, "dflash": {"block_size": 4, "mask_token_id": 2}}
 
 CASES = [
     Case("fsdp=2"),
-    *(pytest.param(case, marks=pytest.mark.full) for case in (Case("replicas=2"), Case("fsdp=2", "qwen3_tied"))),
+    Case("tp=2"),
+    Case("sp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *(Case(spec) for spec in ("replicas=2", "sp=2,tp=2", "fsdp=2,tp=2", "fsdp=2,sp=2")),
+            Case("fsdp=2", "qwen3_tied"),
+            Case("tp=2", tp_activations="whole"),
+            Case("sp=2", heads="4x1"),
+        )
+    ),
 ]
 
 
@@ -71,16 +81,31 @@ def test_a_draft_learns_as_on_one_rank(
         assert largest_error([ours.weights], [theirs.weights]) <= 1e-3
         for where, directory in ((alone, ours.directory), (many, theirs.directory)):
             where.call("load_run", "draft", str(directory), True)
-        (one,), (other,) = (where.run_pass(guessed(algorithm, 3, 21, 6)) for where in (alone, many))
-        assert isinstance(one, ForwardBackwardOutput) and isinstance(other, ForwardBackwardOutput)
-        assert close([one.metrics["loss:sum"]], [other.metrics["loss:sum"]])
+            where.run_pass(guessed(algorithm, 3, 21, 6))
+        snapshots = [where.snapshot("draft") for where in (many, alone)]
+        for where, directory in zip((alone, many), snapshots, strict=True):
+            where.call("load_run", "draft", str(directory), True)
+        told = [went_on(where, algorithm) for where in (alone, many)]
+        assert close(told[1], told[0])
+        alone.call("load_run", "draft", str(ours.directory), False)
+        alone.run_pass(guessed(algorithm, 3, 21, 6))
+        assert not close(went_on(alone, algorithm), told[0])
 
 
-def test_ranks_that_share_out_tokens_train_no_drafts_yet(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with (
-        layout(tiny_models["qwen3"], ParallelSpec.parse("tp=2"), tmp_path) as where,
-        pytest.raises(
-            OperationError, match="ranks that run tp=2 have no drafts yet: to train them give them ranks of their own"
-        ),
-    ):
-        where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3"), "draft"))
+def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
+    """A step of the gradients that wait, and a pass."""
+    (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
+    assert isinstance(metrics, dict), metrics
+    (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
+    assert isinstance(output, ForwardBackwardOutput), output
+    return [metrics["grad_norm"], output.metrics["loss:sum"]]
+
+
+def test_ranks_that_share_out_heads_or_tokens_sample_with_no_drafts_yet(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with layout(tiny_models["qwen3"], ParallelSpec.parse("tp=2"), tmp_path) as where:
+        where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
+        saved = where.saved("draft")
+        with pytest.raises(OperationError, match="workers that run tp=2 sample with no drafts yet: sample without one"):
+            where.call("load_draft", "guessing", str(saved))

@@ -1,0 +1,149 @@
+"""Gradients of drafts: the same however ranks, micro-batches and packing share out the work."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.checkpoint.description import Description
+from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.verbs import RunSpec, Step
+
+from .case import Case
+from .short_sighted_worker import SHORT_SIGHTED
+from .test_drafts import ALGORITHMS, SHAPES, guessed
+from .training import ADAM, Layout, close, layout, supervised
+
+# A long sequence among short ones, and one that leaves other ranks without any. By seed.
+BATCHES = {0: (9, 30, 4, 17, 2), 1: (11,)}
+TOLERANCE = 1e-6
+
+# Micro-batches of more than one sequence, and of one.
+MANY, FEW = 1 << 14, 16
+
+CASES = [
+    (Case("single"), FEW),
+    (Case("tp=2"), MANY),
+    (Case("sp=2"), MANY),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            (Case("fsdp=2"), FEW),
+            (Case("replicas=2"), MANY),
+            (Case("tp=2"), FEW),
+            (Case("tp=2", tp_activations="whole"), MANY),
+            (Case("sp=2"), FEW),
+            (Case("sp=2", heads="4x1"), MANY),
+            (Case("sp=2", heads="6x3-96"), MANY),
+            (Case("sp=2,tp=2"), MANY),
+            (Case("fsdp=2,sp=2"), MANY),
+        )
+    ),
+]
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """of_sum: by matrix, of the summed losses. denominator: what "mean" divides it by. losses: of each token."""
+
+    of_sum: Mapping[str, np.ndarray]
+    denominator: float
+    losses: Sequence[np.ndarray]
+
+    @property
+    def mean(self) -> dict[str, np.ndarray]:
+        return {name: each / self.denominator for name, each in self.of_sum.items()}
+
+
+def difference(ours: Mapping[str, np.ndarray], theirs: Mapping[str, np.ndarray]) -> float:
+    """Its norm over all matrices, relative to that of theirs."""
+    assert ours.keys() == theirs.keys()
+    between = [ours[name].astype(np.float64) - each for name, each in theirs.items()]
+    return _norm(between) / _norm(list(theirs.values()))
+
+
+def _norm(matrices: Sequence[np.ndarray]) -> float:
+    return float(np.sqrt(sum(np.square(each, dtype=np.float64).sum() for each in matrices)))
+
+
+def gradient(where: Layout, algorithm: Algorithm, seeds: Sequence[int] = tuple(BATCHES)) -> Gradient:
+    """Of a draft that has just been made, over these batches."""
+    where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=1, **SHAPES[algorithm]), "draft"))
+    found = window(where, algorithm, seeds)
+    where.call("drop_run", "draft")
+    return found
+
+
+def window(where: Layout, algorithm: Algorithm, seeds: Sequence[int]) -> Gradient:
+    losses: list[np.ndarray] = []
+    for seed in seeds:
+        (output,) = where.run_pass(guessed(algorithm, seed, *BATCHES[seed]))
+        assert isinstance(output, ForwardBackwardOutput), output
+        losses += [each["losses"] for each in output.loss_fn_outputs]
+    directory = where.snapshot("draft")
+    of_sum = {name: each for path in directory.glob("window*.safetensors") for name, each in load_file(path).items()}
+    return Gradient(of_sum, Description.read(directory).window.weight_sum, losses)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[0]}-{case[1]}")
+def test_gradients_of_drafts_are_those_of_one_rank(
+    case: tuple[Case, int], algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    how, tokens = case
+    model = how.model(tiny_models, tmp_path)
+    knobs = how.knobs | {"micro_batch_tokens": tokens}
+    with layout(model, SINGLE, tmp_path) as alone, layout(model, how.parallel, tmp_path / "many", **knobs) as many:
+        wanted, found = (gradient(where, algorithm) for where in (alone, many))
+        parts = [gradient(alone, algorithm, [seed]) for seed in BATCHES]
+        error = difference(found.mean, wanted.mean)
+        print(f"\n{how} {algorithm}: {error:.1e}")
+        assert error <= TOLERANCE
+        for ours, theirs in zip(found.losses, wanted.losses, strict=True):
+            assert close(ours, theirs, 1e-6)
+        means = {name: np.mean([part.mean[name] for part in parts], axis=0) for name in wanted.of_sum}
+        assert difference(means, wanted.mean) > 1e-2
+
+
+def test_who_does_not_know_what_is_behind_its_stretch_has_other_gradients(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    model, case = tiny_models["qwen3"], Case("sp=2")
+    with (
+        layout(model, SINGLE, tmp_path) as alone,
+        layout(model, case.parallel, tmp_path / "many", SHORT_SIGHTED, **case.knobs) as many,
+    ):
+        assert difference(gradient(many, "eagle3").mean, gradient(alone, "eagle3").mean) > 1e-2
+
+
+@pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2"), marks=pytest.mark.full)], ids=str)
+def test_a_draft_of_some_words_learns_what_a_policy_says(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its target has an output head of its own."""
+    words = np.sort(np.random.default_rng(4).permutation(512)[:100]).astype(np.int64)
+    draft = DraftConfig(algorithm="eagle3", seed=1, draft_vocab_size=len(words))
+    with (
+        layout(tiny_models["qwen3"], SINGLE, tmp_path) as alone,
+        layout(tiny_models["qwen3"], case.parallel, tmp_path / "many", **case.knobs) as many,
+    ):
+        alone.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=2)))
+        for seed in range(3):
+            alone.run_pass(supervised("policy", seed, 20, 20))
+            alone.call("apply_steps", (Step("policy", ADAM),))
+        target = str(alone.saved("policy"))
+        of_base, found = [], []
+        for where in (alone, many):
+            where.call("create_run", RunSpec("draft", draft, "draft"))
+            where.call("set_vocabulary", "draft", words)
+            of_base.append(window(where, "eagle3", [0]))
+            where.call("clear_gradients", "draft")
+            where.call("set_target", "draft", target)
+            found.append(window(where, "eagle3", [0]))
+        assert difference(found[1].mean, found[0].mean) <= TOLERANCE
+        assert difference(of_base[1].mean, of_base[0].mean) <= TOLERANCE
+        assert difference(of_base[1].mean, found[0].mean) > 1e-2

@@ -1,0 +1,68 @@
+"""What drafts take on ranks that share out their gradients and moments."""
+
+from pathlib import Path
+
+import pytest
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.verbs import RunSpec, Step
+
+from .case import Case
+from .test_drafts import ALGORITHMS, guessed
+from .training import ADAM, Layout, layout
+
+
+class Bytes:
+    """Of a draft on each rank, as a number of each of its parameters takes: when it is new, with gradients that wait
+    for their step, and behind two steps."""
+
+    def __init__(self, where: Layout, algorithm: str) -> None:
+        self.num_parameters = where.call(
+            "create_run", RunSpec("draft", DraftConfig(algorithm=algorithm), "draft")
+        ).num_parameters
+        self.new = self._now(where)
+        self._learn(where, algorithm)
+        self.with_gradients = self._now(where)
+        where.call("apply_steps", (Step("draft", ADAM),))
+        self._learn(where, algorithm)
+        where.call("apply_steps", (Step("draft", ADAM),))
+        self.behind_steps = self._now(where)
+
+    def _learn(self, where: Layout, algorithm: str) -> None:
+        (output,) = where.run_pass(guessed(algorithm, 0, 12, 12))
+        assert isinstance(output, ForwardBackwardOutput), output
+
+    def _now(self, where: Layout) -> list[float]:
+        return [memory["drafts_on_device"] / self.num_parameters for memory in where.answers("memory")]
+
+
+@pytest.mark.parametrize(
+    "spec", ["tp=2", *(pytest.param(spec, marks=pytest.mark.full) for spec in ("fsdp=2", "sp=2,tp=2"))]
+)
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_and_moments_are_shared_out_and_weights_are_whole(
+    algorithm: str, spec: str, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    parallel, near = ParallelSpec.parse(spec), lambda number: pytest.approx(number, rel=0.02)
+    with layout(tiny_models["qwen3"], SINGLE, tmp_path) as alone:
+        of_one = Bytes(alone, algorithm)
+    assert of_one.new == [near(4)] and of_one.with_gradients == [near(8)]
+    # Gradients that were consumed are memory for the next ones.
+    assert of_one.behind_steps == [near(16)]
+    with layout(tiny_models["qwen3"], parallel, tmp_path) as many:
+        of_many = Bytes(many, algorithm)
+    num = parallel.num_ranks
+    assert of_many.new == num * [near(4)]
+    assert of_many.with_gradients == num * [near(4 + 4 / num)]
+    assert of_many.behind_steps == num * [near(4 + 8 / num)]
+    assert of_many.behind_steps != num * [near(4 + 8)]
+
+
+@pytest.mark.full
+def test_beside_weights_in_bfloat16_their_masters_are_float32(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    case = Case("tp=2")
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, dtype="bfloat16") as many:
+        found = Bytes(many, "eagle3")
+    near = pytest.approx(4 + 2 + 8 / 2, rel=0.02)
+    assert found.behind_steps == [near, near]

@@ -18,7 +18,7 @@ from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass
-from ..drafts.teacher import HookedTarget, Inside, StoredFeatures
+from ..drafts.teacher import HookedTarget, Inside, StoredFeatures, Teacher
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -110,8 +110,9 @@ class Guessing:
         read = StoredFeatures(self._base, draft, [features for features in stored if features is not None])
         if not needed.target:
             return read.inside(micro_batch)
-        parts = []
-        for teacher, is_stored in ((hooked, False), (read, True)):
+        parts: list[tuple[Tensor, Inside]] = []
+        teachers: list[tuple[Teacher, bool]] = [(hooked, False), (read, True)]
+        for teacher, is_stored in teachers:
             rows = zip(micro_batch.packed_rows(), stored, strict=True)
             own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
             places = [torch.arange(*bounds, device=self._base.device) for bounds in own]

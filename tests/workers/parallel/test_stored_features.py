@@ -15,7 +15,10 @@ from .test_drafts import SHAPES, guessed
 from .training import ADAM, Layout, close, layout
 
 LENGTHS = (9, 30, 4, 17, 11, 11)
-CASES = [Case("fsdp=2"), pytest.param(Case("replicas=2"), marks=pytest.mark.full)]
+CASES = [
+    Case("fsdp=2"),
+    *(pytest.param(Case(spec), marks=pytest.mark.full) for spec in ("replicas=2", "tp=2", "sp=2", "fsdp=2,sp=2")),
+]
 
 
 def created(where: Layout, algorithm: Algorithm) -> None:

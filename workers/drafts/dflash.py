@@ -102,7 +102,10 @@ class DFlash:
             else:
                 weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
 
-    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor) -> "DFlashNetwork":
+    def network(
+        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False
+    ) -> "DFlashNetwork":
+        """See Strategy. All is kept: blocks are few, however long a sequence is."""
         return DFlashNetwork(shape, parameters)
 
 

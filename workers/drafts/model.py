@@ -108,7 +108,7 @@ class DraftModel(Learner):
         if trains:
             gradients = self.gradient_views()
             weights = {name: _learning(weight, gradients[name]) for name, weight in weights.items()}
-        return self._strategy.network(self.shape, weights, self.vocabulary)
+        return self._strategy.network(self.shape, weights, self.vocabulary, self._base.activations != "keep")
 
 
 def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:

@@ -18,7 +18,7 @@ from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass, Labels
-from ..drafts.teacher import HookedTarget, Inside, StoredFeatures
+from ..drafts.teacher import HookedTarget, Inside, StoredFeatures, Teacher
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -103,7 +103,8 @@ class Guessing:
         found = [features for features in stored if features is not None]
         read = StoredFeatures(self._base, draft, found)
         if not (needed.stored and needed.target):
-            return (read if needed.stored else hooked).inside(micro_batch)
+            alone: Teacher = read if needed.stored else hooked
+            return alone.inside(micro_batch)
         parts = []
         for teacher, is_stored in ((hooked, False), (read, True)):
             own = [

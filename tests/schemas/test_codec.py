@@ -1,6 +1,7 @@
 """The codec against the official SDK's own conversions, against hostile bytes, and against its JSON."""
 
 import json
+import pickle
 import struct
 import time
 from collections.abc import Callable
@@ -21,7 +22,13 @@ from tinker.types.provenance_spans import PromptProvenanceSpan, SampledProvenanc
 from trainhouse.schemas import codec
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
-from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest, ProvenanceSpan
+from trainhouse.schemas.training import (
+    Datum,
+    FeaturePlace,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    ProvenanceSpan,
+)
 
 # One datum: tokens 1, 2, 3; targets 2, 3, 4; weights 0, 1, 1; cross_entropy; model "M"; seq 1. Seen on the wire.
 CAPTURED = bytes.fromhex(
@@ -64,11 +71,12 @@ def assert_same_array(found: np.ndarray, expected: np.ndarray) -> None:
 
 
 def assert_same_request(found: ForwardBackwardRequest, expected: ForwardBackwardRequest) -> None:
-    for name in ("model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only", "loss_weight"):
+    for name in ("model_id", "seq_id", "loss_fn", "loss_fn_config", "forward_only", "loss_weight", "capture_for"):
         assert getattr(found, name) == getattr(expected, name)
     assert len(found.data) == len(expected.data)
     for ours, theirs in zip(found.data, expected.data, strict=True):
         assert_same_array(ours.tokens, theirs.tokens)
+        assert ours.feature_ref == theirs.feature_ref
         assert ours.loss_fn_inputs.keys() == theirs.loss_fn_inputs.keys()
         for name, array in ours.loss_fn_inputs.items():
             assert_same_array(array, theirs.loss_fn_inputs[name])
@@ -168,11 +176,15 @@ def full_request() -> ForwardBackwardRequest:
     return ForwardBackwardRequest(
         model_id="s:train:3",
         seq_id=2**31 - 1,
-        data=(Datum(int32(1, 2), inputs, (ProvenanceSpan("prompt", "x", 0, 2),), (span,)), Datum(int32(5), {})),
+        data=(
+            Datum(int32(1, 2), inputs, (ProvenanceSpan("prompt", "x", 0, 2),), (span,)),
+            Datum(int32(5), {}, feature_ref="a"),
+        ),
         loss_fn="gspo",
         loss_fn_config={"clip": 0.25, "name": "text"},
         forward_only=True,
         loss_weight=0.125,
+        capture_for="s:train:4",
     )
 
 
@@ -417,19 +429,21 @@ def test_flat_json_takes_plain_lists() -> None:
             "seq_id": 4,
             "forward_only": True,
             "loss_weight": 0.5,
+            "capture_for": "s:train:4",
             "loss_fn": "cross_entropy",
             "data": [
                 {
                     "model_input": [1, 2],
                     "loss_fn_inputs": {"target_tokens": [[2, 3], [4, 5]], "weights": [[1, 0], [0, 1.5]]},
                     "model_input_spans": [{"kind": "prompt", "sequence_id": "q", "length": 2}],
+                    "feature_ref": "a",
                 }
             ],
         }
     )
     inputs = {"target_tokens": int64([[2, 3], [4, 5]]), "weights": float32([[1, 0], [0, 1.5]])}
-    datum = Datum(int32(1, 2), inputs, (ProvenanceSpan("prompt", "q", 0, 2),))
-    expected = ForwardBackwardRequest("M", 4, (datum,), "cross_entropy", {}, forward_only=True, loss_weight=0.5)
+    datum = Datum(int32(1, 2), inputs, (ProvenanceSpan("prompt", "q", 0, 2),), feature_ref="a")
+    expected = ForwardBackwardRequest("M", 4, (datum,), "cross_entropy", {}, True, 0.5, "s:train:4")
     assert_same_request(found, expected)
 
 
@@ -534,6 +548,23 @@ def test_outputs_of_several_fields_and_dtypes_reach_the_sdk() -> None:
     assert [datum["ranks"].dtype for datum in theirs] == ["int64", "int64"]
     assert [datum["ranks"].data for datum in theirs] == [[0, 1], [0, 1, 2]]
     assert [datum["logprobs"].data for datum in theirs] == [[0.0, 1.0], [0.0, 1.0, 2.0]]
+
+
+def test_references_to_features_come_with_outputs_and_with_many_data() -> None:
+    output = ForwardBackwardOutput(({"logprobs": float32([1.5])},), {}, feature_refs=("a",))
+    assert codec.decode_forward_backward_output(codec.encode_forward_backward_output(output)).feature_refs == ("a",)
+    assert codec.encode_forward_backward_output_json(output)["feature_refs"] == ["a"]
+    assert "feature_refs" not in codec.encode_forward_backward_output_json(ForwardBackwardOutput((), {}))
+    refs = [None if number % 3 else f"ref {number}" for number in range(20)]
+    data = tuple(
+        Datum(int32(5, number), {"weights": float32([0, 1])}, feature_ref=ref) for number, ref in enumerate(refs)
+    )
+    request = ForwardBackwardRequest("m", 1, data, "eagle3", capture_for="b", features=FeaturePlace("c", layers=(1,)))
+    decoded, pickled = decode(codec.encode_forward_backward_request(request)), pickle.loads(pickle.dumps(request))
+    for found in (decoded, pickled):
+        assert_same_request(found, request)
+    assert pickled.features == request.features and decoded.features is None
+    assert pickle.loads(pickle.dumps(output)).feature_refs == ("a",)
 
 
 def test_outputs_in_json_say_null_for_what_json_cannot_say() -> None:

@@ -406,6 +406,7 @@ async def test_policy_and_draft_learn_from_one_forward(server: Server) -> None:
     """Step after step of both; the bytes are back at zero behind each of the draft's."""
     policy = await create_policy(server, 3)
     draft, online = [await create_draft(server) for _ in range(2)]
+    data = scored(some_data(9))
     for step in range(3):
         path = (await policy.do("save_weights_for_sampler", path=f"step-{step}"))["path"]
         for each in (draft, online):

@@ -50,7 +50,7 @@ class CapturingBeside:
     def check(self, run_id: str, place: FeaturePlace) -> None:
         """Raises OperationError."""
         model = self._models.get(run_id)
-        if model.program.role != "policy" or not isinstance(model, Adapter):
+        if not (model.program.samples and isinstance(model, Adapter)):
             raise OperationError("capture_for is of policies that train LoRA: leave it out, and capture with the draft")
         if self._base.spec.tp * self._base.spec.sp > 1:
             raise OperationError(

@@ -307,7 +307,7 @@ class Pair:
     def of_policy(self, data: Sequence[Datum], forward_only: bool = False, beside: bool = True) -> Any:
         """With what it captures for the draft."""
         weighted = [
-            Datum(each.tokens[:-1], each.loss_fn_inputs | {"target_tokens": each.tokens[1:].astype(np.int64)})
+            Datum(each.tokens[:-1], {**each.loss_fn_inputs, "target_tokens": each.tokens[1:].astype(np.int64)})
             for each in data
         ]
         weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
@@ -341,6 +341,7 @@ def test_one_forward_of_a_policy_serves_its_draft(
     worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
     other = replace(pair.of_policy(some_data(2), forward_only, beside=False), model_id="other")
     (alone, _) = run(worker, pair.of_policy(data, forward_only, beside=False), other)
+    wanted = torch.empty(0)
     if not forward_only:
         wanted = worker._models.get("policy").accumulator.clone()
         worker.clear_gradients("policy")

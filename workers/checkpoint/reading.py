@@ -112,7 +112,9 @@ def read_draft(models: Models, directory: Path) -> Learner:
             f"{directory} is a draft of {training.algorithm}, which guesses no samples yet: sample without a draft, or"
             " with one of eagle3"
         )
-    return read_new(models, directory, program)
+    model = models.drafts.build(training, program, is_shared=False)
+    read_saved(model, directory, optimizer=False).put_into(model)
+    return model
 
 
 class _OfKind(Mapping[str, Tensor]):

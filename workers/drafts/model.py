@@ -18,6 +18,7 @@ from ..zero import Zero
 from .groups import DraftGroups
 from .shape import DraftShape
 from .strategy import Network, Options, Strategy
+from .tensor import own_parameters
 
 
 class DraftModel(Learner):
@@ -35,11 +36,13 @@ class DraftModel(Learner):
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
         is_alone = groups.mesh.is_single
         layout = Layout(
-            program.strategy.parameters(self.shape), multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh)
+            own_parameters(program.strategy.parameters(self.shape), groups.mesh),
+            multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh),
         )
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
         self.zero = None if is_alone else Zero(layout, groups.mesh)
         self.moments, self.groups = moments, groups
+        self.mesh = groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
         self.was_loaded = False
@@ -51,9 +54,12 @@ class DraftModel(Learner):
 
     def initialize(self) -> None:
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
-        parameters = _by_name(self.layout, self.weights)
+        whole = self.layout.whole
+        drawn = self.weights if whole is self.layout else torch.zeros(whole.size)
         with self._base.whole_unembedding():
-            self._strategy.initialize(parameters, self._base, self.vocabulary, generator)
+            self._strategy.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
+        if drawn is not self.weights:
+            self.layout.copy_parts(self.weights, whole.named_views(drawn))
 
     def say(self, token_ids: np.ndarray) -> None:
         """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
@@ -78,7 +84,7 @@ class DraftModel(Learner):
         if trains:
             gradients = self.gradient_views()
             weights = {name: _learning(weight, gradients[name]) for name, weight in weights.items()}
-        return self._strategy.network(self.shape, weights, self.vocabulary)
+        return self._strategy.network(self.shape, weights, self.vocabulary, self.groups.mesh.along("tp"))
 
 
 def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:

@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from ...schemas.models import DraftConfig
 from ..model import BaseModel
+from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .features import Features
 from .scores import DraftScores, Slopes
@@ -90,4 +91,6 @@ class Strategy(Protocol):
         """Those of a new draft. vocabulary: int64, the target's tokens that it can say."""
         ...
 
-    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor) -> Network: ...
+    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, team: Team = ALONE) -> Network:
+        """team: the ranks that have parts of its layers (see tensor.py), and run the same tokens."""
+        ...

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..batch import MicroBatch
 from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
-from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of
+from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
 from ..drafts.strategy import DraftPass
@@ -37,11 +37,13 @@ class Guessing:
     ) -> None:
         """Tasks of one draft. trains: whether its gradients are wanted."""
         draft = self._models.drafts.get(tasks[0].run_id)
-        lessons = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
+        own = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
         told = self._told(draft, micro_batch, segments, share)
+        of_all = lessons_of_all(draft.groups, own, self._base.device)
+        lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
         deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
         if lessons:
-            told = self._dealt(told, draft.groups, deal, len(micro_batch.tokens))
+            told = self._dealt(told, draft.groups, deal, [sum(each.num_tokens for each in some) for some in of_all])
         with self._head.in_use():
             for taken, known in deal.own():
                 lesson, task = taken.lesson, tasks[taken.lesson.task]
@@ -63,11 +65,11 @@ class Guessing:
         inside = share.scored(captured[EMBEDDING]), of_layers, share.scored(last)
         return _Told(self._head, *inside, self._mask(draft.shape.mask_token))
 
-    def _dealt(self, told: "_Told", groups: DraftGroups, deal: Deal, num_tokens: int) -> "_Told":
-        """Of the tokens that this rank's draft has to know."""
+    def _dealt(self, told: "_Told", groups: DraftGroups, deal: Deal, lengths: Sequence[int]) -> "_Told":
+        """Of the tokens that this rank's draft has to know. lengths: of the audience's micro-batches, in tokens."""
         if groups.audience.size == 1:
             return told
-        have = had_by(groups, num_tokens, self._base.sequence_split.ring)
+        have = had_by(groups, lengths, self._base.sequence_split.ring)
         want = [deal.wanted(index) for index in range(groups.audience.size)]
         return told.brought(Carrier(groups.audience, have, want, self._base.device))
 
@@ -114,7 +116,7 @@ class _Told:
         positions = taken.positions(last.device)
         head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
         inside = self.embedded[rows], self.captured[rows]
-        stretch = taken.stretch(draft.groups.stretches)
+        stretch = taken.stretch(draft.groups.mesh.along("sp"))
         return Features(positions, taken.packing, *inside, logits, self.mask, head, stretch)
 
 

@@ -29,6 +29,7 @@ CASES = [
     (Case("single"), FEW),
     (Case("tp=2"), MANY),
     (Case("sp=2"), MANY),
+    (Case("fsdp=2", draft="tp=2"), FEW),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (
@@ -41,6 +42,21 @@ CASES = [
             (Case("sp=2", heads="6x3-96"), MANY),
             (Case("sp=2,tp=2"), MANY),
             (Case("fsdp=2,sp=2"), MANY),
+            *(
+                (Case(spec, draft=draft), FEW)
+                for spec, draft in (
+                    ("tp=2", "sp=2"),
+                    ("tp=2", "tp=2"),
+                    ("sp=2", "replicas=2"),
+                    ("sp=2", "tp=2"),
+                    ("fsdp=2", "sp=2"),
+                    ("fsdp=2,tp=2", "replicas=2,tp=2"),
+                    ("fsdp=2,tp=2", "sp=2,tp=2"),
+                    ("fsdp=2,tp=2", "sp=2,replicas=2"),
+                    ("fsdp=2,sp=2", "tp=2,sp=2"),
+                    ("replicas=2,tp=2", "replicas=2,sp=2"),
+                )
+            ),
         )
     ),
 ]

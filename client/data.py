@@ -16,7 +16,7 @@ class Datum(training.Datum):
     """One training sequence: Datum(model_input=tokens, loss_fn_inputs={"target_tokens": ..., "weights": ...}).
 
     Position i of the targets is predicted from `model_input[: i + 1]`: shift them yourself. Inputs may be lists, numpy
-    arrays or CPU torch tensors.
+    arrays or CPU torch tensors. feature_ref: see TrainingClient.capture.
     """
 
     def __init__(
@@ -25,6 +25,7 @@ class Datum(training.Datum):
         loss_fn_inputs: Mapping[str, ArrayLike],
         model_input_spans: Sequence[ProvenanceSpan] = (),
         loss_fn_input_spans: Sequence[ProvenanceSpan] = (),
+        feature_ref: str | None = None,
     ) -> None:
         super().__init__(
             tokens=np.asarray(as_tokens(model_input), dtype=np.int32),
@@ -34,7 +35,13 @@ class Datum(training.Datum):
             },
             model_input_spans=tuple(model_input_spans),
             loss_fn_input_spans=tuple(loss_fn_input_spans),
+            feature_ref=feature_ref,
         )
+
+
+def with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
+    spans = datum.model_input_spans, datum.loss_fn_input_spans
+    return Datum(datum.tokens, datum.loss_fn_inputs, *spans, feature_ref)
 
 
 def as_tokens(prompt: Tokens) -> list[int]:
@@ -74,7 +81,8 @@ def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         if reduce and all(name in output.metrics for output in outputs):
             metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
     rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
-    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type)
+    refs = tuple(ref for output in outputs for ref in output.feature_refs)
+    return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type, refs)
 
 
 # reduction -> (values by chunk, number of datums by chunk) -> value

@@ -1,6 +1,7 @@
 """RestClient: what the server keeps: training runs, checkpoints, sessions. No session of its own is opened."""
 
 import uuid
+from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
 
@@ -105,12 +106,17 @@ class RestClient:
 
     def download_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
         """Fetches the files of a checkpoint (an adapter that loads in PEFT, or a full model) into `directory`."""
-        return self._connection.run(self._download(tinker_path, Path(directory)))
+        return self._connection.run(self._download(tinker_path, Path(directory), lambda name: True))
 
-    async def _download(self, tinker_path: str, directory: Path) -> list[Path]:
+    def export_checkpoint(self, tinker_path: str, directory: str | Path) -> APIFuture[list[Path]]:
+        """As download_checkpoint, without the state of the optimizer: programs that load a directory read all tensors
+        that are in it."""
+        return self._connection.run(self._download(tinker_path, Path(directory), _is_for_others))
+
+    async def _download(self, tinker_path: str, directory: Path, wanted: Callable[[str], bool]) -> list[Path]:
         address = f"{checkpoint_address(tinker_path)}/external_weights_urls"
         listing = await self._connection.get(address, ExternalWeightsUrls)
-        paths = {inside(directory, name): url for name, url in listing.urls.items()}
+        paths = {inside(directory, name): url for name, url in listing.urls.items() if wanted(name)}
         for path, url in paths.items():
             path.parent.mkdir(parents=True, exist_ok=True)
             await self._connection.download(url, path)
@@ -132,6 +138,10 @@ def checkpoint_address(tinker_path: str) -> str:
     if not tinker_path.startswith("tinker://") or len(parts) != 3:
         raise ValueError(f"{tinker_path!r} is no checkpoint path: it reads tinker://RUN/weights/NAME")
     return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
+
+
+def _is_for_others(name: str) -> bool:
+    return not name.startswith("optimizer")
 
 
 def inside(directory: Path, name: str) -> Path:

@@ -35,14 +35,14 @@ class SamplingClient:
         target_prompt_logprobs: np.ndarray | None = None,
         record_stability_info: bool = False,
         draft_path: str | None = None,
-        num_draft_tokens: int = 4,
+        num_draft_tokens: int | None = None,
     ) -> APIFuture[SampleResponse]:
         """`num_samples` continuations, which share the work on the prompt.
 
         target_prompt_logprobs: int64 [len(prompt) - 1, K], row i scores position i + 1, -1 = nothing.
         record_stability_info: keeps what the stable_reinforce loss needs of these samples.
-        draft_path: of a draft that guesses, num_draft_tokens at a time, in place of this client's; "" = none. How its
-        guesses fared is in `guesses` of the answer. See docs/drafts.md.
+        draft_path: of a draft that guesses, num_draft_tokens at a time (None = as many as usual), in place of this
+        client's; "" = none. How its guesses fared is in `guesses` of the answer. See docs/drafts.md.
         """
         request = SampleRequest(
             sampling_session_id=self.sampler_id,

@@ -17,7 +17,8 @@ from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
-from .data import Tokens, as_tokens, chunks, merged
+from .data import Datum as OwnDatum
+from .data import Tokens, as_tokens, chunks, merged, with_feature_ref
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
@@ -54,16 +55,31 @@ class TrainingClient:
         self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
 
     def forward_backward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None, loss_weight: float = 1.0
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossConfig | None = None,
+        loss_weight: float = 1.0,
+        capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
-        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`."""
-        return self._pass(self._request(data, loss_fn, loss_fn_config, loss_weight))
+        """Adds the gradients of `loss_weight` times the summed loss to those that wait for `optim_step`.
+
+        capture_for: a draft whose target was saved with this policy's weights of now: the answer's `feature_refs` are
+        of this very pass, and for one forward_backward of the draft; see docs/drafts.md.
+        """
+        request = self._request(data, loss_fn, loss_fn_config, loss_weight)
+        return self._pass(dataclasses.replace(request, capture_for=_id_of(capture_for)))
 
     def forward(
-        self, data: Sequence[Datum], loss_fn: str, loss_fn_config: LossConfig | None = None
+        self,
+        data: Sequence[Datum],
+        loss_fn: str,
+        loss_fn_config: LossConfig | None = None,
+        capture_for: "TrainingClient | None" = None,
     ) -> APIFuture[ForwardBackwardOutput]:
         """The same outputs, no gradient."""
-        return self._pass(dataclasses.replace(self._request(data, loss_fn, loss_fn_config), forward_only=True))
+        request = self._request(data, loss_fn, loss_fn_config)
+        return self._pass(dataclasses.replace(request, forward_only=True, capture_for=_id_of(capture_for)))
 
     def forward_backward_custom(self, data: Sequence[Datum], loss_fn: CustomLoss) -> APIFuture[ForwardBackwardOutput]:
         """`loss_fn(data, logprobs)` runs here, between a forward pass, which this call waits for, and a backward one.
@@ -172,6 +188,47 @@ class TrainingClient:
         answer = drafts.BuildVocabMapResponse
         return self._operation("build_vocab_map", drafts.BuildVocabMapRequest, fields, answer)
 
+    def capture(
+        self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
+    ) -> APIFuture[list[OwnDatum]]:
+        """These data again, each with a `feature_ref` to what the target has inside there, which stays on the server:
+        forward and forward_backward need not run the target for them, until another `set_target`.
+
+        uses: how many times a forward_backward uses each; behind the last one's optim_step they are gone. ttl_seconds:
+        after which they are, too. None: as long as the server lets them be.
+        """
+        self._require_draft("capture")
+        if not data:
+            raise ValueError("data is empty: capture at least one datum")
+        pieces = list(chunks(data, self._limits.fwdbwd_max_chunk_len, self._limits.fwdbwd_max_chunk_bytes_count))
+        fields = [
+            {
+                "data": [{"model_input": each.tokens.tolist()} for each in piece],
+                "uses": uses,
+                "ttl_seconds": ttl_seconds,
+            }
+            for piece in pieces
+        ]
+        request, answer = drafts.CaptureRequest, drafts.CaptureResponse
+        captures = [self._operation("capture", request, of_piece, answer) for of_piece in fields]
+
+        async def captured() -> list[OwnDatum]:
+            refs = [ref for each in captures for ref in (await each).feature_refs]
+            return [with_feature_ref(datum, ref) for datum, ref in zip(data, refs, strict=True)]
+
+        return self._connection.run(captured())
+
+    def release_features(self, data: Sequence[Datum] | None = None) -> APIFuture[drafts.ReleaseFeaturesResponse]:
+        """Gives up what this draft has captured: all, or what these data refer to. What was asked before has it yet."""
+        self._require_draft("release_features")
+        refs = None if data is None else [each.feature_ref for each in data if each.feature_ref is not None]
+        request = drafts.ReleaseFeaturesRequest(model_id=self.model_id, feature_refs=refs)
+        return self._connection.run(self._release_features(request))
+
+    async def _release_features(self, request: drafts.ReleaseFeaturesRequest) -> drafts.ReleaseFeaturesResponse:
+        async with self._turn:
+            return await self._connection.post("release_features", request, drafts.ReleaseFeaturesResponse)
+
     def _require_draft(self, verb: str) -> None:
         if self._info.draft is None:
             raise ValueError(f"{verb} is of draft models, and this is a {self._info.model_role}: create_draft_client")
@@ -245,6 +302,10 @@ class TrainingClient:
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
+
+
+def _id_of(draft: TrainingClient | None) -> str | None:
+    return None if draft is None else draft.model_id
 
 
 def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:

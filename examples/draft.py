@@ -71,6 +71,8 @@ def main() -> None:
         train, held_out = (list(texts(service, draft, options, split)) for split in ("train", "held_out"))
         if options.draft_vocab_size and not options.resume:
             build_vocab_map(draft, train)
+        if options.captured:
+            train, held_out = (list(draft.capture(each).result()) for each in (train, held_out))
         checkpoints = earlier(service, options.resume)
 
         print(f"held-out {evaluate(draft, held_out, options.algorithm)}")
@@ -111,6 +113,9 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--temperature", type=float, default=1.0, help="of these; 0: the likeliest tokens")
     parser.add_argument("--max-tokens", type=int, default=64, help="of each of these")
     parser.add_argument("--draft-vocab-size", type=int, help="of eagle3: how many tokens it can say, the most frequent")
+    parser.add_argument(
+        "--captured", action="store_true", help="the target runs once over all texts, and the draft learns of that"
+    )
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)
     parser.add_argument("--batch-size", type=int, default=8)

@@ -1,10 +1,12 @@
-"""Draft models: what they guess, and the tokens that they can say. How one is made is said in models."""
+"""Draft models: what they guess, the tokens that they can say, and what is captured of their targets. How one is made
+is said in models."""
 
 from collections.abc import Sequence
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .sampling import ModelInput
 from .training import SeqId, Wire
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
@@ -61,3 +63,50 @@ class BuildVocabMapResponse(Wire):
     size: int
     hash: str
     type: Literal["build_vocab_map"] = "build_vocab_map"
+
+
+class Captured(Wire):
+    """A sequence of which features are captured; what a datum has besides is not read."""
+
+    model_input: ModelInput | Annotated[Tokens, Field(min_length=1)]
+
+    @property
+    def tokens(self) -> Sequence[int]:
+        given = self.model_input
+        return given.to_ints() if isinstance(given, ModelInput) else given
+
+
+class CaptureRequest(Wire):
+    """ttl_seconds: how long the features are kept; left out: as long as the server lets it. uses: how many times a
+    forward_backward uses each; behind the last one's optim_step they are deleted. Left out: any number."""
+
+    model_id: str
+    seq_id: SeqId = 0
+    data: Annotated[Sequence[Captured], Field(min_length=1)]
+    ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    uses: Annotated[int, Field(ge=1)] | None = None
+    type: Literal["capture"] = "capture"
+
+
+class CaptureResponse(Wire):
+    """feature_refs: for each datum what another one of the same tokens may carry. num_bytes: of what they refer to, the
+    same content counted once. expires_at: in seconds since 1970."""
+
+    feature_refs: Sequence[str]
+    num_bytes: int
+    expires_at: float
+    type: Literal["capture"] = "capture"
+
+
+class ReleaseFeaturesRequest(Wire):
+    """feature_refs: that this model has captured; left out: all of them. Those that are gone are passed over."""
+
+    model_id: str
+    feature_refs: Sequence[str] | None = None
+
+
+class ReleaseFeaturesResponse(Wire):
+    """num_released: references. What an unfinished step needs goes only behind it."""
+
+    num_released: int
+    type: Literal["release_features"] = "release_features"

@@ -173,8 +173,8 @@ class Limits(Wire):
     """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
 
     tenant: its name, as --tenant-weights takes it. queued_operations, queued_bytes: accepted and not answered yet,
-    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. server_queued_bytes: of all
-    tenants together.
+    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. feature_bytes: captured for
+    drafts. server_queued_bytes, server_feature_bytes: of all tenants together.
     """
 
     tenant: str
@@ -183,14 +183,31 @@ class Limits(Wire):
     queued_bytes: Limit
     tokens_per_minute: Limit
     server_queued_bytes: Limit
+    feature_bytes: Limit | None = None
+    server_feature_bytes: Limit | None = None
+
+
+class FeatureStock(Wire):
+    """What is captured for drafts. num_bytes: on the server's disk. num_sequences: that are stored, num_references: to
+    them, num_held: those that an unfinished step needs. num_waiting: captures that wait for room now; num_put_off:
+    that were answered 429, since the start."""
+
+    num_bytes: int
+    num_sequences: int
+    num_references: int
+    num_held: int
+    num_waiting: int
+    num_put_off: int
 
 
 class Workers(Wire):
     """What the workers have in memory, by the names of their groups (the base model's, "MODEL (critic)", "MODEL
     (sampler 1)"), those that are being started again left out: bytes by purpose, on the device and elsewhere, how many
-    models there are where, and what moving them has cost since the start, in bytes and milliseconds."""
+    models there are where, and what moving them has cost since the start, in bytes and milliseconds. features: what is
+    captured for drafts."""
 
     groups: dict[str, dict[str, int]]
+    features: FeatureStock | None = None
 
 
 class CreateSessionRequest(Wire):

@@ -194,7 +194,7 @@ class Asking(_Strict):
     response_format: ResponseFormat = ResponseFormat(type="text")
     return_token_ids: bool = False
     draft_path: str | None = None
-    num_draft_tokens: NumDraftTokens = 4
+    num_draft_tokens: NumDraftTokens | None = None
 
     @property
     def stop_strings(self) -> tuple[str, ...]:

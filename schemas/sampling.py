@@ -38,7 +38,7 @@ RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)
 StopString = Annotated[str, Field(max_length=1000)]
 MOST_STOP_STRINGS = 64
 
-NumDraftTokens = Annotated[int, Field(ge=1, le=16)]
+NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
 
 
 class SamplingParams(Wire):
@@ -93,8 +93,8 @@ class ModelInput(Wire):
 class SampleRequest(Wire):
     """sampling_session_id, or else (ours) base_model or model_path, for a single request without a sampling session.
 
-    draft_path (ours): of a draft's checkpoint, which guesses num_draft_tokens at a time; in place of the session's,
-    "" = without one.
+    draft_path (ours): of a draft's checkpoint, which guesses num_draft_tokens at a time, None = as many as usual; in
+    place of the session's, "" = without one.
     target_prompt_logprobs: JSON TensorData, int64 [len(prompt) - 1, K]; row i scores position i + 1, -1 none.
     """
 
@@ -106,7 +106,7 @@ class SampleRequest(Wire):
     base_model: str | None = None
     model_path: str | None = None
     draft_path: str | None = None
-    num_draft_tokens: NumDraftTokens = 4
+    num_draft_tokens: NumDraftTokens | None = None
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0

@@ -28,7 +28,7 @@ STOP_REASON_STOP: StopReason
 STOP_REASON_LENGTH: StopReason
 
 class ForwardBackwardRequest(_message.Message):
-    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "loss_weight")
+    __slots__ = ("model_id", "seq_id", "data", "loss_fn", "loss_fn_config", "forward_only", "loss_fn_config_v2", "loss_weight", "capture_for")
     class LossFnConfigEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -51,6 +51,7 @@ class ForwardBackwardRequest(_message.Message):
     FORWARD_ONLY_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_CONFIG_V2_FIELD_NUMBER: _ClassVar[int]
     LOSS_WEIGHT_FIELD_NUMBER: _ClassVar[int]
+    CAPTURE_FOR_FIELD_NUMBER: _ClassVar[int]
     model_id: str
     seq_id: int
     data: _containers.RepeatedCompositeFieldContainer[Datum]
@@ -59,7 +60,8 @@ class ForwardBackwardRequest(_message.Message):
     forward_only: bool
     loss_fn_config_v2: _containers.MessageMap[str, LossConfigValue]
     loss_weight: float
-    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ..., loss_weight: _Optional[float] = ...) -> None: ...
+    capture_for: str
+    def __init__(self, model_id: _Optional[str] = ..., seq_id: _Optional[int] = ..., data: _Optional[_Iterable[_Union[Datum, _Mapping]]] = ..., loss_fn: _Optional[str] = ..., loss_fn_config: _Optional[_Mapping[str, float]] = ..., forward_only: bool = ..., loss_fn_config_v2: _Optional[_Mapping[str, LossConfigValue]] = ..., loss_weight: _Optional[float] = ..., capture_for: _Optional[str] = ...) -> None: ...
 
 class LossConfigValue(_message.Message):
     __slots__ = ("number", "text")
@@ -70,7 +72,7 @@ class LossConfigValue(_message.Message):
     def __init__(self, number: _Optional[float] = ..., text: _Optional[str] = ...) -> None: ...
 
 class Datum(_message.Message):
-    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans")
+    __slots__ = ("model_input", "loss_fn_inputs", "model_input_spans", "loss_fn_input_spans", "feature_ref")
     class LossFnInputsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -82,11 +84,13 @@ class Datum(_message.Message):
     LOSS_FN_INPUTS_FIELD_NUMBER: _ClassVar[int]
     MODEL_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_INPUT_SPANS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_REF_FIELD_NUMBER: _ClassVar[int]
     model_input: _containers.RepeatedCompositeFieldContainer[Chunk]
     loss_fn_inputs: _containers.MessageMap[str, Tensor]
     model_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
     loss_fn_input_spans: _containers.RepeatedCompositeFieldContainer[ProvenanceSpan]
-    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ...) -> None: ...
+    feature_ref: str
+    def __init__(self, model_input: _Optional[_Iterable[_Union[Chunk, _Mapping]]] = ..., loss_fn_inputs: _Optional[_Mapping[str, Tensor]] = ..., model_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., loss_fn_input_spans: _Optional[_Iterable[_Union[ProvenanceSpan, _Mapping]]] = ..., feature_ref: _Optional[str] = ...) -> None: ...
 
 class Chunk(_message.Message):
     __slots__ = ("encoded_text", "image", "dmel")
@@ -171,7 +175,7 @@ class SpanOfSequence(_message.Message):
     def __init__(self, sequence_id: _Optional[str] = ..., offset: _Optional[int] = ..., length: _Optional[int] = ...) -> None: ...
 
 class ForwardBackwardOutput(_message.Message):
-    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics")
+    __slots__ = ("loss_fn_output_type", "loss_fn_outputs", "metrics", "feature_refs")
     class MetricsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -182,10 +186,12 @@ class ForwardBackwardOutput(_message.Message):
     LOSS_FN_OUTPUT_TYPE_FIELD_NUMBER: _ClassVar[int]
     LOSS_FN_OUTPUTS_FIELD_NUMBER: _ClassVar[int]
     METRICS_FIELD_NUMBER: _ClassVar[int]
+    FEATURE_REFS_FIELD_NUMBER: _ClassVar[int]
     loss_fn_output_type: str
     loss_fn_outputs: _containers.RepeatedCompositeFieldContainer[ArrayRecord]
     metrics: _containers.ScalarMap[str, float]
-    def __init__(self, loss_fn_output_type: _Optional[str] = ..., loss_fn_outputs: _Optional[_Iterable[_Union[ArrayRecord, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ...) -> None: ...
+    feature_refs: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, loss_fn_output_type: _Optional[str] = ..., loss_fn_outputs: _Optional[_Iterable[_Union[ArrayRecord, _Mapping]]] = ..., metrics: _Optional[_Mapping[str, float]] = ..., feature_refs: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class ArrayRecord(_message.Message):
     __slots__ = ("type_tag", "fields", "num_datums")

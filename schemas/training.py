@@ -31,12 +31,26 @@ class Datum:
     loss_fn_inputs: name -> dense array; `target_tokens` int64 [T] or [T, K], the others float32 of the shape that the
         loss asks for (see workers/losses).
     *_spans: tilings of the positions of `tokens` and of `target_tokens`; empty when the client gave none.
+    feature_ref: what was captured of the target of a draft at these tokens (ours; see CaptureRequest).
     """
 
     tokens: np.ndarray
     loss_fn_inputs: Mapping[str, np.ndarray] = field(default_factory=dict)
     model_input_spans: tuple[ProvenanceSpan, ...] = ()
     loss_fn_input_spans: tuple[ProvenanceSpan, ...] = ()
+    feature_ref: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FeaturePlace:
+    """Where features of drafts' targets are. captures: whether those of the data are to be put there, and no more.
+    algorithm, layers: of a draft for which a policy's pass puts its own there, besides what it is for; None: of none.
+    """
+
+    directory: str
+    captures: bool = False
+    algorithm: str | None = None
+    layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +59,8 @@ class ForwardBackwardRequest:
 
     loss_weight: multiplies the loss (ours; not on the SDK's wire).
     forward_only: same outputs, no gradient.
+    capture_for: a draft by its id, which is to learn from this very pass of a policy (ours; see docs/drafts.md).
+    features: of those that data refer to; the server's to say, and on no wire.
     """
 
     model_id: str
@@ -54,10 +70,13 @@ class ForwardBackwardRequest:
     loss_fn_config: Mapping[str, float | str] = field(default_factory=dict)
     forward_only: bool = False
     loss_weight: float = 1.0
+    capture_for: str | None = None
+    features: FeaturePlace | None = None
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its data are columns."""
-        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight)
+        captures = self.capture_for, self.features
+        options = (self.loss_fn, dict(self.loss_fn_config), self.forward_only, self.loss_weight, *captures)
         return _request_of, (self.model_id, self.seq_id, _packed(self.data), options)
 
 
@@ -67,30 +86,36 @@ class ForwardBackwardOutput:
     critics `values` float32 [T]).
 
     metrics: every key is `name:reduction`, exactly one colon; `loss:sum` always (protocol rule 5).
+    feature_refs: of each datum, where they were captured for a draft (ours).
     """
 
     loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
     loss_fn_output_type: str = "scalar"
+    feature_refs: tuple[str, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its outputs are columns."""
         outputs = self.loss_fn_outputs
         columns = columns_of(outputs) if len(outputs) >= _FEW else None
         packed = outputs if columns is None else _PackedOutputs(columns, len(outputs))
-        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type)
+        return _output_of, (packed, dict(self.metrics), self.loss_fn_output_type, self.feature_refs)
 
 
 _FEW = 8
 """Fewer data travel as they are: making columns of them would take longer."""
 
 
+# What a datum has beside its arrays: the two tuples of spans, and the reference to features.
+_Extras = tuple[tuple[ProvenanceSpan, ...], tuple[ProvenanceSpan, ...], str | None]
+
+
 class _PackedData(NamedTuple):
-    """spans: the two tuples of each datum, None where no datum has any."""
+    """extras: of each datum, None where no datum has any."""
 
     tokens: Column
     inputs: Columns
-    spans: tuple[tuple[tuple[ProvenanceSpan, ...], tuple[ProvenanceSpan, ...]], ...] | None
+    extras: tuple[_Extras, ...] | None
 
 
 class _PackedOutputs(NamedTuple):
@@ -106,9 +131,8 @@ def _packed(data: tuple[Datum, ...]) -> _PackedData | tuple[Datum, ...]:
     inputs = columns_of([datum.loss_fn_inputs for datum in data])
     if tokens is None or inputs is None:
         return data
-    has_spans = any(datum.model_input_spans or datum.loss_fn_input_spans for datum in data)
-    spans = tuple((datum.model_input_spans, datum.loss_fn_input_spans) for datum in data) if has_spans else None
-    return _PackedData(tokens, inputs, spans)
+    extras = tuple((datum.model_input_spans, datum.loss_fn_input_spans, datum.feature_ref) for datum in data)
+    return _PackedData(tokens, inputs, extras if any(any(each) for each in extras) else None)
 
 
 def _unpacked(packed: _PackedData | tuple[Datum, ...]) -> tuple[Datum, ...]:
@@ -116,27 +140,29 @@ def _unpacked(packed: _PackedData | tuple[Datum, ...]) -> tuple[Datum, ...]:
         return packed
     tokens = packed.tokens.arrays()
     inputs = records_of(packed.inputs, len(tokens))
-    if packed.spans is None:
+    if packed.extras is None:
         return tuple(map(Datum, tokens, inputs))
-    of_model_input, of_loss_fn_inputs = zip(*packed.spans, strict=True)
-    return tuple(map(Datum, tokens, inputs, of_model_input, of_loss_fn_inputs))
+    return tuple(map(Datum, tokens, inputs, *zip(*packed.extras, strict=True)))
 
 
 def _request_of(
     model_id: str,
     seq_id: int,
     packed: _PackedData | tuple[Datum, ...],
-    options: tuple[str, Mapping[str, float | str], bool, float],
+    options: tuple[str, Mapping[str, float | str], bool, float, str | None, FeaturePlace | None],
 ) -> ForwardBackwardRequest:
     return ForwardBackwardRequest(model_id, seq_id, _unpacked(packed), *options)
 
 
 def _output_of(
-    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...], metrics: Mapping[str, float], output_type: str
+    packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...],
+    metrics: Mapping[str, float],
+    output_type: str,
+    feature_refs: tuple[str, ...],
 ) -> ForwardBackwardOutput:
     if isinstance(packed, _PackedOutputs):
         packed = tuple(records_of(*packed))
-    return ForwardBackwardOutput(packed, metrics, output_type)
+    return ForwardBackwardOutput(packed, metrics, output_type, feature_refs)
 
 
 class Wire(BaseModel):

@@ -31,6 +31,7 @@ from .copied import Copied
 from .direct import Direct, endpoints
 from .drafts import Drafts
 from .ephemeral import EphemeralWeights
+from .features import Features
 from .futures import Futures
 from .journal import Journal
 from .leases import Tenure
@@ -134,10 +135,13 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
     of_samplers = Sampling(dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions)
     loaded = Loaded(directory / "loaded", sync)
-    operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded)
+    features = Features(directory / "features", config)
+    operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded, features)
     snapshots = Snapshots(directory / "snapshots", sync)
     status, copied = dispatch.status, Copied(directory)
-    of_runs = RunServices(config, futures, journal, snapshots, loaded, operations, sessions, quotas, status, copied)
+    of_runs = RunServices(
+        config, futures, journal, snapshots, loaded, features, operations, sessions, quotas, status, copied
+    )
     runs = Runs(store, dispatch, checkpoints, of_runs)
     return Services(
         config=config,
@@ -149,6 +153,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
         runs=runs,
         adapters=adapters,
         drafts=drafts,
+        features=features,
         samplers=samplers,
         sampling=of_samplers,
         futures=futures,
@@ -171,6 +176,7 @@ async def _running(services: Services) -> AsyncIterator[None]:
         stack.push_async_callback(services.futures.close)
         await services.checkpoints.start()
         stack.push_async_callback(services.checkpoints.close)
+        await services.features.open()
         await services.samplers.open()
         stack.push_async_callback(services.adapters.close)
         stack.push_async_callback(services.drafts.close)
@@ -218,6 +224,7 @@ async def _tidy_up(services: Services) -> None:
     await services.runs.save_request_times()
     await services.futures.expire()
     await services.recordings.expire()
+    await services.features.expire()
     services.quotas.forget_idle()
 
 

@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_verify(commands)
     _add_plan(commands)
     _add_import(commands)
+    _add_export(commands)
     _add_demo(commands)
     return parser
 
@@ -386,12 +387,28 @@ def _add_plan(commands: _Commands) -> None:
 
 
 def _add_import(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "import", help="bring an adapter that peft has saved to a running server", add_help=False, prefix_chars=" "
+    _add_client_program(
+        commands, "import", "bring an adapter that peft has saved to a running server", "client.import_adapter"
     )
+
+
+# trainhouse export
+
+
+def _add_export(commands: _Commands) -> None:
+    _add_client_program(
+        commands,
+        "export",
+        "fetch a checkpoint from a running server, as peft, transformers or vLLM loads it",
+        "client.export_checkpoint",
+    )
+
+
+def _add_client_program(commands: _Commands, name: str, summary: str, module: str) -> None:
+    """No part of the server: a process of its own."""
+    parser = commands.add_parser(name, help=summary, add_help=False, prefix_chars=" ")
     parser.add_argument("arguments", nargs="*")
-    # A client's program: no part of the server.
-    program = [sys.executable, "-m", "trainhouse.client.import_adapter"]
+    program = [sys.executable, "-m", f"trainhouse.{module}"]
     parser.set_defaults(run=lambda options: subprocess.call([*program, *options.arguments]))
 
 

@@ -12,7 +12,7 @@ from ..schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ..schemas.codec import decode_forward_backward
-from ..schemas.drafts import BuildVocabMapRequest, SetTargetRequest
+from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -27,6 +27,7 @@ Request = (
     | SaveWeightsExternalRequest
     | SetTargetRequest
     | BuildVocabMapRequest
+    | CaptureRequest
 )
 """An operation of a live run that is carried out as a client asks for it."""
 
@@ -37,6 +38,7 @@ _JSON: dict[str, type[BaseModel]] = {
     "save_weights_external": SaveWeightsExternalRequest,
     "set_target": SetTargetRequest,
     "build_vocab_map": BuildVocabMapRequest,
+    "capture": CaptureRequest,
     "load_weights": LoadWeightsRequest,
     "create_model": CreateModelRequest,
     "create_model_from_checkpoint": LoadWeightsRequest,

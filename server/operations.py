@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 from pydantic import BaseModel
 
 from ..schemas.checkpoints import (
@@ -21,16 +22,24 @@ from ..schemas.checkpoints import (
     SaveWeightsResponse,
 )
 from ..schemas.codec import encode_forward_backward_output
-from ..schemas.drafts import BuildVocabMapRequest, SetTargetRequest, SetTargetResponse
+from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest, SetTargetResponse
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import CreateModelRequest, CreateModelResponse, draft_of
 from ..schemas.sampling import SampleRequest
-from ..schemas.training import AdamParams, ForwardBackwardRequest, OptimStepRequest, OptimStepResponse
+from ..schemas.training import (
+    AdamParams,
+    Datum,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints, full_path
+from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
 from .futures import Result
 from .journal import Journal
@@ -120,6 +129,8 @@ class Size:
 
 
 def size_of(operation: Operation, received: Received) -> Size:
+    if isinstance(operation, CaptureRequest):
+        return Size(len(received.body), sum(len(each.tokens) for each in operation.data))
     if not isinstance(operation, ForwardBackwardRequest):
         return Size(len(received.body))
     num_tokens = sum(len(datum.tokens) for datum in operation.data)
@@ -149,6 +160,7 @@ class Operations:
         samplers: Samplers,
         recordings: Recordings,
         loaded: Loaded,
+        features: Features,
     ) -> None:
         self._dispatch = dispatch
         self._store = store
@@ -156,6 +168,7 @@ class Operations:
         self._samplers = samplers
         self._recordings = recordings
         self._loaded = loaded
+        self._features = features
         self.infos: dict[str, RunInfo] = {}
 
     async def perform(self, run: RunRecord, operation: Operation, seq_id: int) -> Result:
@@ -182,6 +195,8 @@ class Operations:
                 return await self._set_target(run, operation, seq_id)
             case BuildVocabMapRequest():
                 return await self._build_vocab_map(run, operation)
+            case CaptureRequest():
+                return await self._capture(run, operation, seq_id)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
         """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
@@ -190,6 +205,9 @@ class Operations:
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
             case SetTargetRequest(path=path):
                 await self._move_target(run, path, seq_id, self._known, again=True)
+            case ForwardBackwardRequest():
+                # What it captured was answered for, and is there or gone.
+                await self.perform(run, replace(operation, capture_for=None), seq_id)
             case _:
                 await self.perform(run, operation, seq_id)
 
@@ -203,14 +221,17 @@ class Operations:
         """Its own weights with a sampler, where these are shared. Raises OperationError."""
         await self._dispatch.copy_adapter(run.run_id, adapter_id)
 
-    async def clear_gradients(self, run: RunRecord) -> None:
+    async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
+        """Of the operations before this one."""
         await self._dispatch.clear_gradients(run.run_id)
+        await self._features.stepped(run, seq_id, were_used=False)
 
     async def drop(self, run: RunRecord) -> None:
         """At the end of its session. Raises OperationError."""
         # Its last operation may have made one more.
         await self._samplers.end_session(run.session_id)
         self.infos.pop(run.run_id, None)
+        await self._features.end_run(run)
         await self._dispatch.drop_run(run.run_id)
 
     async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> RunInfo:
@@ -257,8 +278,36 @@ class Operations:
     async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
         if operation.loss_fn == "stable_reinforce":
             operation = await self._recordings.fill_in(run.tenant_id, operation)
-        output = await self._dispatch.forward_backward(operation)
+        try:
+            if operation.capture_for is None:
+                output = await self._dispatch.forward_backward(self._features.told(run, operation))
+            else:
+                output = await self._captured_beside(run, operation, operation.capture_for)
+        except WorkerLost:
+            raise
+        except OperationError:
+            await self._features.let_go(run, operation.seq_id)
+            raise
+        if operation.forward_only:
+            await self._features.let_go(run, operation.seq_id)
         return Result(encode_forward_backward_output(output), "forward_backward")
+
+    async def _captured_beside(
+        self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
+    ) -> ForwardBackwardOutput:
+        """A pass of a policy, and references for one use by the draft."""
+        draft = await self._store.get_run(draft_id)
+        check_captures(run, draft, draft_id)
+        assert draft is not None
+        async with self._features.capturing(run.tenant_id) as place:
+            place = for_draft(place, draft)
+            output = await self._dispatch.forward_backward(replace(operation, features=place))
+            once = CaptureRequest.model_construct(uses=1, ttl_seconds=None)
+            kept = await self._features.keep(draft, f"{run.run_id}:{operation.seq_id}", once, output)
+        if kept is None:
+            raise OperationError("what was captured is gone already: send it again", "server")
+        told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
+        return replace(output, loss_fn_outputs=tuple(told), feature_refs=tuple(kept.feature_refs))
 
     async def _optim_step(self, run: RunRecord, operation: OptimStepRequest, seq_id: int) -> Result:
         if operation.optimizer_params is not None:
@@ -266,7 +315,15 @@ class Operations:
                 f"optimizer {operation.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
             )
         params = operation.adam_params or AdamParams()
-        metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale, seq_id=seq_id))
+        try:
+            metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale, seq_id=seq_id))
+        except WorkerLost:
+            raise
+        except OperationError as error:
+            if error.category == "user":  # the gradients are cleared
+                await self._features.stepped(run, seq_id, were_used=False)
+            raise
+        await self._features.stepped(run, seq_id, were_used=True)
         return _json(OptimStepResponse(metrics=metrics))
 
     async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest, request_id: str) -> Result:
@@ -351,6 +408,7 @@ class Operations:
 
         directory = await self._kept(run, seq_id, "weights", found, again=again)
         await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
+        await self._features.stepped(run, seq_id, were_used=False)
 
     async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
         """Gradients that wait stay where they are, and so does what the draft has learned."""
@@ -392,6 +450,20 @@ class Operations:
         vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
         await self._dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
         return _json(vocabulary.described())
+
+    async def _capture(self, run: RunRecord, operation: CaptureRequest, seq_id: int) -> Result:
+        """A pass of the target alone; what is there already is not run again."""
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: capture is of draft models")
+        data = tuple(Datum(np.asarray(each.tokens, np.int32)) for each in operation.data)
+        async with self._features.capturing(run.tenant_id) as place:
+            request = ForwardBackwardRequest(
+                run.run_id, seq_id, data, operation.type, forward_only=True, features=place
+            )
+            while True:
+                output = await self._dispatch.forward_backward(request)
+                if (kept := await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)) is not None:
+                    return _json(kept)
 
     async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
         """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""

@@ -365,6 +365,7 @@ class Admission:
         self._tenant_id = tenant_id
         self._claimed = False
         self._kept = False
+        self._others: list[Callable[[], None]] = []
 
     def __enter__(self) -> Self:
         return self
@@ -401,6 +402,10 @@ class Admission:
         self.num_bytes = num_bytes
         self._quotas.charge(self._tenant_id, num_tokens)
 
+    def also(self, release: Callable[[], None]) -> None:
+        """What else is given back with it."""
+        self._others.append(release)
+
     def charge(self, num_tokens: int) -> None:
         """For tokens that were not known before."""
         self._quotas.charge(self._tenant_id, num_tokens)
@@ -417,6 +422,8 @@ class Admission:
         self._quotas.arrives(self._tenant_id, 1, num_bytes)
 
     def _give_back(self, done: bool) -> None:
+        while self._others:
+            self._others.pop()()
         if self._claimed:
             self._claimed = False
             if not self._kept:

@@ -293,6 +293,7 @@ class Run:
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
             target_path=operation.target_path if isinstance(operation, CreateRun) else None,
         )
+        self._services.features.hold(self.record, seq_id, operation)
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
         size = size_of(operation, received)
         admission.keep(size.num_bytes, size.num_tokens)
@@ -320,6 +321,7 @@ class Run:
             if self._slots.get(seq_id) is slot:
                 del self._slots[seq_id]
                 slot.release()
+                await self._services.features.let_go(self.record, seq_id)
                 if slot.future is not None:
                     self._services.futures.forget(slot.future)
                 self._gap.watch(self._gap_since)
@@ -339,6 +341,7 @@ class Run:
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
+        self._services.features.hold(self.record, seq_id, undone.content, was_accepted=True)
         return slot
 
     def _new_future(self, seq_id: int, slot: Slot) -> Future:
@@ -487,7 +490,7 @@ class Run:
         if self.record.role == "reference":
             raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
         if window.tainted_by is not None:
-            await self._services.operations.clear_gradients(self.record)
+            await self._services.operations.clear_gradients(self.record, seq_id)
             raise _incomplete(window.tainted_by)
         try:
             return await self._services.operations.perform(self.record, operation, seq_id)

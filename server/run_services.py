@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from .config import ServerConfig
 from .copied import Copied
+from .features import Features
 from .futures import Futures
 from .journal import Journal
 from .loaded import Loaded
@@ -23,6 +24,7 @@ class RunServices:
     journal: Journal
     snapshots: Snapshots
     loaded: Loaded
+    features: Features
     operations: Operations
     sessions: Sessions
     quotas: Quotas

@@ -307,7 +307,7 @@ class RunState:
         """operation: None = the gradients are to be dropped."""
         try:
             if operation is None:
-                await self._services.operations.clear_gradients(self._record)
+                await self._services.operations.clear_gradients(self._record, past.seq_id)
             else:
                 await self._services.operations.repeat(self._record, operation, past.seq_id)
         except WorkerLost:

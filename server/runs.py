@@ -164,6 +164,7 @@ class Runs:
         live = {*self._runs, *self._not_resumed}
         await asyncio.to_thread(self._services.snapshots.sweep, live)
         await asyncio.to_thread(self._services.loaded.sweep, live)
+        await self._services.features.sweep(live)
 
     async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
         """One after the other brings runs that the journal has held something of for longer than that into snapshots.

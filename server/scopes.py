@@ -42,6 +42,8 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/load_weights": ("train",),
     "POST /api/v1/set_target": ("train",),
     "POST /api/v1/build_vocab_map": ("train",),
+    "POST /api/v1/capture": ("train",),
+    "POST /api/v1/release_features": ("train",),
     "POST /api/v1/copy_weights": ("train",),
     "POST /api/v1/import_weights": ("train",),
     "POST /api/v1/create_sampling_session": ("sample",),

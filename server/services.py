@@ -11,6 +11,7 @@ from .auth import Auth
 from .checkpoints import Checkpoints
 from .config import ServerConfig
 from .drafts import Drafts
+from .features import Features
 from .futures import Futures
 from .journal import Journal
 from .leases import Tenure
@@ -35,6 +36,7 @@ class Services:
     runs: Runs
     adapters: Adapters
     drafts: Drafts
+    features: Features
     samplers: Samplers
     sampling: Sampling
     futures: Futures

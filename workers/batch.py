@@ -4,7 +4,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from heapq import heapreplace
-from itertools import accumulate, groupby
+from itertools import accumulate, groupby, pairwise
 
 import numpy as np
 import torch
@@ -33,6 +33,16 @@ class MicroBatchSegment:
     bounds: tuple[int, ...]
 
 
+@dataclass(frozen=True)
+class PackedRow:
+    """Tokens start:stop of a micro-batch that are one sequence: which row of which operation."""
+
+    operation: int
+    row: int
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
     """One packed row. tokens, positions: int64 [tokens], positions restart with each sequence.
@@ -45,6 +55,12 @@ class MicroBatch:
     packing: Packing
     segments: tuple[MicroBatchSegment, ...]
     objectives: tuple[Objective, ...]
+
+    def packed_rows(self) -> Iterator[PackedRow]:
+        """In their order."""
+        for each in self.segments:
+            for datum, (start, stop) in zip(each.datums, pairwise(each.bounds), strict=True):
+                yield PackedRow(each.operation, datum, each.start + start, each.start + stop)
 
     def segments_of(self, objective: Objective) -> Iterator[MicroBatchSegment]:
         return (each for each in self.segments if objective.start <= each.start < objective.stop)
@@ -74,6 +90,17 @@ def pack(operations: Sequence[Operation], token_budget: int, device: torch.devic
         )
         for bins in deal(lengths, token_budget, most_lanes)
     ]
+
+
+def part_of(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
+    """Some of its sequences, by where they start and stop; without what they are for."""
+    if not bounds:
+        return empty_micro_batch(micro_batch.tokens.device)
+    tokens, positions = (
+        torch.cat([whole[start:stop] for start, stop in bounds])
+        for whole in (micro_batch.tokens, micro_batch.positions)
+    )
+    return MicroBatch(tokens, positions, Packing(pack_lengths([stop - start for start, stop in bounds])), (), ())
 
 
 def empty_micro_batch(device: torch.device) -> MicroBatch:

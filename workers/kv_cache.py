@@ -170,29 +170,37 @@ class DecodeStep:
 
 @dataclass(frozen=True, eq=False)
 class Chunk:
-    """Tokens start:stop of the packed row, which go on a sequence that has `cached` tokens in its slot."""
+    """Tokens start:stop of the packed row, which go on a sequence that has `cached` tokens in its slot. is_causal:
+    whether none of them sees those behind it; no window goes with the other."""
 
     start: int
     stop: int
     shelf: Shelf
     slot: int
     cached: int
-    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+    is_causal: bool = True
+    _masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
         """query, key and value of the packed row; returns [stop - start, heads, head_dim]."""
-        keys, values = self.shelf.of_layer(kind.layer, key)
+        keys, values = self.store(key, value, kind.layer)
         length = self.cached + self.stop - self.start
-        keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
-        values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
         q = query[self.start : self.stop].transpose(0, 1).unsqueeze(0)
         k, v = keys[self.slot, None, :, :length], values[self.slot, None, :, :length]
         if kind.window not in self._masks:
-            self._masks[kind.window] = self._mask(length, kind.window, q)
+            self._masks[kind.window] = self._mask(length, kind.window, q) if self.is_causal else None
         mask = self._masks[kind.window]
         gqa = q.shape[1] != k.shape[1]
         out = scaled_dot_product_attention(q, k.contiguous(), v, attn_mask=mask, scale=kind.scaling, enable_gqa=gqa)
         return out[0].transpose(0, 1)
+
+    def store(self, key: Tensor, value: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """key and value of the packed row; returns those of the layer, see Shelf.of_layer."""
+        keys, values = self.shelf.of_layer(layer, key)
+        length = self.cached + self.stop - self.start
+        keys[self.slot, :, self.cached : length] = key[self.start : self.stop].transpose(0, 1)
+        values[self.slot, :, self.cached : length] = value[self.start : self.stop].transpose(0, 1)
+        return keys, values
 
     def _mask(self, length: int, window: int | None, like: Tensor) -> Tensor:
         """[stop - start, length], added to the scores."""

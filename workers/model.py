@@ -75,8 +75,8 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
-    num_parameters: of all ranks together. source: where it was loaded from. spec: the ranks that have it together.
-    sequence_split: of those along sp.
+    num_parameters: of all ranks together. precision: that it runs in. source: where it was loaded from. spec: the
+    ranks that have it together. sequence_split: of those along sp.
     shards_activations: whether those along tp share out what lies between linear layers, in training.
     unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows, but for `whole_unembedding` and
     `gathered`, where ranks keep it in parts. head_name, embedding_name: of these parameters.
@@ -93,6 +93,7 @@ class BaseModel:
         placed = Placed(mesh)
         self.device = resolve_device(config)
         self.dtype = resolve_dtype(config, self.device)
+        self.precision = f"{self.dtype} {config.base_quantization}"
         self.threads = Threads(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
         self.model = _load(config.model.source, self.dtype, self.device, placed)

@@ -91,14 +91,15 @@ class Models:
             holder.drop(model_id)
             holder.drop(target_id(model_id))
 
-    def aim(self, draft_id: str, target: Learner | None) -> None:
-        """From now on the draft guesses what this one says, for which there is room, None = the bare base model."""
+    def aim(self, draft_id: str, target: Learner | None, version: str) -> None:
+        """From now on the draft guesses what this one says, for which there is room, None = the bare base model.
+        version: the target's."""
         draft = self.drafts.get(draft_id)
         if target is not None:
             target = self.put(target_id(draft_id), target)
         else:
             self.drop(target_id(draft_id))
-        draft.target = target
+        draft.target, draft.target_version = target, version
 
     def leave_device(self) -> None:
         """See Residency."""

@@ -25,6 +25,8 @@ class CacheHolder(Protocol):
 
     def cache_bytes(self) -> int: ...
 
+    def draft_cache_bytes(self) -> int: ...
+
     def held_bytes(self) -> int: ...
 
     def leaving(self) -> Iterator[Tensor]:
@@ -88,9 +90,9 @@ class RankMemory:
     def by_purpose(self) -> dict[str, int]:
         """Bytes; of models by place, and how many of these there are.
 
-        base_weights, kv_cache: wherever they are. kv_cache_held: of the cache those of samples under way; the others
-        are prefixes and slots that wait. offloads: how often all has left the device; offload_moved: of the base and
-        the cache, since the start.
+        base_weights, kv_cache: wherever they are. kv_cache_of_drafts: of the cache, what drafts have that guess.
+        kv_cache_held: those of samples under way; the others are prefixes and slots that wait. offloads: how often all
+        has left the device; offload_moved: of the base and the cache, since the start.
         """
         cache = self._sampler.cache_bytes()
         own = {
@@ -98,6 +100,7 @@ class RankMemory:
             "base_weights_on_device": self._base.num_bytes - self._weights.num_bytes_away,
             "kv_cache": cache,
             "kv_cache_on_device": 0 if self._cache.is_away else cache,
+            "kv_cache_of_drafts": self._sampler.draft_cache_bytes(),
             "kv_cache_held": self._sampler.held_bytes(),
             "offloads": self._num_leaves,
             "offload_moved_bytes": self._weights.moved_bytes + self._cache.moved_bytes,

@@ -37,11 +37,12 @@ class RunSpec:
 
 @dataclass(frozen=True)
 class RunInfo:
-    """training: with all that its request has left open."""
+    """training: with all that its request has left open. feature_bytes: of a draft, what is captured of a token."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
     training: TrainingConfig
+    feature_bytes: int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -148,7 +149,7 @@ class SampleJob:
     stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
     streams: whether what each slice adds is told as it comes. owner: whose it is; nobody is told by
     prompt_cache_hit_tokens what others have sent. draft_id: a draft (see Worker.load_adapter) whose guesses are tried,
-    num_draft_tokens at a time.
+    num_draft_tokens at a time, None = as many as it usually does.
     """
 
     job_id: str
@@ -167,7 +168,7 @@ class SampleJob:
     streams: bool = False
     owner: str = ""
     draft_id: str | None = None
-    num_draft_tokens: int = 4
+    num_draft_tokens: int | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -19,7 +19,9 @@ from ..schemas.models import LoraConfig
 from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
 from .config import WorkerConfig
 from .drafts.groups import DraftGroups
+from .drafts.model import DraftModel
 from .drafts.models import Drafts
+from .drafts.version import version_of_parts
 from .full import FullModels
 from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
@@ -127,7 +129,8 @@ class Worker:
             spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
         )
         targets = model.targets if isinstance(model, Adapter) else ()
-        return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training)
+        feature_bytes = model.feature_bytes if isinstance(model, DraftModel) else 0
+        return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training, feature_bytes)
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""
@@ -213,7 +216,8 @@ class Worker:
         """From now on the draft guesses what a policy says that was saved there, None = the bare base model."""
         self._check_draft(run_id)
         target = None if directory is None else self._made(partial(self._target_of, run_id, Path(directory)))
-        self._models.aim(run_id, target)
+        versions = self._mesh.exchange(self._models.drafts.version_of(target))
+        self._models.aim(run_id, target, version_of_parts(versions))
         self._passes.forget(run_id)
 
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:

@@ -27,7 +27,9 @@ from .values import JsonObject
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     """Protobuf. All datums must have the same output names."""
-    message = wire.ForwardBackwardOutput(loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics)
+    message = wire.ForwardBackwardOutput(
+        loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics, feature_refs=output.feature_refs
+    )
     for num_datums, columns in _records(output.loss_fn_outputs):
         record = message.loss_fn_outputs.add()
         record.num_datums = num_datums
@@ -45,6 +47,7 @@ def encode_forward_backward_output_json(output: ForwardBackwardOutput) -> JsonOb
             for datum in output.loss_fn_outputs
         ],
         "metrics": {name: value if math.isfinite(value) else None for name, value in output.metrics.items()},
+        **({"feature_refs": list(output.feature_refs)} if output.feature_refs else {}),
     }
 
 
@@ -53,7 +56,8 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     message = wire.ForwardBackwardOutput()
     parse_protobuf(message, body)
     outputs = [datum for record in message.loss_fn_outputs for datum in _read_record(record)]
-    return ForwardBackwardOutput(tuple(outputs), dict(message.metrics), message.loss_fn_output_type)
+    refs = tuple(message.feature_refs)
+    return ForwardBackwardOutput(tuple(outputs), dict(message.metrics), message.loss_fn_output_type, refs)
 
 
 def _at_least_1d(array: np.ndarray) -> np.ndarray:

@@ -60,7 +60,9 @@ class _Pieces:
 def _collect(message: wire.Datum, tokens: _Pieces, inputs: Mapping[str, _Pieces]) -> bool:
     """Whether the datum is plain; then its pieces are there."""
     chunks, given = message.model_input, message.loss_fn_inputs
-    if len(chunks) != 1 or len(given) != len(inputs) or message.model_input_spans or message.loss_fn_input_spans:
+    if len(chunks) != 1 or len(given) != len(inputs) or message.feature_ref:
+        return False
+    if message.model_input_spans or message.loss_fn_input_spans:
         return False
     tokens.pieces.append(chunks[0].encoded_text.tokens)
     for name, pieces in inputs.items():

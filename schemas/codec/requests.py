@@ -54,6 +54,8 @@ def encode_forward_backward_request(request: ForwardBackwardRequest) -> bytes:
     message = wire.ForwardBackwardRequest(
         model_id=request.model_id, seq_id=request.seq_id, loss_fn=request.loss_fn, forward_only=request.forward_only
     )
+    if request.capture_for is not None:
+        message.capture_for = request.capture_for
     if request.loss_weight != 1.0:
         message.loss_weight = request.loss_weight
     for key, value in request.loss_fn_config.items():
@@ -81,6 +83,7 @@ def _request_from_protobuf(body: bytes, budget: Budget) -> ForwardBackwardReques
             loss_fn_config=_loss_config_from_protobuf(message),
             forward_only=message.forward_only,
             loss_weight=message.loss_weight if message.HasField("loss_weight") else 1.0,
+            capture_for=message.capture_for or None,
         )
     )
 
@@ -103,6 +106,7 @@ def _datum_from_protobuf(index: int, message: wire.Datum, budget: Budget) -> Dat
             },
             model_input_spans=tuple(_span_from_protobuf(span) for span in message.model_input_spans),
             loss_fn_input_spans=tuple(_span_from_protobuf(span) for span in message.loss_fn_input_spans),
+            feature_ref=message.feature_ref or None,
         )
     except Invalid as error:
         raise Invalid(f"data[{index}]: {error}") from None
@@ -145,6 +149,8 @@ def _datum_to_protobuf(datum: Datum, message: wire.Datum) -> None:
     message.model_input.add().encoded_text.tokens = bytes_of(datum.tokens, np.int32)
     for name, array in datum.loss_fn_inputs.items():
         write_tensor(array, message.loss_fn_inputs[name])
+    if datum.feature_ref is not None:
+        message.feature_ref = datum.feature_ref
     for span in datum.model_input_spans:
         _write_span(span, message.model_input_spans.add())
     for span in datum.loss_fn_input_spans:
@@ -171,8 +177,13 @@ def _request_from_json(body: bytes, budget: Budget) -> ForwardBackwardRequest:
             loss_fn_config=_loss_config_from_json(content.get("loss_fn_config")),
             forward_only=json_boolean(forward_only, "forward_only"),
             loss_weight=json_number(request.get("loss_weight", 1.0), "loss_weight"),
+            capture_for=_optional_text(request.get("capture_for"), "capture_for"),
         )
     )
+
+
+def _optional_text(value: object, place: str) -> str | None:
+    return None if value is None else json_text(value, place) or None
 
 
 def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
@@ -184,6 +195,7 @@ def _datum_from_json(index: int, value: object, budget: Budget) -> Datum:
             loss_fn_inputs={name: _input_from_json(name, tensor, budget) for name, tensor in inputs.items()},
             model_input_spans=_spans_from_json(datum.get("model_input_spans"), "model_input_spans"),
             loss_fn_input_spans=_spans_from_json(datum.get("loss_fn_input_spans"), "loss_fn_input_spans"),
+            feature_ref=_optional_text(datum.get("feature_ref"), "feature_ref"),
         )
 
 

@@ -58,13 +58,14 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> 
 
     A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
     """
-    return services.quotas.limits(tenant, services.runs.num_live(tenant.id))
+    limits = services.quotas.limits(tenant, services.runs.num_live(tenant.id))
+    return limits.model_copy(update=services.features.limits(tenant.id))
 
 
 @router.get("/workers")
 async def get_workers(services: ServicesDependency, tenant: TenantDependency) -> Workers:
     """What is where in the memory of workers, as they report it, all tenants' together."""
-    return Workers(groups=await services.dispatch.memory())
+    return Workers(groups=await services.dispatch.memory(), features=services.features.stock())
 
 
 @router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -23,16 +23,19 @@ from ...schemas.codec import (
 )
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
+from ...schemas.training import ForwardBackwardRequest
 from ..auth import Tenant
 from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
 from ..futures import Result
 from ..journaled import Request as AsAsked
 from ..operations import Operation
 from ..quotas import UNORDERED, Admission, Standing
+from ..run import Run
 from ..seeds import draw_open_seeds, with_drawn
 from ..services import Services
 from ..slots import Refused
 
+_FEATURE_HEADER_BYTES = 1024
 AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
 AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -99,13 +102,40 @@ async def receive_operation(
         raise
 
 
+async def claim_features(
+    services: Services, tenant: Tenant, submit: Submit[Any], kind: str, draft_id: str, lengths: Sequence[int]
+) -> Callable[[], None]:
+    """Room for what is captured for a draft of sequences of these lengths. Raises RequestError: one that is not to be
+    sent again counts as refused."""
+    try:
+        draft = await services.runs.get(tenant, draft_id)
+        return await services.features.claim(tenant.id, await _feature_bytes(draft, lengths))
+    except RequestError as error:
+        if error.status not in (429, 503):
+            await _count_as_refused(services, tenant, kind, submit.received, error)
+        raise
+
+
+async def _feature_bytes(draft: Run, lengths: Sequence[int]) -> int:
+    """That it may take; 0 for a model that is not created yet, or is no draft."""
+    try:
+        info = await draft.info()
+    except RequestError:
+        return 0
+    return sum(info.feature_bytes * length + _FEATURE_HEADER_BYTES for length in lengths) if info.feature_bytes else 0
+
+
 async def run_operation(
     request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
 ) -> Response:
     """All that the route of an operation of a live run does. Raises RequestError."""
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
-        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
+        asked = submit.content
+        if isinstance(asked, ForwardBackwardRequest) and asked.capture_for is not None:
+            lengths = [len(datum.tokens) for datum in asked.data]
+            admission.also(await claim_features(services, tenant, submit, kind, asked.capture_for, lengths))
+        submitted = await submit_operation(services, tenant, submit, asked, admission)
     return await answer(request, services, tenant, submitted)
 
 

@@ -12,7 +12,13 @@ from ...schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ...schemas.codec import decode_forward_backward
-from ...schemas.drafts import BuildVocabMapRequest, SetTargetRequest
+from ...schemas.drafts import (
+    BuildVocabMapRequest,
+    CaptureRequest,
+    ReleaseFeaturesRequest,
+    ReleaseFeaturesResponse,
+    SetTargetRequest,
+)
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -20,11 +26,12 @@ from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..operations import LoadWeights
 from ..services import ServicesDependency
-from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
+from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID, body_example
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
     answer,
+    claim_features,
     receive_operation,
     receive_unordered,
     run_operation,
@@ -43,6 +50,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
         "loss_fn_config": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
         "forward_only": {"type": "boolean", "default": False},
         "loss_weight": {"type": "number", "default": 1.0},
+        "capture_for": {"type": "string", "description": "of policies: a draft that is to learn from this very pass"},
         "data": {
             "type": "array",
             "items": {
@@ -58,6 +66,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
                         "description": "name -> numbers, or {data, dtype, shape}",
                         "additionalProperties": {"type": "array", "items": {"type": "number"}},
                     },
+                    "feature_ref": {"type": "string", "description": "of drafts: what capture answered for it"},
                 },
             },
         },
@@ -213,6 +222,39 @@ async def build_vocab_map(request: Request, services: ServicesDependency, tenant
     Of `tokens` those count whose `weights` are not 0; or give `counts`, by token id.
     """
     return await run_operation(request, services, tenant, "build_vocab_map", json_decoder(BuildVocabMapRequest))
+
+
+@router.post(
+    "/capture",
+    openapi_extra=json_body(CaptureRequest, {"model_id": DRAFT_ID, "data": [{"model_input": [5, 6, 7, 6]}]}),
+)
+async def capture(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
+    """What a draft's target has inside at these tokens is kept on the server: data of `forward_backward` and `forward`
+    may carry its `feature_ref`, and the target is not run for them.
+
+    It waits for room, and then answers 429. See docs/drafts.md.
+    """
+    with services.quotas.admission(tenant.id) as admission:
+        decode = json_decoder(CaptureRequest)
+        submit = await receive_operation(request, services, tenant, admission, "capture", decode)
+        lengths = [len(each.tokens) for each in submit.content.data]
+        claim = claim_features(services, tenant, submit, "capture", submit.content.model_id, lengths)
+        admission.also(await claim)
+        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
+    return await answer(request, services, tenant, submitted)
+
+
+@router.post("/release_features", openapi_extra=body_example({"model_id": DRAFT_ID}))
+async def release_features(
+    request: ReleaseFeaturesRequest, services: ServicesDependency, tenant: TenantDependency
+) -> ReleaseFeaturesResponse:
+    """Gives up what this model has captured, all of it or `feature_refs`; done at once, out of the order of operations.
+
+    What an operation needs whose optimizer step has not finished is deleted behind that.
+    """
+    run = await services.runs.get(tenant, request.model_id)
+    num_released = await services.features.release(run.record, request.feature_refs)
+    return ReleaseFeaturesResponse(num_released=num_released)
 
 
 def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsRequest]:

@@ -9,6 +9,7 @@ import tinker
 from trainhouse import ServiceClient
 
 from ..live import LiveServer, live_server
+from ..official import official_service
 from ..server.noting import NOTING
 
 # The SDK leaves connections to its interpreter's end.
@@ -30,7 +31,7 @@ def test_the_official_sdk_goes_on_with_a_full_checkpoint(server: LiveServer) -> 
         saved = made.save_state("a").result(60).path
         sampled = made.save_weights_for_sampler("a").result(60).path
     rest = tinker.RestClient(base_url=server.url, api_key=KEY)
-    with closing(rest.holder), tinker.ServiceClient(base_url=server.url, api_key=KEY) as official:
+    with closing(rest.holder), official_service(server.url, KEY) as official:
         for create in (
             official.create_training_client_from_state,
             official.create_training_client_from_state_with_optimizer,

@@ -11,6 +11,7 @@ import tinker
 from tinker import types
 
 from ..live import LiveServer, live_server
+from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -57,8 +58,8 @@ def put_off(server: LiveServer) -> list[tuple[str, str]]:
 
 def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveServer) -> None:
     with (
-        tinker.ServiceClient(base_url=server.url, api_key="tml-greedy") as greedy,
-        tinker.ServiceClient(base_url=server.url, api_key="tml-modest") as modest,
+        official_service(server.url, "tml-greedy") as greedy,
+        official_service(server.url, "tml-modest") as modest,
     ):
         pipelined = greedy.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
         one_by_one = modest.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
@@ -82,7 +83,7 @@ def test_a_tenant_beyond_its_limits_is_slowed_and_another_is_not(server: LiveSer
 
 def test_tokens_per_minute_slow_training_down(server: LiveServer) -> None:
     before = set(put_off(server))
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-fast") as service:
+    with official_service(server.url, "tml-fast") as service:
         client = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
         began = time.monotonic()
         for _ in range(21):

@@ -18,6 +18,7 @@ from tinker import types
 from tinker.types import LossFnType
 
 from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
+from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -47,7 +48,7 @@ def connections(server: LiveServer) -> Iterator[Connect]:
 
         def connected(key: str) -> tinker.ServiceClient:
             if key not in services:
-                services[key] = stack.enter_context(tinker.ServiceClient(base_url=server.url, api_key=f"tml-{key}"))
+                services[key] = stack.enter_context(official_service(server.url, f"tml-{key}"))
             return services[key]
 
         yield connected

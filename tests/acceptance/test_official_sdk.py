@@ -20,6 +20,7 @@ from tinker import types
 from transformers import AutoModelForCausalLM
 
 from ..live import EACH_MANNER, MANNERS, LiveServer, live_server
+from ..official import official_service
 
 # The SDK leaves connections to its interpreter's end.
 pytestmark = pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -41,7 +42,7 @@ def server(request: pytest.FixtureRequest, tiny_models: dict[str, Path], tmp_pat
 
 @pytest.fixture(scope="module")
 def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client:
+    with official_service(server.url, "tml-acceptance") as client:
         yield client
 
 
@@ -362,7 +363,7 @@ def test_another_tenant_sees_and_loads_nothing(server: LiveServer, make_training
     client = make_training()
     train(client, batch(), 1)
     path = client.save_state("private").result(60).path
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-stranger") as stranger:
+    with official_service(server.url, "tml-stranger") as stranger:
         rest = tinker.RestClient(base_url=server.url, api_key="tml-stranger")
         assert rest.list_user_checkpoints().result(60).checkpoints == []
         with pytest.raises((tinker.APIError, tinker.RequestFailedError, ValueError)):
@@ -443,7 +444,7 @@ def test_the_sdks_command_line_lists_checkpoints(server: LiveServer, make_traini
 def test_samples_polled_together_in_one_request(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     with (
         live_server({MODEL: tiny_models["qwen3"]}, tmp_path, sdk_sample_polling="together") as server,
-        tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client,
+        official_service(server.url, "tml-acceptance") as client,
     ):
         sampler = client.create_sampling_client(base_model=MODEL).result(60)
         params = types.SamplingParams(max_tokens=4, seed=1, stop=[])

@@ -8,6 +8,7 @@ import tinker
 from tinker import types
 
 from ..live import EACH_LAYOUT, MANNERS, LiveServer, live_server, save_byte_tokenizer
+from ..official import official_service
 from ..tiny import tiny_model
 from .test_official_sdk import batch, datum, logprobs_of, train
 
@@ -49,7 +50,7 @@ def server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def service(server: LiveServer) -> Iterator[tinker.ServiceClient]:
-    with tinker.ServiceClient(base_url=server.url, api_key="tml-acceptance") as client:
+    with official_service(server.url, "tml-acceptance") as client:
         yield client
 
 

@@ -17,6 +17,7 @@ from trainhouse.server.connections import Connection
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.parallel.spec import ParallelSpec
 
+from ..official import official_service
 from ..server.real import MODEL, server_config, started_dispatch
 
 # The SDK leaves connections to its interpreter's end.
@@ -85,7 +86,7 @@ def sample_all(url: str, made: list[Request]) -> list[types.SampleResponse | Non
     async def together(sampler: tinker.SamplingClient) -> list[types.SampleResponse | None]:
         return await asyncio.gather(*(each.sampled(sampler) for each in made))
 
-    with tinker.ServiceClient(base_url=url, api_key="tml-load") as service:
+    with official_service(url, "tml-load") as service:
         return asyncio.run(together(service.create_sampling_client(base_model=MODEL).result(60)))
 
 

@@ -10,6 +10,7 @@ from tinker import types
 from trainhouse.server.cli import main
 
 from ..fuzz.serving import Served, served
+from ..official import official_service
 from ..server.real import MODEL, batch, server_config
 
 # The SDK leaves connections to its interpreter's end.
@@ -30,7 +31,7 @@ def key_with(server: Served, scopes: str, capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "train,sample,read", capsys)
-    with tinker.ServiceClient(base_url=server.url, api_key=key) as service:
+    with official_service(server.url, key) as service:
         training = service.create_lora_training_client(MODEL, rank=4, seed=1).result(60)
         losses = []
         for _ in range(2):
@@ -55,7 +56,7 @@ def test_the_sdk_trains_saves_and_samples_without_admin(server: Served, capsys: 
 
 def test_the_sdk_samples_with_a_key_that_only_samples(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     key = key_with(server, "sample", capsys)
-    with tinker.ServiceClient(base_url=server.url, api_key=key) as service:
+    with official_service(server.url, key) as service:
         sampler = service.create_sampling_client(base_model=MODEL).result(60)
         prompt, params = types.ModelInput.from_ints([5, 6, 7]), types.SamplingParams(max_tokens=4, seed=1)
         assert sampler.sample(prompt, 1, params).result(60).sequences[0].tokens

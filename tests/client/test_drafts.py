@@ -1,4 +1,4 @@
-"""Draft models by our client; their workers compute nothing."""
+"""Draft models by our client; most of their workers compute nothing."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,6 +19,17 @@ def service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFacto
     directory = tmp_path_factory.mktemp("server")
     with (
         live_server({MODEL: tiny_models["qwen3"]}, directory, module=NOTING) as server,
+        ServiceClient(server.url, "tml-draft") as client,
+    ):
+        yield client
+
+
+@pytest.fixture(scope="module")
+def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    """Of workers that compute."""
+    directory = tmp_path_factory.mktemp("real")
+    with (
+        live_server({MODEL: tiny_models["qwen3"]}, directory) as server,
         ServiceClient(server.url, "tml-draft") as client,
     ):
         yield client
@@ -96,6 +107,57 @@ def test_a_loss_that_draws_has_a_seed_of_each_request(service: ServiceClient) ->
     assert told(draft, "seed", "dflash", seed=12) == 12
 
 
+def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient) -> None:
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    random = np.random.default_rng(1)
+    data = [Datum(random.integers(3, 500, 9), {}) for _ in range(5)]
+    online = draft.forward(data, "eagle3").result(60)
+    captured = draft.capture(data, uses=1, ttl_seconds=600).result(60)
+    assert [each.tokens.tolist() for each in captured] == [each.tokens.tolist() for each in data]
+    assert len({each.feature_ref for each in captured}) == 5
+    offline = draft.forward(captured, "eagle3").result(60)
+    assert offline.metrics == online.metrics
+    draft.forward_backward(captured[:2], "eagle3")
+    draft.optim_step().result(60)
+    features = real_service.get_workers().features
+    assert features is not None and (features.num_sequences, features.num_references) == (3, 3)
+    used = real_service.get_limits().feature_bytes
+    assert used is not None and used.used == features.num_bytes > 0
+    assert draft.release_features(captured[2:3]).result(60).num_released == 1
+    assert draft.release_features().result(60).num_released == 2
+    with pytest.raises(TrainhouseError, match="it was released; capture it again"):
+        draft.forward(captured[4:], "eagle3").result(60)
+    with pytest.raises(TrainhouseError, match="which it has had"):
+        draft.forward(captured[:1], "eagle3").result(60)
+    given = Datum(data[0].tokens, {}, feature_ref=draft.capture(data[:1]).result(60)[0].feature_ref)
+    assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
+
+
+def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -> None:
+    policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    draft.set_target(policy.save_weights_for_sampler("a").result(60).path)
+    policy._limits = policy._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    tokens = [[number, 5, 6, 7] for number in range(5)]
+    data = [Datum(each[:-1], {"target_tokens": each[1:], "weights": [1.0] * 3}) for each in tokens]
+    refs = policy.forward_backward(data, "cross_entropy", capture_for=draft).result(60).feature_refs
+    assert len(set(refs)) == 5 == len(policy.forward(data, "cross_entropy", capture_for=draft).result(60).feature_refs)
+    captured = [Datum(each.tokens, each.loss_fn_inputs, feature_ref=ref) for each, ref in zip(data, refs, strict=True)]
+    found = draft.forward(captured, "eagle3").result(60).metrics["loss:sum"]
+    assert found == pytest.approx(draft.forward(data, "eagle3").result(60).metrics["loss:sum"], rel=1e-4)
+    assert draft.release_features().result(60).num_released == 10
+
+
+def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> None:
+    draft = real_service.create_draft_client(MODEL, "dflash")
+    draft._limits = draft._limits.model_copy(update={"fwdbwd_max_chunk_len": 2})
+    data = [Datum([number, 5, 6], {}) for number in range(5)]
+    captured = draft.capture(data).result(60)
+    assert [each.tokens[0] for each in captured] == [0, 1, 2, 3, 4]
+    assert len({str(each.feature_ref).rpartition("-")[2] for each in captured}) == 3
+    assert draft._next_seq_id == 4
+
+
 def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: ServiceClient) -> None:
     policy = service.create_lora_training_client(MODEL, rank=4)
     draft = service.create_draft_client(MODEL, "eagle3")
@@ -103,6 +165,10 @@ def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: S
         policy.set_target(None)
     with pytest.raises(ValueError, match="build_vocab_map is of draft models, and this is a policy"):
         policy.build_vocab_map(counts={1: 1})
+    with pytest.raises(ValueError, match="capture is of draft models, and this is a policy"):
+        policy.capture(DATA)
+    with pytest.raises(ValueError, match="data is empty: capture at least one datum"):
+        draft.capture([])
     with pytest.raises(ValueError, match="a draft has no log-probabilities for a loss of yours"):
         draft.forward_backward_custom(DATA, lambda data, logprobs: (0.0, logprobs))
     with pytest.raises(ValueError, match="give either tokens or counts"):

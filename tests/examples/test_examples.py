@@ -132,6 +132,18 @@ def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
 
 
 @of_one_rank
+def test_a_draft_learns_of_captured_features_as_of_the_target(shared_server: LiveServer, short_text: Path) -> None:
+    command = [*draft_command(shared_server, "dflash", short_text), "--steps", 3]
+    online, offline = (DraftRun.told(run(*command, *more)) for more in ((), ("--captured",)))
+    assert offline.losses == pytest.approx(online.losses, abs=2e-3)
+    assert offline.held_out_losses == pytest.approx(online.held_out_losses, abs=2e-3)
+    assert offline.losses != pytest.approx([*online.losses[1:], 0.0], abs=2e-3)
+    with ServiceClient(shared_server.url, "tml-watching") as service:
+        features = service.get_workers().features
+        assert features is not None and features.num_references == 0, "they went with their runs"
+
+
+@of_one_rank
 def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_server: LiveServer) -> None:
     resumed, on_the_way = None, []
     for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):

@@ -14,6 +14,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStep
 from trainhouse.server.bodies import Received
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.copied import Copied
+from trainhouse.server.features import Features
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header, Journal, Journaled, read_journal
 from trainhouse.server.loaded import Loaded
@@ -72,7 +73,7 @@ class Noting:
         self.performed.append("snapshot")
         (directory / "state").write_bytes(b"state")
 
-    async def clear_gradients(self, run: RunRecord) -> None:
+    async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
         self.performed.append("clear")
 
     async def drop(self, run: RunRecord) -> None:
@@ -180,6 +181,7 @@ async def benches(tmp_path: Path) -> AsyncIterator[MakeBench]:
                 journal=journal,
                 snapshots=snapshots,
                 loaded=Loaded(tmp_path / "loaded", sync=False),
+                features=Features(tmp_path / "features", config),
                 operations=operations,  # pyright: ignore[reportArgumentType]
                 sessions=Sessions(store, 300.0),
                 quotas=quotas,

@@ -95,6 +95,8 @@ def requests_of_bob(things: Things, bobs_session: str) -> Iterator[tuple[str, st
     yield "POST", "create_model", {"session_id": bobs_session, "model_seq_id": 0, "base_model": MODEL} | draft
     yield "POST", "set_target", model | {"path": things.sampler_weights}
     yield "POST", "build_vocab_map", model | {"tokens": [[1, 2]]}
+    yield "POST", "capture", model | {"data": [{"model_input": [1, 2]}]}
+    yield "POST", "release_features", model
     yield "POST", "get_info", model
     yield "POST", "forward_backward", model | data
     yield "POST", "forward", model | data

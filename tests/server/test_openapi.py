@@ -21,7 +21,7 @@ LAST = ("publish", "{name}", "me", "finish")
 """Of what deletes or ends things, the ends of the paths; `{name}` is a checkpoint, `me` a key."""
 FILES = ("post", "/api/v1/import_weights")
 """Takes files, of which there is no example: see test_importing."""
-OF_DRAFTS = {("post", "/api/v1/set_target"), ("post", "/api/v1/build_vocab_map")}
+OF_DRAFTS = {("post", f"/api/v1/{name}") for name in ("set_target", "build_vocab_map", "capture", "release_features")}
 """Take a draft model: see test_drafts."""
 
 

@@ -13,13 +13,15 @@ from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.sampler import native, speculation
+from trainhouse.workers.sampler.cache import Cache
+from trainhouse.workers.sampler.schedule import Schedule
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
 from trainhouse.workers.sampler.together import Verified
 from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
 from trainhouse.workers.worker import Worker
 
 from ..tiny import tiny_model
-from .jobs import answers, job
+from .jobs import answers, job, slices
 from .test_sampler_distribution import (
     CASES,
     LEAST_P_VALUE,
@@ -34,24 +36,30 @@ from .test_sampler_distribution import model as model
 
 NUM_PROMPTS = 200
 ADAM = AdamParams(learning_rate=1e-2, grad_clip_norm=0.5)
-DRAFTS = ("random", "trained")
+DRAFTS = ("random", "trained", "blocks")
+
+# Of a pass over a draft's data.
+LOSSES: Mapping[str, Mapping[str, float | str]] = {"eagle3": {"ttt_length": 4}, "dflash": {"seed": 0}}
+BLOCKS = {"algorithm": "dflash", "num_layers": 2, "block_size": 6}
 
 
 @dataclass(frozen=True)
 class Target:
-    """rollouts: int64 [n, tokens], of the model's likeliest tokens."""
+    """rollouts: int64 [n, tokens], of the model's likeliest tokens. directory: of the drafts, by their ids."""
 
     worker: Worker
     rollouts: np.ndarray
+    directory: Path
 
 
 def made(worker: Worker, draft_id: str, directory: Path, rollouts: np.ndarray | None = None, **fields: Any) -> None:
     """rollouts: that it is trained on, if any."""
-    worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=3, **fields), "draft"))
+    config = DraftConfig.model_validate({"algorithm": "eagle3", "seed": 3} | fields)
+    worker.create_run(RunSpec("draft", config, "draft"))
     if "draft_vocab_size" in fields:
         worker.set_vocabulary("draft", np.arange(1, 1 + fields["draft_vocab_size"], dtype=np.int64))
     for number in range(0 if rollouts is None else 60):
-        passed(worker, number, rollouts)
+        passed(worker, number, rollouts, algorithm=config.algorithm)
         worker.apply_steps((Step("draft", ADAM, "mean"),))
     directory.mkdir()
     worker.save_run("draft", str(directory), optimizer=False)
@@ -59,10 +67,11 @@ def made(worker: Worker, draft_id: str, directory: Path, rollouts: np.ndarray | 
     worker.load_draft(draft_id, str(directory))
 
 
-def passed(worker: Worker, number: int, rollouts: np.ndarray, forward_only: bool = False) -> ForwardBackwardOutput:
+def passed(
+    worker: Worker, number: int, rollouts: np.ndarray, forward_only: bool = False, algorithm: str = "eagle3"
+) -> ForwardBackwardOutput:
     data = tuple(Datum(row.astype(np.int32), {}) for row in rollouts)
-    config = {"ttt_length": 4}
-    request = ForwardBackwardRequest("draft", 1, data, "eagle3", config, forward_only=forward_only)
+    request = ForwardBackwardRequest("draft", 1, data, algorithm, LOSSES[algorithm], forward_only=forward_only)
     (answer,) = worker.run_pass(Pass((Part(number, request),)))
     assert isinstance(answer, ForwardBackwardOutput), answer
     return answer
@@ -73,21 +82,33 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """With weights large enough for the likeliest token to be one by far."""
     directory = tmp_path_factory.mktemp("target")
     tiny_model("llama", directory / "model", num_hidden_layers=4, initializer_range=0.2)
-    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1))
+    worker = Worker(WorkerConfig(ServedModel("tiny", str(directory / "model")), threads=1, full_slots=5))
     random = np.random.default_rng(0)
     prompts = [random.integers(3, 512, 4) for _ in range(12)]
     found = run(worker, *(job(str(i), prompt, temperature=0.0, max_tokens=40) for i, prompt in enumerate(prompts)))
     rollouts = np.stack([np.concatenate([prompt, tokens(found[str(i)])]) for i, prompt in enumerate(prompts)])
     made(worker, "random", directory / "random")
     made(worker, "trained", directory / "trained", rollouts)
-    made(worker, "of few", directory / "few", draft_vocab_size=300)
-    return Target(worker, rollouts)
+    made(worker, "of few", directory / "of few", draft_vocab_size=300)
+    made(worker, "blocks", directory / "blocks", rollouts, **BLOCKS)
+    made(worker, "random blocks", directory / "random blocks", **BLOCKS)
+    return Target(worker, rollouts, directory)
 
 
 def run(worker: Worker, *jobs: SampleJob, **options: Any) -> dict[str, SampleResponse]:
     found = answers(worker.sample_slice, *jobs, **options)
     assert all(isinstance(answer, SampleResponse) for answer in found.values()), found
     return found
+
+
+def finished(worker: Worker, wanted: SampleJob) -> SampleResponse:
+    """Beside others, which need not end."""
+    found = worker.sample_slice(Slice((wanted,), (), 0)).finished
+    while wanted.job_id not in found:
+        found = worker.sample_slice(Slice((), (), 0)).finished
+    answer = found[wanted.job_id]
+    assert isinstance(answer, SampleResponse)
+    return answer
 
 
 def tokens(response: SampleResponse, sample: int = 0) -> np.ndarray:
@@ -119,7 +140,7 @@ def assert_alike(found: Mapping[str, SampleResponse], wanted: Mapping[str, Sampl
             assert ours.stop_reason == theirs.stop_reason
 
 
-@pytest.mark.parametrize("draft_id", [*DRAFTS, "of few"])
+@pytest.mark.parametrize("draft_id", [*DRAFTS, "of few", "random blocks"])
 def test_the_likeliest_tokens_are_the_same_with_a_draft(target: Target, draft_id: str) -> None:
     jobs = some_jobs(NUM_PROMPTS, target.rollouts, temperature=0.0)
     wanted = run(target.worker, *jobs)
@@ -129,7 +150,7 @@ def test_the_likeliest_tokens_are_the_same_with_a_draft(target: Target, draft_id
     counts = [each.guesses for each in found.values() if each.guesses is not None]
     assert len(counts) > NUM_PROMPTS / 2
     assert all(sum(each.by_accepted) == each.passes and each.accepted <= each.drafted for each in counts)
-    if draft_id == "trained":
+    if draft_id in ("trained", "blocks"):
         assert sum(each.accepted for each in counts) > 50
 
 
@@ -149,18 +170,98 @@ def test_samples_hang_on_their_own_seed_alone(target: Target, draft_id: str) -> 
     )
 
 
-def test_rows_give_way_and_are_guessed_again(target: Target, tmp_path: Path) -> None:
-    """In a cache that has not room for all."""
-    small = Worker(replace(target.worker._config, kv_cache_bytes=1 << 19))
-    made(small, "trained", tmp_path / "trained", target.rollouts)
-    jobs = [replace(each, num_samples=3) for each in some_jobs(40, target.rollouts, temperature=0.0)]
+def of_all(jobs: list[SampleJob]) -> list[SampleJob]:
+    """Some without a draft, and others with each of several."""
+    ids = None, "trained", "blocks", "random", "random blocks"
+    return [replace(each, draft_id=ids[number % len(ids)]) for number, each in enumerate(guessed(jobs, "any"))]
+
+
+def test_rows_of_several_drafts_and_of_none_run_together(target: Target) -> None:
+    """In the same passes, several samples of each."""
+    jobs = [replace(each, num_samples=2) for each in some_jobs(60, target.rollouts, temperature=0.0)]
     wanted = run(target.worker, *jobs)
-    assert_alike(run(small, *guessed(jobs, "trained"), budget_milliseconds=0), wanted)
-    assert small._sampler._of_base._schedule.cache.held_bytes() == 0
+    found = run(target.worker, *of_all(jobs))
+    assert_alike(found, wanted)
+    has_guesses = {each.draft_id for each in of_all(jobs) if found[each.job_id].guesses is not None}
+    assert has_guesses == {"trained", "blocks", "random", "random blocks"}
+
+
+@pytest.fixture(scope="module")
+def small(target: Target) -> Worker:
+    """With a cache that has not room for all."""
+    small = Worker(replace(target.worker._config, kv_cache_bytes=1 << 19))
+    for draft_id in ("trained", "blocks", "random", "random blocks"):
+        small.load_draft(draft_id, str(target.directory / draft_id))
+    return small
+
+
+@pytest.fixture
+def lengths_on_leaving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of the samples that gave way, and had been guessed."""
+    found: list[int] = []
+
+    def preempt(self: Schedule) -> None:
+        before = {row: row.guessed.num_passes for row in self.under_way()}
+        preempt_youngest(self)
+        left = before.keys() - self.under_way()
+        found.extend(len(row.tokens) for row in left if before[row])
+
+    preempt_youngest = Schedule._preempt_youngest
+    monkeypatch.setattr(Schedule, "_preempt_youngest", preempt)
+    return found
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_rows_give_way_and_are_guessed_again(
+    target: Target, small: Worker, temperature: float, lengths_on_leaving: list[int]
+) -> None:
+    """As they would have been: a seed gives the same tokens, and the same guesses."""
+    options = {"temperature": temperature}
+    jobs = of_all([replace(each, num_samples=3) for each in longer_jobs(40, target.rollouts, **options)])
+    wanted = run(target.worker, *jobs)
+    assert not lengths_on_leaving
+    found = run(small, *jobs, budget_milliseconds=0)
+    assert len(lengths_on_leaving) > 4
+    assert_alike(found, wanted)
+    assert [found[each.job_id].guesses for each in jobs] == [wanted[each.job_id].guesses for each in jobs]
+    assert small._sampler.held_bytes() == 0
     assert not small._sampler._of_base._speculation._states
 
 
-def test_an_adapter_is_guessed_by_any_draft(target: Target) -> None:
+def test_what_drafts_have_is_told_of_within_the_budget_and_leaves_the_device(target: Target, small: Worker) -> None:
+    jobs = of_all([replace(each, num_samples=2) for each in longer_jobs(20, target.rollouts, temperature=0.0)])
+    wanted = run(target.worker, *jobs)
+    found: dict[str, Any] = {}
+    of_drafts: list[int] = []
+    for number, result in enumerate(slices(small.sample_slice, *jobs)):
+        found |= result.finished
+        memory = small.memory()
+        assert memory["kv_cache_of_drafts"] < memory["kv_cache"] <= small._config.kv_cache_bytes
+        of_drafts.append(memory["kv_cache_of_drafts"])
+        if number % 5 == 0:
+            small.offload()
+            keys = [key for cache in caches_of_drafts(small) for key in cache.tensors()]
+            assert all(key.untyped_storage().nbytes() == 0 for key in keys), "they have left"
+            assert bool(keys) == (of_drafts[-1] > 0)
+    assert_alike(found, wanted)
+    assert max(of_drafts) > 0 == of_drafts[-1]
+
+
+def caches_of_drafts(worker: Worker) -> list[Cache]:
+    return list(worker._sampler._of_base._speculation._caches.values())
+
+
+def longer_jobs(num: int, rollouts: np.ndarray, **options: Any) -> list[SampleJob]:
+    """That outgrow their slots."""
+    found = []
+    for number, each in enumerate(some_jobs(num, rollouts, **options)):
+        update = {"max_tokens": 30 + 2 * number, "seed": 100 + number}
+        found.append(replace(each, params=each.params.model_copy(update=update)))
+    return found
+
+
+@pytest.mark.parametrize("draft_id", ["trained", "blocks"])
+def test_an_adapter_is_guessed_by_any_draft(target: Target, draft_id: str) -> None:
     worker = target.worker
     worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=5)))
     weights = worker._models.get("policy").weights
@@ -169,7 +270,7 @@ def test_an_adapter_is_guessed_by_any_draft(target: Target) -> None:
     jobs = [replace(each, adapter_id="adapter") for each in some_jobs(20, target.rollouts, temperature=0.0)]
     wanted = run(worker, *jobs)
     base = [replace(each, job_id=f"base {each.job_id}", adapter_id=None) for each in jobs]
-    found = run(worker, *guessed([*jobs, *base], "trained"))
+    found = run(worker, *guessed([*jobs, *base], draft_id))
     assert_alike(found, wanted)
     assert any((tokens(found[each.job_id]) != tokens(found[f"base {each.job_id}"])).any() for each in jobs)
     worker.drop_run("policy")
@@ -217,7 +318,7 @@ def test_a_perfect_draft_is_right_all_the_time(target: Target, monkeypatch: pyte
     assert all(each is not None and each.acceptance_length < 1.5 for each in of_random)
 
     def perfect(self: Speculation, draft: Any, rows: list[Any], num: int, table: Any) -> list[Guesses]:
-        found = chain(self, draft, rows, num, table)
+        found = as_drawn(self, draft, rows, num, table)
         for each, row in zip(found, rows, strict=True):
             first = int(table.length[row.line])
             each.tokens[:] = target.rollouts[int(row.job.request.job_id)][first : first + num]
@@ -225,8 +326,8 @@ def test_a_perfect_draft_is_right_all_the_time(target: Target, monkeypatch: pyte
             each.chances.zero_()[np.arange(num), each.tokens] = 1
         return found
 
-    chain = Speculation._chain
-    monkeypatch.setattr(Speculation, "_chain", perfect)
+    as_drawn = Speculation._drawn
+    monkeypatch.setattr(Speculation, "_drawn", perfect)
     found = run(target.worker, *jobs)
     for job_id, response in found.items():
         np.testing.assert_array_equal(tokens(response), target.rollouts[int(job_id)][5:26])
@@ -234,17 +335,21 @@ def test_a_perfect_draft_is_right_all_the_time(target: Target, monkeypatch: pyte
         assert (response.guesses.passes, response.guesses.acceptance_length) == (4, num + 1)
 
 
-def test_the_acceptance_length_is_that_which_a_forward_tells(target: Target, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("fields", "num"), [({}, 4), (BLOCKS, 5)], ids=["eagle3", "dflash"])
+def test_the_acceptance_length_is_that_which_a_forward_tells(
+    target: Target, tmp_path: Path, fields: dict[str, Any], num: int
+) -> None:
     """Of the texts that the model goes on by itself, whose tokens the draft is told one after the other."""
-    worker = target.worker
-    made(worker, "measured", tmp_path / "measured", target.rollouts)
-    worker.create_run(RunSpec("draft", DraftConfig(algorithm="eagle3", seed=3), "draft"))
+    worker, algorithm = target.worker, fields.get("algorithm", "eagle3")
+    made(worker, "measured", tmp_path / "measured", target.rollouts, **fields)
+    worker.create_run(RunSpec("draft", DraftConfig.model_validate({"algorithm": algorithm} | fields), "draft"))
     worker.load_run("draft", str(tmp_path / "measured"), optimizer=False)
-    told = passed(worker, 999, target.rollouts, forward_only=True).metrics["acceptance_length/greedy:mean"]
+    metrics = passed(worker, 999, target.rollouts, forward_only=True, algorithm=algorithm).metrics
+    told = metrics["acceptance_length/greedy:mean"]
     worker.drop_run("draft")
     prompts = target.rollouts[:, :4]
     jobs = [job(str(i), each, temperature=0.0, max_tokens=40) for i, each in enumerate(prompts)]
-    counts = [each.guesses for each in run(worker, *guessed(jobs, "measured", 4)).values() if each.guesses]
+    counts = [each.guesses for each in run(worker, *guessed(jobs, "measured", num)).values() if each.guesses]
     measured = 1 + sum(each.accepted for each in counts) / sum(each.passes for each in counts)
     assert told > 1.3
     assert measured == pytest.approx(told, rel=0.2)
@@ -284,6 +389,26 @@ def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: 
     assert_alike(found, wanted)
 
 
+def test_a_draft_that_nobody_wants_any_more_takes_no_room(target: Target) -> None:
+    """Its job goes on without, as does one that no draft can guess: the next one has the device's only place."""
+    worker = Worker(replace(target.worker._config, full_slots=1))
+    for draft_id in ("random", "of few", "trained"):
+        worker.load_draft(draft_id, str(target.directory / draft_id))
+    prompt = target.rollouts[0][:5]
+    first = job("first", prompt, temperature=0.0, max_tokens=100, draft_id="random")
+    second = job("second", prompt, temperature=0.0, max_tokens=100, draft_id="of few", logit_bias={"5": 1.0})
+    worker.sample_slice(Slice((first, second), (), 0))
+    (row,) = worker._sampler._of_base._jobs["first"].rows
+    for _ in range(50):
+        if row.goes_alone:
+            break
+        worker.sample_slice(Slice((), (), 0))
+    third = job("third", prompt, temperature=0.0, max_tokens=12, draft_id="trained")
+    found = finished(worker, third)
+    assert row.goes_alone and row.stop_reason is None, "it is still under way"
+    assert found.guesses is not None
+
+
 def test_of_a_draft_that_has_diverged_nothing_is_right() -> None:
     target = torch.zeros(3, 8)
     target[:, 0] = 1
@@ -295,11 +420,17 @@ def test_of_a_draft_that_has_diverged_nothing_is_right() -> None:
 # Samples that are drawn
 
 
-@pytest.fixture(scope="module", params=[None, 5], ids=["of all tokens", "of some"])
+OF_TINY = {
+    "of all tokens": {},
+    "of some": {"draft_vocab_size": 5},
+    "in blocks": {"algorithm": "dflash", "block_size": 3},
+}
+
+
+@pytest.fixture(scope="module", params=OF_TINY)
 def drawing(model: Model, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(model.directory)), threads=1, head_chunk_tokens=4096))
-    fields = {} if request.param is None else {"draft_vocab_size": request.param}
-    made(worker, "draft of it", tmp_path_factory.mktemp("draft") / "saved", **fields)
+    made(worker, "draft of it", tmp_path_factory.mktemp("draft") / "saved", **OF_TINY[request.param])
     return worker
 
 

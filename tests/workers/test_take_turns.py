@@ -97,6 +97,7 @@ def test_the_numbers_are_those_of_groups_that_stay_and_one_is_there_at_a_time(
     run(check())
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("take_turns", [True, False])
 def test_roles_that_all_have_work_go_on_side_by_side(
     take_turns: bool, tiny_models: dict[str, Path], tmp_path: Path
@@ -134,6 +135,7 @@ async def sampled(dispatch: WorkerDispatch, number: int, adapter_id: str | None 
     return response.sequences[0].tokens.tolist()
 
 
+@pytest.mark.full
 def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     async def check() -> None:
         of_both: list[Any] = []
@@ -158,6 +160,7 @@ def test_workers_that_only_sample_take_turns_with_training(tiny_models: dict[str
     run(check())
 
 
+@pytest.mark.full
 def test_a_death_gives_the_device_to_others(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:
@@ -201,6 +204,7 @@ def test_a_group_without_work_leaves_its_device(tiny_models: dict[str, Path]) ->
     run(check())
 
 
+@pytest.mark.full
 def test_a_status_tells_who_has_the_device(tiny_models: dict[str, Path]) -> None:
     async def check() -> None:
         async with dispatching(tiny_models["qwen3"], APART, shared_devices="turns") as dispatch:

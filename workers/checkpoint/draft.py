@@ -1,5 +1,6 @@
-"""Drafts, with the two tables of tokens in a file beside the weights. Neither SGLang nor vLLM has loaded one yet."""
+"""Drafts as the engines that sample with them have them: published names, and a config with their words."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..drafts.model import DraftModel
-from .description import Description
-from .tensor_files import SavedTensors, save_tensors
-
-_VOCABULARY = "vocabulary"
+from .description import Description, write_json
 
 # What a draft is drawn by at first.
 _NO_SHAPE = frozenset({"seed"})
@@ -41,18 +39,24 @@ class Draft:
                 )
 
     def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
-        config = self._model.shape.config
-        config.save_pretrained(directory)
-        save_tensors(directory / f"{_VOCABULARY}.safetensors", self._tables())
+        config = self._model.shape.config.to_dict() | {"dtype": "float32"}
+        write_json(directory / "config.json", {**config, **self._model.published()})
 
-    def read_beside(self, directory: Path) -> None:
-        """The tokens that it can say. Raises OperationError."""
-        offsets = SavedTensors(directory, _VOCABULARY, self._tables())["d2t"]
-        self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
+    def take(self, constants: Mapping[str, Tensor]) -> None:
+        """The tokens that it can say."""
+        if not self._says_all:
+            offsets = constants["d2t"]
+            self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
 
-    def _tables(self) -> dict[str, Tensor]:
-        """d2t: int64 [V], how far the id of each of its tokens is below the target's. t2d: bool, of the target's tokens
-        whether it can say them."""
+    @property
+    def _says_all(self) -> bool:
+        return self._model.shape.vocabulary == self._model.shape.target_vocabulary
+
+    def constants(self) -> Mapping[str, Tensor]:
+        """Of one that cannot say all of the target's tokens. d2t: int64 [V], how far the id of each of its tokens is
+        below the target's. t2d: bool, of the target's tokens whether it can say them."""
+        if self._says_all:
+            return {}
         said = self._model.vocabulary.cpu()
         can_say = torch.zeros(self._model.shape.target_vocabulary, dtype=torch.bool)
         can_say[said] = True

@@ -1,7 +1,10 @@
 """Form: how a kind of model lies in a directory, beside what all of them have there."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
+
+from torch import Tensor
 
 from .description import Description
 
@@ -25,10 +28,14 @@ class Form(Protocol):
         """Raises OperationError where the model cannot become what was saved."""
         ...
 
+    def constants(self) -> Mapping[str, Tensor]:
+        """What its first file of weights has and nobody learns."""
+        ...
+
     def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
         """What else its readers want to find. num_parts: of the files of weights."""
         ...
 
-    def read_beside(self, directory: Path) -> None:
-        """What the model learns from that."""
+    def take(self, constants: Mapping[str, Tensor]) -> None:
+        """Those of a saved model. They are read where they are asked for: raises OperationError."""
         ...

@@ -1,11 +1,13 @@
 """Models with weights of their own as Hugging Face has them: with a config, an index and the tokenizer."""
 
 import shutil
+from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfig
 
 from ...schemas.errors import OperationError
@@ -46,6 +48,9 @@ class HuggingFace:
                 " load into that"
             )
 
+    def constants(self) -> Mapping[str, Tensor]:
+        return {}
+
     def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
         _write_config(self._model, directory)
         if num_parts > 1:
@@ -55,7 +60,7 @@ class HuggingFace:
                 if path.is_file():
                     shutil.copyfile(path, directory / path.name)
 
-    def read_beside(self, directory: Path) -> None:
+    def take(self, constants: Mapping[str, Tensor]) -> None:
         pass
 
 

@@ -1,7 +1,10 @@
 """Adapters as PEFT has them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
@@ -42,10 +45,13 @@ class Peft:
                 " saved with"
             )
 
+    def constants(self) -> Mapping[str, Tensor]:
+        return {}
+
     def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
         write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
 
-    def read_beside(self, directory: Path) -> None:
+    def take(self, constants: Mapping[str, Tensor]) -> None:
         pass
 
 

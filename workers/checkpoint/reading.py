@@ -25,7 +25,7 @@ class Saved:
     """A checkpoint: whole tensors in host memory by their names in files, moments by their kind. Those of an adapter
     have been read, those of a model with weights of its own are read one by one when they are put into it.
 
-    num_steps: None = without optimizer state. directory: from which it is.
+    weights: also the constants of its form. num_steps: None = without optimizer state.
     """
 
     weights: Mapping[str, Tensor]
@@ -33,12 +33,11 @@ class Saved:
     num_steps: int | None
     gradients: Mapping[str, Tensor]
     window: Window
-    directory: Path
 
     def put_into(self, model: Learner) -> None:
         """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
         layout = model.layout
-        form_of(model).read_beside(self.directory)
+        form_of(model).take(self.weights)
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
@@ -70,7 +69,7 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
         return tensors.read() if form.is_small else tensors
 
     window = description.window
-    weights = read(form.stem, shapes)
+    weights = read(form.stem, {**shapes, **form.constants()})
     moments: Mapping[str, Mapping[str, Tensor]] = {}
     if optimizer:
         _check_optimizer(directory)
@@ -78,7 +77,7 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
         moments = {kind: _OfKind(found, kind) for kind in ADAMW}
     gradients = read("window", shapes) if window.num_operations else {}
     num_steps = description.num_steps if optimizer else None
-    return Saved(weights, moments, num_steps, gradients, window, directory)
+    return Saved(weights, moments, num_steps, gradients, window)
 
 
 def target_in(directory: Path) -> Path | None:
@@ -96,9 +95,7 @@ def read_new(models: Models, directory: Path, program: Program = POLICY) -> Lear
 
     Raises as read_saved.
     """
-    model = models.build(Description.read(directory).training, program)
-    read_saved(model, directory, optimizer=False).put_into(model)
-    return model
+    return _filled(models.build(Description.read(directory).training, program), directory)
 
 
 def read_draft(models: Models, directory: Path) -> Learner:
@@ -106,13 +103,10 @@ def read_draft(models: Models, directory: Path) -> Learner:
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
-    program = program_of("draft", training)
-    if program.strategy is None or not program.strategy.guesses_samples:
-        raise OperationError(
-            f"{directory} is a draft of {training.algorithm}, which guesses no samples yet: sample without a draft, or"
-            " with one of eagle3"
-        )
-    model = models.drafts.build(training, program, is_shared=False)
+    return _filled(models.drafts.build(training, program_of("draft", training), is_shared=False), directory)
+
+
+def _filled(model: Learner, directory: Path) -> Learner:
     read_saved(model, directory, optimizer=False).put_into(model)
     return model
 

@@ -55,7 +55,8 @@ def _write(learned: Learned, directory: Path, base_name: str) -> None:
     def write(stem: str, tensors: Mapping[str, Tensor]) -> None:
         save_tensors(directory / file_name(stem, learned.part, learned.num_parts), tensors)
 
-    write(form.stem, learned.vectors["weights"].named())
+    constants = form.constants() if learned.part == 0 else {}
+    write(form.stem, {**learned.vectors["weights"].named(), **constants})
     if learned.has_optimizer:
         write("optimizer", _named_moments(learned))
     if "accumulator" in learned.vectors:

@@ -6,7 +6,8 @@ of the block guesses x_(a+k). Embedding and output head are the target's. Names 
 drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,12 +16,15 @@ from transformers import PreTrainedConfig
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
+from ..attention import AttentionKind
+from ..kv_cache import CachedRow
 from ..model import BaseModel
 from ..parallel.collectives import copied, summed
 from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .block_attention import Memory, attend_blocks
 from .blocks import Blocks
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features, TargetHead
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
@@ -30,14 +34,25 @@ from .stretch import stretch_of
 
 _BLOCK_SIZE = 16
 
+# Each costs the target some of a pass to check, and those far behind in a block are seldom right.
+_USUAL_GUESSES = 7
+
 # cos and sin.
 Turn = tuple[Tensor, Tensor]
+
+# The blocks' queries, keys and values -> what the queries see.
+Attended = Callable[[Tensor, Memory], Tensor]
 
 
 class DFlash:
     """See Strategy."""
 
-    guesses_samples = False
+    hears_target = False
+
+    def reach(self, shape: DraftShape) -> Reach:
+        assert shape.block_size is not None
+        most = shape.block_size - 1
+        return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
 
     def halo(self, options: Options) -> int:
         """See Strategy. What a block reads of its tokens is the anchor, which goes to who has the block."""
@@ -62,6 +77,18 @@ class DFlash:
         captured = found.capture_layers or _spaced(int(text.num_hidden_layers), found.num_layers)
         own = {"capture_layers": captured, "block_size": found.block_size or _BLOCK_SIZE, "mask_token_id": mask}
         return found.model_copy(update=own)
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": config.block_size,
+            "dflash_config": {
+                "mask_token_id": config.mask_token_id,
+                "target_layer_ids": list(config.capture_layers or ()),
+            },
+        }
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
         shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}
@@ -105,29 +132,73 @@ class DFlashNetwork:
         known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
         steps = torch.arange(blocks.size, device=blocks.anchors.device)
         positions = features.positions[blocks.anchors, None] + steps
-        of_context = positions.flatten(), features.positions[stretch.own]
-        turn, context_turn = (self._rotation(each, features) for each in of_context)
-        context = self._normed(linear(features.captured, self.parameters["fc.weight"]), "hidden_norm")
-        context = copied(context, self._team)
-        state = self._inputs(features, known, blocks.size)
+        assert features.mask is not None
+        state = self._inputs(known, features.mask)
+        places = positions.flatten(), features.positions[stretch.own]
+        turn, context_turn = (self._rotation(each, state.dtype) for each in places)
+        context = self._context(features.captured)
         for layer in range(self.shape.layers):
-            prefix = f"layers.{layer}"
-            memory = Memory(*(stretch.joined(each) for each in self._memory(context, prefix, context_turn)))
-            x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
-            query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
-            own = self._memory(x, prefix, turn)
-            attended = attend_blocks(query, memory, own, blocks, self.shape.scaling).flatten(1)
-            update = linear(attended, self.parameters[f"{prefix}.self_attn.o_proj.weight"])
-            state = state + summed(update, self._team)
-            x = self._normed(state, f"{prefix}.post_attention_layernorm")
-            state = state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
+            own_memory = self._memory(context, f"layers.{layer}", context_turn)
+            memory = Memory(*(stretch.joined(each) for each in own_memory))
+
+            def attended(query: Tensor, own: Memory, memory: Memory = memory) -> Tensor:
+                return attend_blocks(query, memory, own, blocks, self.shape.scaling)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
         return self._normed(state, "norm").unflatten(0, (-1, blocks.size))
 
-    def _inputs(self, features: Features, known: Tensor, size: int) -> Tensor:
-        """[m * size, hidden]: of each block the anchor, and then masks."""
-        assert features.mask is not None
-        masks = features.mask.expand(len(known), size - 1, -1)
+    def take_in(self, told: Told, ends: Ends) -> None:
+        context = self._context(told.captured)
+        turn = self._rotation(told.positions(), context.dtype)
+        for layer in range(self.shape.layers):
+            key, value = self._memory(context, f"layers.{layer}", turn)
+            for chunk in told.chunks:
+                chunk.store(key, value, layer)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """All at once, by a block whose anchor is the last token, of which nobody knows what the target has there. The
+        masks of those that are not asked for are in it too, as in training."""
+        self.take_in(told, ends)
+        hidden = self._block(told, ends)[:, 1 : num + 1]
+        for logits in ends.logits(hidden).unbind(1):
+            draw(logits)
+
+    def _block(self, told: Told, ends: Ends) -> Tensor:
+        """What the output head reads, [m, size, hidden]; nothing for the first ones."""
+        size, last = self.block_size, told.last()
+        anchors = told.following[last]
+        embedded = ends.embedded(torch.cat([anchors, anchors.new_tensor([self.shape.mask_token])]))
+        state = self._inputs(embedded[:-1], embedded[-1])
+        positions = told.positions()[last, None] + 1 + torch.arange(size, device=last.device)
+        turn = self._rotation(positions.flatten(), state.dtype)
+        chunks = told.ahead(size, is_causal=False)
+        row = CachedRow((), chunks, None, len(state), ())
+        for layer in range(self.shape.layers):
+            kind = AttentionKind(layer, self.shape.scaling)
+
+            def attended(query: Tensor, own: Memory, kind: AttentionKind = kind) -> Tensor:
+                return row.attend(query, *own, kind)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
+        return self._normed(state, "norm").unflatten(0, (-1, size))
+
+    def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
+        """[m * size, hidden]: of each block the anchor, known [m, hidden], and then masks."""
+        masks = mask.expand(len(known), self.block_size - 1, -1)
         return torch.cat([known[:, None], masks], dim=1).flatten(0, 1)
+
+    def _context(self, captured: Tensor) -> Tensor:
+        """What all layers read of the target's features."""
+        return copied(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
+
+    def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
+        """A layer."""
+        x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
+        query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
+        found = attended(query, self._memory(x, prefix, turn)).flatten(1)
+        state = state + summed(linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team)
+        x = self._normed(state, f"{prefix}.post_attention_layernorm")
+        return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""
@@ -143,8 +214,7 @@ class DFlashNetwork:
     def _normed(self, x: Tensor, name: str) -> Tensor:
         return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
 
-    def _rotation(self, positions: Tensor, features: Features) -> Turn:
-        dtype = features.captured.dtype
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Turn:
         frequencies, scale = self.shape.rotation(positions.device)
         return rotation(positions, frequencies.to(torch.promote_types(dtype, frequencies.dtype)), scale, dtype)
 

@@ -6,7 +6,8 @@ which the first one is made of what the target had at t. It learns what the targ
 are those of published drafts.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,12 +17,14 @@ from transformers import PreTrainedConfig
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
 from ..attention import AttentionKind, CachedPacking, attend
+from ..kv_cache import CachedRow, Chunk
 from ..model import BaseModel
 from ..parallel.collectives import copied, summed
 from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features
-from .guesses import GuessChunk, Survival, Teacher
+from .guesses import Distribution, GuessChunk, Survival
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
@@ -35,7 +38,10 @@ _LAYER = "midlayer"
 class Eagle3:
     """See Strategy."""
 
-    guesses_samples = True
+    hears_target = True
+
+    def reach(self, shape: DraftShape) -> Reach:
+        return Reach(usual=4, most=16)
 
     def halo(self, options: Options) -> int:
         """See Strategy. The next guess from a token reads the one behind it, and so on."""
@@ -52,6 +58,17 @@ class Eagle3:
         wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
         captured = config.capture_layers or tuple(sorted(wanted))
         return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy. vLLM reads the first list, where 0 is what goes into the first layer; SGLang the second one,
+        where 0 is what comes out of it."""
+        layers = list(config.capture_layers or ())
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},
+        }
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
         hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -128,6 +145,25 @@ class Eagle3Network:
         """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
         return linear(captured, self.parameters["fc.weight"])
 
+    def take_in(self, told: Told, ends: Ends) -> None:
+        self._told(told, ends)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """Each guess goes on from the one before."""
+        last = told.last()
+        state, hidden = (each[last] for each in self._told(told, ends))
+        positions = told.positions()[last]
+        for number in range(num):
+            tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
+            if number < num - 1:
+                packing, positions = _row(told.ahead(1, number)), positions + 1
+                state, hidden = self.guessed(state, ends.embedded(tokens), positions, packing)
+
+    def _told(self, told: Told, ends: Ends) -> tuple[Tensor, Tensor]:
+        """Of each token as `guessed`."""
+        embedded = ends.embedded(told.following)
+        return self.guessed(self.begun(told.captured), embedded, told.positions(), _row(told.chunks))
+
     def guessed(
         self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
     ) -> tuple[Tensor, Tensor]:
@@ -182,7 +218,7 @@ class Eagle3Pass:
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
     ) -> None:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
-        self._teacher = Teacher(features.logits, network.vocabulary, network.shape.target_vocabulary)
+        self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
         self._chunk_rows, self._first = chunk_rows, features.shared.own.start
         # Of the outputs those that this rank scores.
@@ -208,7 +244,7 @@ class Eagle3Pass:
         # What is of another sequence may be broken there.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._teacher.of(self._among_known(rows)))
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._among_known(rows)))
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
@@ -259,6 +295,10 @@ class Eagle3Pass:
 
 def _number_of(rows: slice) -> int:
     return rows.stop - rows.start
+
+
+def _row(chunks: Sequence[Chunk]) -> CachedRow:
+    return CachedRow((), chunks, None, chunks[-1].stop, ())
 
 
 def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:

@@ -25,7 +25,8 @@ class DraftGroups:
 
     @staticmethod
     def of(base: Mesh, target: PreTrainedConfig, wanted: ParallelSpec | None) -> "DraftGroups":
-        """wanted: None = as `default_draft_spec` has it. Of all ranks at once. Raises ValueError on what cannot work."""
+        """wanted: None = as `default_draft_spec` has it. Of all ranks at once. Raises ValueError on what cannot
+        work."""
         if base.is_single and wanted in (None, SINGLE):
             return DraftGroups.alone()
         config: Any = target.get_text_config()

@@ -1,4 +1,4 @@
-"""GuessChunk: guesses of some rows against what a teacher says there; a chunk's logits are all that exists of them."""
+"""GuessChunk: guesses of some rows against what the target says there; a chunk's logits are all that exists of them."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,7 +13,7 @@ from .scores import DraftScores, Slopes
 
 @dataclass(frozen=True, eq=False)
 class Taught:
-    """What the teacher says at m places. of_draft: [m, V] its distribution among the tokens that the draft can say.
+    """What the target says at m places. of_draft: [m, V] its distribution among the tokens that the draft can say.
     share: [m, 1] how much of all it has among these. likeliest: int64 [m], of all tokens. covered: bool [m], whether
     the draft can say that one."""
 
@@ -23,7 +23,7 @@ class Taught:
     covered: Tensor
 
 
-class Teacher:
+class Distribution:
     """The target's distribution. vocabulary: int64 [V], the tokens that the draft can say, ascending."""
 
     def __init__(self, logits: Logits, vocabulary: Tensor, target_vocabulary: int) -> None:

@@ -1,7 +1,8 @@
 """DraftModel: what a draft has learned, the tokens that it can say, and its target."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,13 +18,15 @@ from ..programs import Program
 from ..zero import Zero
 from .groups import DraftGroups
 from .shape import DraftShape
+from .stored import LAST, FeatureKind
 from .strategy import Network, Options, Strategy
 from .tensor import own_parameters
 
 
 class DraftModel(Learner):
     """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
-    of the bare base model. was_loaded: whether it has what another one has learned."""
+    of the bare base model; and its version. was_loaded: whether it has what another one has learned. reach: where it
+    guesses samples."""
 
     def __init__(
         self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments, groups: DraftGroups
@@ -34,6 +37,7 @@ class DraftModel(Learner):
         self._strategy: Strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
+        self.reach = program.strategy.reach(self.shape)
         is_alone = groups.mesh.is_single
         layout = Layout(
             own_parameters(program.strategy.parameters(self.shape), groups.mesh),
@@ -45,12 +49,34 @@ class DraftModel(Learner):
         self.mesh = groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
+        self.target_version = ""
         self.was_loaded = False
 
     @property
     def of_trunk(self) -> Learner | None:
         """As of any learner: whose weights the base model has when it runs for this one."""
         return self.target
+
+    @property
+    def capture_layers(self) -> Sequence[int]:
+        assert self.draft.capture_layers is not None
+        return self.draft.capture_layers
+
+    @property
+    def feature_layers(self) -> tuple[str, ...]:
+        """What it is to be told of its target."""
+        return *map(str, self.capture_layers), *([LAST] if self._strategy.hears_target else [])
+
+    @property
+    def feature_kind(self) -> FeatureKind:
+        """As it is aimed now."""
+        return FeatureKind(self.target_version, self.feature_layers, str(self._base.dtype).removeprefix("torch."))
+
+    @property
+    def feature_bytes(self) -> int:
+        """Of what is captured of a token."""
+        num_layers = len(self.feature_layers)
+        return num_layers * self.shape.hidden * self._base.dtype.itemsize
 
     def initialize(self) -> None:
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
@@ -77,6 +103,10 @@ class DraftModel(Learner):
     def halo(self, options: Options) -> int:
         """See Strategy."""
         return self._strategy.halo(options)
+
+    def published(self) -> Mapping[str, Any]:
+        """What engines that sample with such a draft read in its config, beside the shape of its layers."""
+        return self._strategy.published(self.draft)
 
     def network(self, trains: bool) -> Network:
         """Of its weights as they are now. trains: whether passes over it add to its gradients."""

@@ -1,14 +1,18 @@
 """Drafts: all draft models of one base on this rank."""
 
+from functools import cached_property
+
 from ...schemas.models import DraftConfig
 from ..config import OptimizerStates
 from ..holder import Holder
+from ..learner import Learner
 from ..model import BaseModel
 from ..moments import MOMENTS
 from ..programs import Program
 from ..residency import Residency
 from .groups import DraftGroups
 from .model import DraftModel
+from .version import base_version, learned_version
 
 
 class Drafts(Holder[DraftModel]):
@@ -31,4 +35,14 @@ class Drafts(Holder[DraftModel]):
         """One with zero weights and no id yet. is_shared: whether all ranks train it; else each has it for itself.
         Raises OperationError on what makes no such draft."""
         groups = self._groups if is_shared else DraftGroups.alone()
-        return DraftModel(draft, self._base, program, self._moments, groups)
+        built = DraftModel(draft, self._base, program, self._moments, groups)
+        built.target_version = self._base_version
+        return built
+
+    def version_of(self, target: Learner | None) -> str:
+        """Of this rank's part of it, which is on the device; None = the bare base model."""
+        return self._base_version if target is None else learned_version(self._base_version, target)
+
+    @cached_property
+    def _base_version(self) -> str:
+        return base_version(self._base)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from ...schemas.models import DraftConfig
 from ..model import BaseModel
 from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
+from .drafting import Draw, Ends, Reach, Told
 from .features import Features
 from .scores import DraftScores, Slopes
 from .shape import DraftShape
@@ -70,11 +71,23 @@ class Network(Protocol):
         """options: the loss's. chunk_rows: rows of logits that may exist at a time."""
         ...
 
+    def take_in(self, told: Told, ends: Ends) -> None:
+        """Into its cache, for what it is to guess later."""
+        ...
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """Takes it in, and then draws `num` guesses of what comes behind the last of `told.following`."""
+        ...
+
 
 class Strategy(Protocol):
+    def reach(self, shape: DraftShape) -> Reach:
+        """Of its drafts where they guess samples."""
+        ...
+
     @property
-    def guesses_samples(self) -> bool:
-        """Whether samplers know how to let its drafts guess."""
+    def hears_target(self) -> bool:
+        """Whether its drafts learn what the target says, which is made of its last hidden states."""
         ...
 
     def halo(self, options: Options) -> int:
@@ -83,6 +96,10 @@ class Strategy(Protocol):
 
     def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
         """With all that is left open. Raises OperationError on what makes no such draft."""
+        ...
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """What engines that sample with such drafts read in their configs, of a resolved one."""
         ...
 
     def parameters(self, shape: DraftShape) -> Sequence[Parameter]: ...

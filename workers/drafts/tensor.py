@@ -31,8 +31,8 @@ def _own(parameter: Parameter, mesh: Mesh) -> Parameter:
     dim = _DIMS[module]
     if parameter.shape[dim] % team.size:
         raise OperationError(
-            f"{team.size} ranks of this server have a draft's {module} together, by tp, and {parameter.shape[dim]} features"
-            " do not go into as many parts: name another intermediate_size"
+            f"{team.size} ranks of this server have a draft's {module} together, by tp, and {parameter.shape[dim]}"
+            " features do not go into as many parts: name another intermediate_size"
         )
     split = Split("tp", team.size, team.index, (parameter.shape[dim],))
     shape = list(parameter.shape)

@@ -3,6 +3,7 @@
 To add one: write the file and its line here; the parametrized tests pick it up.
 """
 
+from .capture import CAPTURE
 from .cispo import CISPO
 from .cross_entropy import CROSS_ENTROPY
 from .dflash import DFLASH
@@ -29,4 +30,6 @@ VALUE_LOSSES: dict[str, Loss] = {"value_mse": VALUE_MSE}
 
 GUESS_LOSSES: dict[str, Loss] = {"eagle3": EAGLE3, "dflash": DFLASH}
 
-__all__ = ["GUESS_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]
+CAPTURES: dict[str, Loss] = {"capture": CAPTURE}
+
+__all__ = ["CAPTURES", "GUESS_LOSSES", "LOSSES", "VALUE_LOSSES", "Loss", "LossOutput"]

@@ -16,7 +16,7 @@ Fill = Callable[[Arrays, Config], "np.ndarray | float"]
 
 
 # What a head gives for each token.
-Scores = Literal["logprobs", "values", "losses"]
+Scores = Literal["logprobs", "values", "losses", "features"]
 
 
 def _nothing(ratios: Mapping[str, float]) -> Mapping[str, float]:
@@ -44,7 +44,8 @@ class Loss:
     """function(scores [n] or [n, K], inputs of the same shape, config) -> LossOutput.
 
     scores: of which head: log-probabilities of target_tokens, or values, which have no targets; or the losses of a
-    draft, whose function is given DraftScores and the weights of what was guessed, all [m, guesses].
+    draft, whose function is given DraftScores and the weights of what was guessed, all [m, guesses]; or nothing of
+    one, but where features were put.
     required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
     config: numbers and their defaults. choices: of those that are words, the first is the default. summary: of ratios
     by name, what else is to be told of an operation. counted_by: the input whose zeros do not count.

@@ -29,11 +29,11 @@ def check_draft_spec(spec: ParallelSpec, base: ParallelSpec, heads: int, kv_head
     own, sharing = spec.sp * spec.tp, base.sp * base.tp
     if max(own, sharing) % min(own, sharing):
         raise ValueError(
-            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, {sharing} one of the model by {base}: one"
-            " of these numbers has to divide the other"
+            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, {sharing} one of the model"
+            f" by {base}: one of these numbers has to divide the other"
         )
     if base.num_ranks // base.replicas % own:
         raise ValueError(
-            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, and the model's go on by themselves along"
-            f" replicas in {base}: lay it out by fsdp in their place"
+            f"--draft-parallel {spec.axes}: {own} ranks have a sequence of a draft, and the model's go on by themselves"
+            f" along replicas in {base}: lay it out by fsdp in their place"
         )

@@ -1,19 +1,24 @@
 """Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ..batch import MicroBatch
+from ...schemas.errors import OperationError
+from ...schemas.training import FeaturePlace, ForwardBackwardRequest
+from ..batch import MicroBatch, part_of
 from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
 from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
+from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass
+from ..drafts.teacher import HookedTarget, Inside, StoredFeatures, Teacher
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -23,30 +28,78 @@ from ..model import BaseModel
 from ..models import Models
 from ..operation import Operation
 from ..parallel.rows import TokenShare
-from ..trunk import EMBEDDING
+from .capturing import keep_features
 from .progress import Scores, Task, Totals
 
 
-class Guessing:
-    def __init__(self, base: BaseModel, models: Models, head: LogprobHead) -> None:
-        """head: of what the target says."""
-        self._base, self._models, self._head = base, models, head
+@dataclass(frozen=True)
+class Needed:
+    """Which teachers have to tell something of a micro-batch."""
 
-    def run(
-        self, trains: bool, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment], share: TokenShare
+    target: bool
+    stored: bool
+
+    @staticmethod
+    def by(stored: Sequence[Stored | None]) -> "Needed":
+        """stored: of each sequence."""
+        return Needed(any(each is None for each in stored), any(each is not None for each in stored))
+
+    @staticmethod
+    def by_any(needs: Sequence["Needed"]) -> "Needed":
+        return Needed(any(each.target for each in needs), any(each.stored for each in needs))
+
+
+class Guessing:
+    def __init__(
+        self, base: BaseModel, models: Models, head: LogprobHead, share_of: Callable[[MicroBatch], TokenShare]
     ) -> None:
-        """Tasks of one draft. trains: whether its gradients are wanted."""
+        """head: of what the target says. share_of: which tokens of a micro-batch are this rank's."""
+        self._base, self._models, self._head, self._share_of = base, models, head, share_of
+
+    def stored(self, request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
+        """By row, the features that data of a draft refer to and that there are; of a capture, those that there are
+        already. numbers: of the rows. Raises OperationError where they are not what the draft is to be told."""
+        if request.model_id not in self._models.drafts:
+            raise OperationError("only drafts are told of features: leave out feature_ref, and capture with a draft")
+        draft, found = self._models.drafts.get(request.model_id), {}
+        for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
+            address = draft.feature_kind.address(datum.tokens)
+            referred = address_of(datum.feature_ref) if datum.feature_ref else address if place.captures else None
+            features = None if referred is None else Stored.find(Path(place.directory), referred)
+            if features is not None:
+                features.check(draft.feature_kind, address, number)
+                found[row] = features
+        return found
+
+    def run(self, trains: bool, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
+        """Tasks of one draft. trains: whether its gradients are wanted. needed: by all ranks that cannot go on alone;
+        None = this one can."""
         draft = self._models.drafts.get(tasks[0].run_id)
+        needed = needed or Needed.by(_stored(micro_batch, tasks))
+        captures = any(task.captures_to is not None for task in tasks)
+        # Else of those that this rank scores.
+        is_of_all = captures or needed.stored
+        inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
+        for part in micro_batch.segments:
+            if (directory := tasks[part.operation].captures_to) is not None:
+                keep_features(directory, draft.feature_kind, tasks[part.operation], part, inside)
+        if all(task.captures_to is not None for task in tasks):
+            return
+        if is_of_all and draft.groups.num_micro_batches > 1:
+            inside, is_of_all = inside.mapped(self._share_of(micro_batch).of_rows), False
         own = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
-        told = self._told(draft, micro_batch, segments, share)
         of_all = lessons_of_all(draft.groups, own, self._base.device)
         lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
         deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
-        if lessons:
-            told = self._dealt(told, draft.groups, deal, [sum(each.num_tokens for each in some) for some in of_all])
+        if lessons and draft.groups.audience.size > 1:
+            lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
+            inside = self._dealt(inside, is_of_all, draft.groups, deal, lengths)
+        told = _Told(self._head, inside, self._mask(draft.shape.mask_token))
         with self._head.in_use():
             for taken, known in deal.own():
                 lesson, task = taken.lesson, tasks[taken.lesson.task]
+                if task.captures_to is not None:
+                    continue
                 found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
                 if taken.sequences:
                     self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
@@ -54,24 +107,38 @@ class Guessing:
                 if lesson.part is not None:
                     task.take(lesson.part, scores)
 
-    @torch.no_grad()
-    def _told(self, draft: DraftModel, micro_batch: MicroBatch, segments: list[Segment], share: TokenShare) -> "_Told":
-        """Of the tokens that this rank scores."""
-        assert draft.draft.capture_layers is not None
-        captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *draft.draft.capture_layers), torch.empty(0))
-        with self._models.adapters.applied(within(segments, share.tokens)):
-            last = self._base.shared_hidden_states(micro_batch, share, captured)
-        of_layers = torch.cat([share.scored(captured[layer]) for layer in draft.draft.capture_layers], dim=-1)
-        inside = share.scored(captured[EMBEDDING]), of_layers, share.scored(last)
-        return _Told(self._head, *inside, self._mask(draft.shape.mask_token))
+    def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
+        """The target runs over the sequences alone that nothing is stored of."""
+        stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
+        if not needed.stored:
+            return hooked.inside(micro_batch)
+        read = StoredFeatures(self._base, draft, [features for features in stored if features is not None])
+        if not needed.target:
+            return read.inside(micro_batch)
+        parts: list[tuple[Tensor, Inside]] = []
+        teachers: list[tuple[Teacher, bool]] = [(hooked, False), (read, True)]
+        for teacher, is_stored in teachers:
+            rows = zip(micro_batch.packed_rows(), stored, strict=True)
+            own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
+            places = [torch.arange(*bounds, device=self._base.device) for bounds in own]
+            of_rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *places])
+            parts.append((of_rows, teacher.inside(part_of(micro_batch, own))))
+        return Inside.together(parts)
 
-    def _dealt(self, told: "_Told", groups: DraftGroups, deal: Deal, lengths: Sequence[int]) -> "_Told":
-        """Of the tokens that this rank's draft has to know. lengths: of the audience's micro-batches, in tokens."""
-        if groups.audience.size == 1:
-            return told
-        have = had_by(groups, lengths, self._base.sequence_split.ring)
+    def _hooked(self, draft: DraftModel) -> HookedTarget:
+        return HookedTarget(self._base, self._models.adapters, draft, self._share_of)
+
+    def _dealt(
+        self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, lengths: Sequence[int]
+    ) -> Inside:
+        """Of the tokens that this rank's draft has to know. is_of_all: whether it has those of all micro-batches
+        already. lengths: of the audience's micro-batches, in tokens."""
         want = [deal.wanted(index) for index in range(groups.audience.size)]
-        return told.brought(Carrier(groups.audience, have, want, self._base.device))
+        if is_of_all:
+            own = torch.from_numpy(want[groups.audience.index]).to(self._base.device)
+            return inside.mapped(lambda whole: whole[own])
+        have = had_by(groups, lengths, self._base.sequence_split.ring)
+        return inside.mapped(Carrier(groups.audience, have, want, self._base.device).brought)
 
     def _mask(self, token: int | None) -> Tensor | None:
         """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
@@ -91,33 +158,33 @@ class Guessing:
             guesses.close()
 
 
+def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:
+    """Of each sequence."""
+    return [tasks[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
+
+
 @dataclass(frozen=True, eq=False)
 class _Told:
     """What the target had inside, for some tokens of a micro-batch."""
 
     head: LogprobHead
-    embedded: Tensor
-    captured: Tensor
-    last: Tensor
+    inside: Inside
     mask: Tensor | None
-
-    def brought(self, carrier: Carrier) -> "_Told":
-        embedded, captured, last = (carrier.brought(each) for each in (self.embedded, self.captured, self.last))
-        return replace(self, embedded=embedded, captured=captured, last=last)
 
     def of(self, taken: Taken, rows: slice, draft: DraftModel) -> Features:
         """rows: those that have to be known of what was taken."""
-        last = self.last[rows]
-        segment = Segment(0, len(last), draft)
+        inside = self.inside.mapped(lambda known: known[rows])
+        segment = Segment(0, len(inside.captured), draft)
 
         def logits(some: slice) -> Tensor:
-            return self.head.logits_of_segments(last[some], within([segment], some))
+            assert inside.last is not None
+            return self.head.logits_of_segments(inside.last[some], within([segment], some))
 
-        positions = taken.positions(last.device)
+        positions = taken.positions(inside.captured.device)
         head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
-        inside = self.embedded[rows], self.captured[rows]
         stretch = taken.stretch(draft.groups.mesh.along("sp"))
-        return Features(positions, taken.packing, *inside, logits, self.mask, head, stretch)
+        told = inside.embedded, inside.captured
+        return Features(positions, taken.packing, *told, logits, self.mask, head, stretch)
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,18 +1,23 @@
 """An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 from torch import Tensor
 
-from ...schemas.training import ForwardBackwardOutput
+from ...schemas.training import FeaturePlace, ForwardBackwardOutput
 from ..batch import MicroBatchSegment, cut
+from ..drafts.stored import Stored
 from ..learner import Learner
 from ..losses import Loss
 from ..operation import Operation
 from ..scoring import Scored
 from ..verbs import Failure, Part, SharedOutput
+
+FEATURES = "features"
+"""Among outputs: where those of a datum are, and how many bytes they have."""
 
 Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
@@ -42,15 +47,16 @@ class Totals:
 class Progress:
     """The finished parts of an operation.
 
-    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores: of this rank's, by number of
-    the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory because
-    adapters leave the device between passes; None where there is none.
+    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores, features: of this rank's, by
+    number of the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory
+    because adapters leave the device between passes; None where there is none.
     """
 
     run_id: str
     loss: Loss
     num_data: int = 0
     scores: dict[int, np.ndarray] = field(default_factory=dict)
+    features: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     gradient: Tensor | None = None
 
@@ -60,7 +66,10 @@ class Progress:
 
     def shared_output(self) -> SharedOutput:
         name = self.loss.scores
-        return SharedOutput({number: {name: each} for number, each in self.scores.items()}, self._metrics())
+        outputs = {number: {name: each} for number, each in self.scores.items()}
+        for number, each in self.features.items():
+            outputs[number] = outputs.get(number, {}) | {FEATURES: each}
+        return SharedOutput(outputs, self._metrics())
 
     def _metrics(self) -> dict[str, float]:
         totals = self.totals
@@ -119,10 +128,14 @@ class Task:
     failure: why it contributes nothing. computed: whether nothing more is to be computed of it.
     """
 
-    def __init__(self, part: Part, operation: Operation, progress: Progress) -> None:
+    def __init__(
+        self, part: Part, operation: Operation, progress: Progress, stored: Mapping[int, Stored] | None = None
+    ) -> None:
+        """stored: what is known of a draft's target, by row."""
         self.part = part
         self.operation = operation
         self.progress = progress
+        self.stored = stored or {}
         self.computed = False
         self.begin()
 
@@ -134,12 +147,25 @@ class Task:
     def forward_only(self) -> bool:
         return self.part.request.forward_only
 
+    @property
+    def captures_to(self) -> Path | None:
+        """Where features are put, instead of anything else; None: nowhere."""
+        place = self.part.request.features
+        return Path(place.directory) if place is not None and place.captures else None
+
+    @property
+    def captures_beside(self) -> FeaturePlace | None:
+        """Where features are put besides, and those of which layers; None: nowhere."""
+        place = self.part.request.features
+        return place if place is not None and place.algorithm is not None else None
+
     def begin(self) -> None:
         """From the start, whatever an attempt before this one has left."""
         self.failure: Failure | None = None
         # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
         self._totals: dict[int, Totals] = {}
         self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
+        self._features: dict[int, np.ndarray] = {}
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
         """Refuses the operation where its loss is not finite."""
@@ -152,8 +178,15 @@ class Task:
         for datum, of_datum in cut(segment, scores.scores, self.operation):
             self._scores[datum] = of_datum
 
+    def kept(self, row: int, address: str, num_bytes: int) -> None:
+        """The row's features are there."""
+        self._features[row] = np.frombuffer(f"{address} {num_bytes}".encode(), np.uint8)
+
     def refuse(self, reason: str) -> None:
-        self.failure = self.failure or Failure(f"{reason}; the operation contributes nothing", "user")
+        self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure
 
     def give_up(self, failure: Failure) -> None:
         self.failure, self.computed = failure, True
@@ -190,9 +223,13 @@ class Task:
     def _advance(self, totals: Totals) -> None:
         self.progress.totals.add(totals)
         self.progress.num_data += self.part.share.num_data
-        for number, scores in zip(self.operation.numbers, self._scores, strict=True):
-            assert scores is not None, "a datum was in no micro-batch"
-            self.progress.scores[number] = scores
+        for row, number in enumerate(self.operation.numbers):
+            scores, features = self._scores[row], self._features.get(row)
+            assert scores is not None or features is not None, "a datum was in no micro-batch"
+            if scores is not None:
+                self.progress.scores[number] = scores
+            if features is not None:
+                self.progress.features[number] = features
 
 
 def _numpy(values: Tensor) -> np.ndarray:

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -11,13 +12,16 @@ import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
+from ...schemas.training import FeaturePlace, ForwardBackwardRequest
 from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
+from ..drafts.stored import Stored
 from ..heads import HEADS, LogprobHead
 from ..lanes import Lanes
 from ..learner import BACKWARD, FORWARD, Learner
 from ..lora import Adapter, Segment
 from ..lora.segment import within
+from ..losses import CAPTURES
 from ..memory import bounded_memory
 from ..model import BaseModel
 from ..models import Models
@@ -26,7 +30,8 @@ from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
 from ..scoring import Heads, Scored, scored, scored_with_gradient
 from ..verbs import Failure, Part
-from .guessing import Guessing
+from .capturing import CapturingBeside
+from .guessing import Guessing, Needed
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
 from .trouble import Trouble, out_of_memory_message, trouble_of
@@ -34,6 +39,15 @@ from .trouble import Trouble, out_of_memory_message, trouble_of
 logger = logging.getLogger(__name__)
 
 RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a rank says before a round to those that it cannot go on without. failures: by part."""
+
+    failures: list[Failure | None]
+    num_micro_batches: int
+    needed: Needed
 
 
 class PassRunner:
@@ -55,7 +69,8 @@ class PassRunner:
         self._lanes = Lanes(base.device)
         self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
         self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
-        self._guessing = Guessing(base, models, LogprobHead(base, config.head_chunk_tokens))
+        self._guessing = Guessing(base, models, LogprobHead(base, config.head_chunk_tokens), self._share_of)
+        self._capturing = CapturingBeside(base, models)
         self._token_budget = config.micro_batch_tokens
         self._most_runs = config.adapter_slots
         self._open: dict[int, Progress] = {}
@@ -95,12 +110,26 @@ class PassRunner:
             program = self._models.get(part.request.model_id).program
             if not (program.trains or part.request.forward_only):
                 raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
-            operation = read_operation(part.request, self._limits, part.share, program.losses)
-            return Task(part, operation, self._progress(part, operation))
+            place = part.request.features
+            losses = CAPTURES if place is not None and place.captures else program.losses
+            operation = read_operation(part.request, self._limits, part.share, losses)
+            stored = self._stored(part.request, place, operation)
+            return Task(part, operation, self._progress(part, operation), stored)
         except Exception as error:
             trouble = trouble_of(error)
             self._log(part.request.model_id, trouble)
             return Failure(trouble.message, trouble.category)
+
+    def _stored(
+        self, request: ForwardBackwardRequest, place: FeaturePlace | None, operation: Operation
+    ) -> dict[int, Stored]:
+        """What is stored of rows' features. Raises OperationError on what is no draft's, or not this one's."""
+        if place is None:
+            return {}
+        if place.algorithm is not None:
+            self._capturing.check(request.model_id, place)
+            return {}
+        return self._guessing.stored(request, place, operation.numbers)
 
     def _progress(self, part: Part, operation: Operation) -> Progress:
         """Raises OperationError when earlier parts of the operation are not here."""
@@ -126,12 +155,14 @@ class PassRunner:
             by_run = self._bring(tasks, held)
             self._refuse_diverged([task for task in tasks if not task.computed], by_run)
             usable = [task for task in tasks if not task.computed]
-            told = self._mesh.exchange(([_failure_of(each) for each in begun], self._num_micro_batches(usable)))
-            _take_failures([failures for failures, _ in told], begun)
+            own = Outlook([_failure_of(each) for each in begun], self._num_micro_batches(usable), _needed(usable))
+            told = self._mesh.exchange(own)
+            _take_failures([each.failures for each in told], begun)
             usable = [task for task in usable if not task.computed]
             if usable:
-                most = max(number for _, number in told)
-                self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most)
+                most = max(each.num_micro_batches for each in told)
+                needed = Needed.by_any([each.needed for each in told])
+                self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most, needed)
             self._end_computed(usable, by_run)
 
     def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Learner]:
@@ -235,8 +266,16 @@ class PassRunner:
                 model.window.refused = model.window.refused or failure.message
         return failure
 
-    def _compute(self, tasks: list[Task], models: list[Learner], token_budget: int, num_runs: int = 0) -> None:
-        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least."""
+    def _compute(
+        self,
+        tasks: list[Task],
+        models: list[Learner],
+        token_budget: int,
+        num_runs: int = 0,
+        needed: Needed | None = None,
+    ) -> None:
+        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least. needed: see
+        Guessing."""
         gradients = any(not task.forward_only for task in tasks)
         most_lanes = 1 if self._models.runs_alone(tasks[0].run_id) else self._most_lanes
         lanes = pack([task.operation for task in tasks], token_budget, self._base.device, most_lanes)
@@ -245,7 +284,7 @@ class PassRunner:
             model.weight_views()  # a copy in the base's dtype is made before several lanes look for it
             if gradients:
                 model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
-        run = self._way_of(tasks, models, gradients)
+        run = self._way_of(tasks, models, gradients, needed)
         heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
         is_alone = not self._mesh.is_coupled
         try:
@@ -258,17 +297,24 @@ class PassRunner:
             for model in models:
                 model.join_lanes()
 
-    def _way_of(self, tasks: list[Task], models: list[Learner], gradients: bool) -> "Callable[..., None]":
+    def _way_of(
+        self, tasks: list[Task], models: list[Learner], gradients: bool, needed: Needed | None
+    ) -> "Callable[..., None]":
         """How a micro-batch of theirs is run."""
         if models[0].program.strategy is not None:
-            return partial(self._run_guesses, gradients)
+            return partial(self._run_guesses, gradients, needed)
         return partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
 
     def _run_guesses(
-        self, gradients: bool, heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+        self,
+        gradients: bool,
+        needed: Needed | None,
+        heads: Heads,
+        micro_batch: MicroBatch,
+        tasks: list[Task],
+        segments: list[Segment],
     ) -> None:
-        share = self._share_of(micro_batch)
-        self._guessing.run(gradients, micro_batch, tasks, _filled(segments, share), share)
+        self._guessing.run(gradients, needed, micro_batch, tasks)
 
     def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
         """Whose tokens may come from another rank, on all ranks in the same order."""
@@ -288,21 +334,25 @@ class PassRunner:
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
         with self._models.adapters.applied(within(segments, share.tokens), company):
-            hidden = self._base.shared_hidden_states(micro_batch, share)
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
         with _in_use(heads, tasks):
             if not micro_batch.objectives:
                 return
             of_rows = within(segments, share.rows)
             _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
+        self._capturing.keep(micro_batch, tasks, captured, hidden)
 
     def _run_forward_backward(
         self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:
         share = self._share_of(micro_batch)
         segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
         with self._models.adapters.applied(within(segments, share.tokens), company):
-            hidden = self._base.shared_hidden_states(micro_batch, share)
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
+            self._capturing.keep(micro_batch, tasks, captured, hidden)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
             with _in_use(heads, tasks):
@@ -333,6 +383,11 @@ def _wanted(*tasks: Task) -> frozenset[str]:
 
 def _failure_of(begun: Task | Failure) -> Failure | None:
     return begun.failure if isinstance(begun, Task) else begun
+
+
+def _needed(tasks: list[Task]) -> Needed:
+    """By this rank's share of drafts' data."""
+    return Needed.by([task.stored.get(row) for task in tasks for row in range(len(task.operation.rows))])
 
 
 def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Failure]) -> None:

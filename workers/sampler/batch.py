@@ -24,7 +24,8 @@ from .table import Table
 class Prefill:
     """A sequence of which `computed` tokens are in the cache, and the rows that go on from its end.
 
-    rows: the first's slot takes it; with `cached` False none has one. namespace: see Prefixes.
+    rows: the first's slot takes it; with `cached` False none has one. namespace: see Prefixes. draws: whether their
+    next tokens are drawn at its end.
     """
 
     rows: list[Row]
@@ -32,6 +33,7 @@ class Prefill:
     cached: bool
     namespace: int
     computed: int = 0
+    draws: bool = True
 
     @property
     def job(self) -> Job:

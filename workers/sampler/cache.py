@@ -1,4 +1,4 @@
-"""Cache: where the keys and values of every sample under way are, within a budget of bytes.
+"""Cache: where the keys and values of every sample under way are, of one model, within a budget of bytes.
 
 Slots come in few lengths, one shelf each; a sample that outgrows its slot moves to a longer one. What is left of the
 budget keeps prefixes for later requests.
@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig
 from ..config import WorkerConfig
 from ..kv_cache import Shelf
 from ..model import BaseModel
+from .budget import Budget
 from .jobs import Row
 from .prefixes import BLOCK, Prefixes, Stretch, restore
 
@@ -51,29 +52,39 @@ class Seat:
 
 
 class Cache:
-    """budget_bytes: of the slots, used or not, and the prefixes together. num_ranks: those that share out the heads.
+    """budget: of the slots, used or not, and the prefixes together, and of other caches' with it. num_ranks: those that
+    share out the heads.
 
     num_moves: how often a row has come to another slot because some other left its own, which may be another sampler's.
     """
 
-    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget_bytes: int, num_ranks: int = 1) -> None:
+    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget: Budget, num_ranks: int = 1) -> None:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
         self._numbers_per_token = 2 * kv_heads * head_dim // num_ranks  # of a layer
         self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
-        self.budget_bytes = budget_bytes
+        self.budget = budget
         self.num_moves = 0
         self.prefixes = Prefixes()
         self._seats: dict[int, Seats] = {}
         self._seat_of: dict[Row, Seat] = {}
+        budget.join(self)
 
     @staticmethod
     def of(base: BaseModel, config: WorkerConfig) -> "Cache":
-        return Cache(base.config, base.dtype.itemsize, config.kv_cache_bytes, base.spec.tp_of("self_attn"))
+        budget = Budget(config.kv_cache_bytes)
+        return Cache(base.config, base.dtype.itemsize, budget, base.spec.tp_of("self_attn"))
+
+    @property
+    def budget_bytes(self) -> int:
+        return self.budget.num_bytes
 
     def num_bytes(self) -> int:
-        return self._slot_bytes() + self.prefixes.num_bytes
+        return self.slot_bytes() + self.prefixes.num_bytes
+
+    def slot_bytes(self) -> int:
+        return sum(seats.shelf.num_slots * self._bytes(seats) for seats in self._seats.values())
 
     def held_bytes(self) -> int:
         """Of the slots in use."""
@@ -97,6 +108,10 @@ class Cache:
         self.prefixes = Prefixes()
         self._seats = {}
         self._seat_of = {}
+
+    def num_bytes_for(self, length: int) -> int:
+        """Of a slot for so many tokens; more than the budget where there is none so long."""
+        return max(length, self._capacity(length)) * self.bytes_per_token
 
     def fits_alone(self, length: int) -> bool:
         """Whether a sequence of `length` tokens would fit if there were no other."""
@@ -157,13 +172,22 @@ class Cache:
         num_bytes = len(digests) * BLOCK * self.bytes_per_token
         if not digests or num_bytes > self.budget_bytes // 2:
             return
-        if self._free_bytes() < num_bytes and 2 * (self._slot_bytes() - self.held_bytes()) > self.budget_bytes:
-            for seats in self._seats.values():
-                seats.shelf.resize(len(seats.taken))
+        if self.budget.free_bytes() < num_bytes and 2 * (self.slot_bytes() - self.held_bytes()) > self.budget_bytes:
+            self.shrink()
         of_known = sum(stored.num_bytes for stored in {stretch.stored for stretch in known})
-        if self.budget_bytes - self._slot_bytes() - of_known >= num_bytes:
-            self._drop_prefixes(num_bytes)
+        if self.budget_bytes - self.budget.slot_bytes() - of_known >= num_bytes:
+            self.budget.drop_prefixes(num_bytes)
             self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)
+
+    def drop_oldest_prefix(self) -> bool:
+        """Whether there was one."""
+        return self.prefixes.drop_oldest()
+
+    def shrink(self) -> None:
+        """Gives up slots that nobody uses."""
+        for seats in self._seats.values():
+            if seats.num_free:
+                seats.shelf.resize(len(seats.taken))
 
     def _leave(self, seat: Seat) -> None:
         """The last one moves into the hole."""
@@ -193,35 +217,17 @@ class Cache:
     def _add_slots(self, seats: Seats) -> bool:
         """Twice as many where there is room; at least one, if prefixes and what others do not use make room for it."""
         one, wanted = self._bytes(seats), max(1, seats.shelf.num_slots)
-        num_added = min(wanted, self._free_bytes() // one)
+        num_added = min(wanted, self.budget.free_bytes() // one)
         if not num_added:
-            self._drop_prefixes(-(-wanted // 4) * one)
-            num_added = self._free_bytes() // one
+            self.budget.drop_prefixes(-(-wanted // 4) * one)
+            num_added = self.budget.free_bytes() // one
         if not num_added:
-            self._shrink_others(seats, one)
-            num_added = min(1, self._free_bytes() // one)
+            # This shelf has none.
+            self.budget.shrink(one)
+            num_added = min(1, self.budget.free_bytes() // one)
         if num_added:
             seats.shelf.resize(seats.shelf.num_slots + min(wanted, num_added))
         return num_added > 0
-
-    def _shrink_others(self, seats: Seats, num_bytes: int) -> None:
-        """Gives up slots that nobody uses, until there is room."""
-        for other in list(self._seats.values()):
-            if self._free_bytes() >= num_bytes:
-                return
-            if other is not seats and other.num_free:
-                other.shelf.resize(len(other.taken))
-
-    def _free_bytes(self) -> int:
-        return self.budget_bytes - self.num_bytes()
-
-    def _drop_prefixes(self, num_bytes: int) -> None:
-        """Until so much is free, or none is left."""
-        while self._free_bytes() < num_bytes and self.prefixes.drop_oldest():
-            pass
-
-    def _slot_bytes(self) -> int:
-        return sum(seats.shelf.num_slots * self._bytes(seats) for seats in self._seats.values())
 
     def _bytes(self, seats: Seats) -> int:
         """Of one of its slots."""

@@ -121,18 +121,22 @@ class InTurn:
         self._had_turns = []
 
     def cache_bytes(self) -> int:
-        """Of the budget: slots in use, slots that wait for use, and prefixes."""
-        return self._cache.num_bytes()
+        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        return self._cache.budget.used_bytes()
+
+    def draft_cache_bytes(self) -> int:
+        """Those of drafts alone."""
+        return self.cache_bytes() - self._cache.num_bytes()
 
     def held_bytes(self) -> int:
         """Of the slots in use."""
-        return self._cache.held_bytes()
+        return self._cache.budget.held_bytes()
 
     def leaving(self) -> Iterator[Tensor]:
         """The cache's tensors, once what nobody needs has been dropped."""
         for sampler in (self._of_base, *self._of_models.values()):
             sampler.forget_plan()
-        return self._cache.tensors()
+        return self._cache.budget.tensors()
 
     def _turns(self, work: Slice) -> list[str | None]:
         """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many

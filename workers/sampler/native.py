@@ -38,7 +38,7 @@ from .namespaces import Namespaces
 from .noise import uniforms
 from .prompt_scores import top_logprobs
 from .schedule import NoRoom, Schedule
-from .speculation import Guesses, Speculation, verify
+from .speculation import Guesses, Speculation, may_be_guessed, verify
 from .table import End, Table
 from .text import Text
 from .together import Together
@@ -84,7 +84,7 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        self._speculation = Speculation(base, models, self._together, config.kv_cache_bytes // base.num_layers)
+        self._speculation = Speculation(base, models, self._head, self._together, cache.budget)
         threads = base.threads.most
         self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
         self._captured: dict[int, Tensor] = {}
@@ -141,12 +141,12 @@ class NativeSampler:
         return bool(self._jobs)
 
     def cache_bytes(self) -> int:
-        """Of the budget: slots in use, slots that wait for use, and prefixes."""
-        return self._schedule.cache.num_bytes()
+        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        return self._schedule.cache.budget.used_bytes()
 
     def held_bytes(self) -> int:
         """Of the slots in use."""
-        return self._schedule.cache.held_bytes()
+        return self._schedule.cache.budget.held_bytes()
 
     def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
         streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
@@ -177,8 +177,9 @@ class NativeSampler:
 
     def _iterate(self, deadline: float) -> bool:
         """Whether there was anything to do: the cache may be full of what other samplers have in it."""
-        guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
         try:
+            self._schedule.make_room_to_guess()
+            guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
             batch = self._schedule.next_batch(guesses)
         except NoRoom as error:
             self._fail(error.row.job, error.message, error.category)
@@ -222,11 +223,16 @@ class NativeSampler:
                 brought.append(draft_id)
         self._speculation.serve(brought)
         for row in self._schedule.guessed():
-            if not self._speculation.wants(row):
+            if not self._speculation.is_ready(row):
                 self._schedule.decode(row)
 
     def _rows_to_come(self) -> list[Row]:
-        return [job.rows[0] for job in self._jobs.values()]
+        """Of each job one that is to be guessed, if it has any."""
+        of_jobs = (next(filter(self._may_come, job.rows), None) for job in self._jobs.values())
+        return [row for row in of_jobs if row is not None]
+
+    def _may_come(self, row: Row) -> bool:
+        return self._schedule.is_to_come(row) and may_be_guessed(row)
 
     def _join(self, request: SampleJob) -> None:
         assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
@@ -317,7 +323,7 @@ class NativeSampler:
                 continue
             self._tell_draft(part, start)
             self._note_computed(part, hidden[start : start + part.length])
-            if part.is_last:
+            if part.is_last and part.prefill.draws:
                 rows += part.prefill.rows
                 last += [start + part.length - 1] * len(part.prefill.rows)
         if rows:

@@ -68,6 +68,10 @@ class Schedule:
         """Those of which several tokens are tried at a time."""
         return list(self._guessed_rows)
 
+    def is_to_come(self, row: Row) -> bool:
+        """Whether it waits or has its sequence run."""
+        return row.stop_reason is None and row not in self._decoding_rows and row not in self._guessed_rows
+
     def decode(self, row: Row) -> None:
         """One that was guessed takes one token at a time from now on."""
         del self._guessed_rows[row]
@@ -93,8 +97,7 @@ class Schedule:
 
     def next_batch(self, guesses: Mapping[Row, Guesses]) -> Batch:
         """What runs next, empty if nothing can. Raises NoRoom; whoever removes that row may go on. guesses: of all that
-        are guessed; those that have no room for them decode from now on."""
-        self._make_room_for(guesses)
+        are guessed, which have room for them."""
         self._make_room()
         self._admit()
         budget = self._prefill_budget()
@@ -174,15 +177,20 @@ class Schedule:
 
     # Room for rows that are guessed, or decode
 
-    def _make_room_for(self, guesses: Mapping[Row, Guesses]) -> None:
-        for row in self.guessed():
-            length = int(self.table.length[row.line])
-            seat = self.cache.seat(row)
-            assert seat is not None
-            wanted = length + (len(guesses[row].tokens) if row in guesses else 0)
-            fits = wanted <= seat.capacity or self._grow(row, wanted)
-            if row not in guesses or not fits:
-                self.decode(row)
+    def make_room_to_guess(self) -> None:
+        """Of all that are guessed; where there is none, the youngest give way. They come back where they were, lest
+        their tokens hang on the company that they had. Raises NoRoom."""
+        for row in sorted(self._guessed_rows, key=lambda row: row.order):
+            while row in self._guessed_rows and not self._has_room_to_guess(row):
+                self._preempt_youngest()
+
+    def _has_room_to_guess(self, row: Row) -> bool:
+        seat = self.cache.seat(row)
+        assert seat is not None
+        count = int(self.table.count[row.line])
+        length = int(self.table.length[row.line]) + self._speculation.num_next(row, count)
+        has_room = length <= seat.capacity or self._grow(row, length)
+        return has_room and self._speculation.has_room(row, count)
 
     def _guess_part(self, row: Row, guesses: Guesses) -> GuessPart:
         tokens = np.concatenate([[self.table.newest[row.line]], guesses.tokens])
@@ -241,14 +249,14 @@ class Schedule:
             else:
                 admitted = self._begin(row)
                 budget -= self._prefills[-1].remaining if admitted else 0
-            if not admitted and (self.table.num_lines or self.cache.held_bytes()):
+            if not admitted and not self._is_alone():
                 return
             if not admitted:
                 raise self._no_room(row, row.length + 1)
 
     def _num_logits(self, row: Row) -> int:
         """Rows of logits that a pass makes of it."""
-        return 1 + (row.job.request.num_draft_tokens if self._speculation.wants(row) else 0)
+        return 1 + (self._speculation.num_guesses(row) if self._speculation.wants(row) else 0)
 
     def _prefill_budget(self) -> int:
         """Tokens of prompts in an iteration: few where others wait for their next token meanwhile."""
@@ -256,6 +264,7 @@ class Schedule:
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
     def _follow(self, prefill: Prefill, row: Row) -> bool:
+        self._note_whether_alone(row)
         if row.needs_cache and not self._place(row):
             return False
         prefill.rows.append(row)
@@ -263,7 +272,11 @@ class Schedule:
         return True
 
     def _begin(self, row: Row) -> bool:
-        sequence, namespace = row.sequence(), self._namespaces.of(row.job)
+        self._note_whether_alone(row)
+        namespace = self._namespaces.of(row.job)
+        # Its newest token is the first of those that run with the next guesses.
+        draws = not (len(row.tokens) and self._is_guessed(row))
+        sequence = row.sequence() if draws else row.sequence()[:-1]
         known = self.cache.prefixes.find(namespace, sequence, self._num_reusable(row))
         needs_slot = row.needs_cache or self._is_long(len(sequence) - length_of(known), len(sequence))
         cached = (needs_slot or bool(known)) and self._place(row)
@@ -271,7 +284,7 @@ class Schedule:
             return False
         if cached and known:
             self.cache.restore(row, known)
-        prefill = Prefill([row], sequence, cached, namespace, computed=length_of(known) if cached else 0)
+        prefill = Prefill([row], sequence, cached, namespace, length_of(known) if cached else 0, draws)
         if row.job.num_cache_hits is None:
             row.job.num_cache_hits = prefill.computed
         self._prefills.append(prefill)
@@ -290,11 +303,46 @@ class Schedule:
         return min(row.length - 1, row.job.num_reusable + len(row.tokens))
 
     def _place(self, row: Row) -> bool:
+        if self._is_guessed(row):
+            return self._place_with_draft(row)
         if self.cache.place(row, self._with_headroom(row, row.length)):
             return True
         # Beside others it would have to give way again soon.
         return not self.table.num_lines and self.cache.place(row, row.length + 1)
 
+    def _note_whether_alone(self, row: Row) -> None:
+        """What would not fit into an empty cache with its draft goes without."""
+        if self._is_guessed(row):
+            of_draft = self._speculation.num_bytes(row, _next_count(row))
+            row.goes_alone = self.cache.num_bytes_for(self._length_to_guess(row)) + of_draft > self.cache.budget_bytes
+
+    def _length_to_guess(self, row: Row) -> int:
+        """What a pass over its next guesses needs in the cache."""
+        count = _next_count(row)
+        return len(row.job.prompt) + count + self._speculation.num_next(row, count)
+
+    def _place_with_draft(self, row: Row) -> bool:
+        length, count = self._length_to_guess(row), _next_count(row)
+        for wanted in [self._with_headroom(row, length), *([] if self.table.num_lines else [length])]:
+            if self.cache.place(row, wanted):
+                if self._speculation.place(row, count):
+                    return True
+                self.cache.remove(row)
+        return False
+
+    def _is_guessed(self, row: Row) -> bool:
+        """Whether it is to be from its first token on, which has been drawn or is drawn next."""
+        return row.needs_cache and self._speculation.wants(row)
+
+    def _is_alone(self) -> bool:
+        """Whether nothing at all is under way, no other sampler's either."""
+        return not self.table.num_lines and not self.cache.budget.held_bytes()
+
     def _enter(self, row: Row) -> None:
         self._waiting.popleft()
         self.table.enter(row)
+
+
+def _next_count(row: Row) -> int:
+    """Of its tokens when it is next guessed: the first one is drawn without guesses."""
+    return max(1, len(row.tokens))

@@ -12,11 +12,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..drafts.eagle3 import Eagle3Network
+from ..drafts.drafting import Told
 from ..drafts.model import DraftModel
-from ..kv_cache import CachedRow, Chunk
+from ..heads import LogprobHead
+from ..kv_cache import Chunk
+from ..learner import Learner
+from ..lora import Segment
 from ..model import BaseModel
 from ..models import Models
+from .budget import Budget
 from .cache import Cache
 from .choice import Choice, Settings, chances, invert_cdf
 from .jobs import Row
@@ -58,10 +62,10 @@ class _State:
 class Speculation:
     """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
 
-    def __init__(self, base: BaseModel, models: Models, together: Together, budget_bytes: int) -> None:
-        """budget_bytes: of each draft's cache."""
+    def __init__(self, base: BaseModel, models: Models, head: LogprobHead, together: Together, budget: Budget) -> None:
+        """budget: in which the drafts' keys and values are, too."""
         self._base, self._models, self._together = base, models, together
-        self._budget_bytes = budget_bytes
+        self._head, self._budget = head, budget
         self._served: Collection[str] = ()
         self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
         self._states: dict[Row, _State] = {}
@@ -70,12 +74,13 @@ class Speculation:
         """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
         and take no part any more."""
         self._served = draft_ids
-        for row in [row for row in self._states if not self.wants(row)]:
-            self.forget(row)
+        for row, state in list(self._states.items()):
+            if not self.wants(row) or self._draft(row) is not state.draft:
+                self.forget(row)
 
     def wants(self, row: Row) -> bool:
-        """Whether a draft is to guess it, and it asks for nothing that no draft knows."""
-        return row.job.request.draft_id in self._served and not (row.is_adjusted or row.goes_alone)
+        """Whether a draft is to guess it, which is there."""
+        return row.job.request.draft_id in self._served and may_be_guessed(row)
 
     def pays(self, row: Row) -> bool:
         """Whether its guesses are right often enough. By its own alone, and not by time: a seed gives the same tokens
@@ -83,66 +88,91 @@ class Speculation:
         guessed = row.guessed
         if guessed.num_passes % _PASSES_TO_JUDGE_BY:
             return True
-        of_guesses = guessed.num_guesses / guessed.num_passes
-        cost = self._states[row].draft.num_parameters / self._base.num_parameters + _COST_TO_CHECK
-        return guessed.acceptance_length >= 1 + of_guesses * cost
+        draft, num = self._states[row].draft, guessed.num_guesses / guessed.num_passes
+        of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters
+        return guessed.acceptance_length >= 1 + of_draft + num * _COST_TO_CHECK
+
+    def num_guesses(self, row: Row) -> int:
+        """At a time, of a row that is wanted; fewer at its end."""
+        reach, asked = self._draft(row).reach, row.job.request.num_draft_tokens
+        return reach.usual if asked is None else min(asked, reach.most)
 
     def is_ready(self, row: Row) -> bool:
         return row in self._states and self.wants(row)
 
     def captured(self, rows: Sequence[Row]) -> dict[int, Tensor] | None:
         """What is to be captured of a pass in which these are: see BaseModel.hidden_states."""
-        drafts = [self._draft(row) for row in rows if self.wants(row)]
+        drafts = [self._states[row].draft for row in rows if row in self._states]
         layers = {layer for draft in drafts for layer in draft.draft.capture_layers or ()}
         return dict.fromkeys(layers, torch.empty(0)) if layers else None
+
+    def num_bytes(self, row: Row, count: int) -> int:
+        """That its draft has to have then."""
+        draft = self._draft(row)
+        return self._cache(draft).num_bytes_for(self._num_cached(row, draft, count))
+
+    def place(self, row: Row, count: int) -> bool:
+        """As has_room, of one that has no place: then it is to be told of all that comes before."""
+        draft = self._draft(row)
+        if not self._cache(draft).place(row, self._num_cached(row, draft, count)):
+            return False
+        self._states[row] = _State(draft)
+        return True
 
     def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
         """A part of its sequence int64 has run, from token `first` on. A row of which it has not been told all before
         takes no part."""
         state = self._states.get(row)
-        if first != (0 if state is None else state.num_seen):
+        if state is None or first != state.num_seen:
             self.forget(row)
             return
-        if state is None:
-            draft = self._draft(row)
-            if not self._cache(draft).place(row, len(sequence)):
-                return
-            state = self._states[row] = _State(draft)
         state.waiting.append(_features(state.draft, captured, part))
         # What follows the last one may not be known yet.
         known = state.num_seen - state.num_told - 1
         if known:
             waiting = torch.cat(state.waiting)
-            state.waiting = [waiting[known:]]
             following = sequence[state.num_told + 1 : state.num_told + 1 + known]
-            self._run(state.draft, [row], [waiting[:known]], [following])
+            told = self._told([row], [waiting[:known]], [following])
+            state.draft.network(trains=False).take_in(told, self._ends([row]))
+            state.waiting = [waiting[known:]]
 
     def fork(self, leader: Row, others: Sequence[Row]) -> None:
-        """The others go on from the same tokens."""
+        """The others, which have places too, go on from the same tokens."""
         state = self._states.get(leader)
+        placed = [row for row in others if row in self._states]
         if state is None:
+            for row in placed:
+                self.forget(row)
             return
-        cache = self._cache(state.draft)
-        placed = [row for row in others if cache.place(row, state.num_told + 1)]
-        cache.fork(leader, placed)
+        self._cache(state.draft).fork(leader, placed)
         for row in placed:
             self._states[row] = _State(state.draft, state.num_told, list(state.waiting))
 
+    def num_next(self, row: Row, count: int) -> int:
+        """How many are guessed behind so many tokens of it; its last one never is."""
+        return min(self.num_guesses(row), row.job.max_new_tokens - count - 1)
+
+    def has_room(self, row: Row, count: int) -> bool:
+        """Whether its draft has, to guess what follows so many tokens of it."""
+        state = self._states[row]
+        length, cache = self._num_cached(row, state.draft, count), self._cache(state.draft)
+        seat = cache.seat(row)
+        assert seat is not None
+        return length <= seat.capacity or cache.grow(row, length)
+
     def guess(self, rows: Sequence[Row], table: Table) -> dict[Row, Guesses]:
-        """Those that have no room any more are left out, and take no part from now on."""
+        """All have room."""
         found: dict[Row, Guesses] = {}
         by_draft: dict[tuple[DraftModel, int], list[Row]] = {}
         for row in rows:
-            state, length = self._states[row], int(table.length[row.line])
-            num = min(row.job.request.num_draft_tokens, int(table.limit[row.line] - table.count[row.line]) - 1)
-            if not self._has_room(row, length + num):
-                self.forget(row)
-            elif num > 0:
-                by_draft.setdefault((state.draft, num), []).append(row)
+            num = self.num_next(row, int(table.count[row.line]))
+            if num > 0:
+                by_draft.setdefault((self._states[row].draft, num), []).append(row)
             else:
                 found[row] = Guesses(np.zeros(0, np.int64), None)
         for (draft, num), together in by_draft.items():
-            found |= zip(together, self._chain(draft, together, num, table), strict=True)
+            together = sorted(together, key=lambda row: row.job.adapter_key)
+            found |= zip(together, self._drawn(draft, together, num, table), strict=True)
         return found
 
     def accept(self, row: Row, part: slice, captured: Mapping[int, Tensor], num: int) -> None:
@@ -168,6 +198,11 @@ class Speculation:
         self._states = {}
         self._caches.clear()
 
+    def _num_cached(self, row: Row, draft: DraftModel, count: int) -> int:
+        """Tokens of it that its draft has in its cache when it guesses behind so many of its own."""
+        num = self.num_next(row, count)
+        return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
+
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id
         assert draft_id is not None
@@ -175,81 +210,92 @@ class Speculation:
 
     def _cache(self, draft: DraftModel) -> Cache:
         if draft not in self._caches:
-            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget_bytes)
+            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget)
         return self._caches[draft]
 
-    def _has_room(self, row: Row, length: int) -> bool:
-        cache = self._cache(self._states[row].draft)
-        seat = cache.seat(row)
-        assert seat is not None
-        return length <= seat.capacity or cache.grow(row, length)
-
-    def _chain(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
-        """Each guess goes on from the one before."""
-        lines = np.array([row.line for row in rows], dtype=np.int64)
-        lengths = table.length[lines]
-        choice = Choice.of(_by_temperature(table.settings(lines)), draft.shape.vocabulary, self._base.device)
-        keys = streams(table.noise_key[lines], GUESS_STREAM)
+    def _drawn(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
         waiting = [torch.cat(self._states[row].waiting) for row in rows]
         following = [table.last_tokens(row, len(each)) for row, each in zip(rows, waiting, strict=True)]
-        state, hidden = self._run(draft, rows, waiting, following)
+        drawing = _Drawing(draft, rows, table, self._base.device, self._together)
+        told = self._told(rows, waiting, following)
+        draft.network(trains=False).guess(told, num, self._ends(rows), drawing.draw)
         for row in rows:
             self._states[row].waiting = []
-        tokens: list[Tensor] = []
-        probabilities: list[Tensor] = []
-        for number in range(num):
-            logits = hidden @ draft.weight_views()["lm_head.weight"].t()
-            of_draft = chances(logits.float(), choice)
-            noise = torch.from_numpy(uniforms(keys, lengths + number)).to(of_draft)
-            drawn = self._together.same(invert_cdf(of_draft, noise[:, None]).squeeze(1))
-            tokens.append(draft.vocabulary[drawn])
-            probabilities.append(of_draft)
-            if number < num - 1:
-                state, hidden = self._step(draft, rows, state, tokens[-1], number)
-        all_tokens, of_rows = torch.stack(tokens, dim=1).cpu().numpy(), torch.stack(probabilities, dim=1)
-        return [Guesses(row, each) for row, each in zip(all_tokens, of_rows, strict=True)]
+        return drawing.guesses()
 
-    def _run(
-        self, draft: DraftModel, rows: Sequence[Row], waiting: Sequence[Tensor], following: Sequence[np.ndarray]
-    ) -> tuple[Tensor, Tensor]:
-        """Tells the draft what the target had. Of each row's last one the state, and what the output head reads."""
-        lengths = [len(each) for each in waiting]
-        stops = np.cumsum(lengths)
-        firsts = [self._states[row].num_told for row in rows]
-        chunks = [
-            self._chunk(row, int(stop) - n, int(stop), first)
-            for row, stop, n, first in zip(rows, stops, lengths, firsts, strict=True)
-        ]
-        positions = np.concatenate([np.arange(first, first + n) for first, n in zip(firsts, lengths, strict=True)])
-        for row, num in zip(rows, lengths, strict=True):
-            self._states[row].num_told += num
-        network = _network(draft)
-        begun = network.begun(torch.cat(list(waiting)))
-        state, hidden = network.guessed(
-            begun, self._embedded(np.concatenate(following)), self._tensor(positions), _row(chunks)
-        )
-        last = self._tensor(stops - 1)
-        return state[last], hidden[last]
+    def _told(self, rows: Sequence[Row], waiting: Sequence[Tensor], following: Sequence[np.ndarray]) -> Told:
+        """Of the rows, which have been told of it from now on. following: the tokens behind those that waited."""
+        chunks, start = [], 0
+        for row, each in zip(rows, waiting, strict=True):
+            state, stop = self._states[row], start + len(each)
+            chunks.append(self._chunk(row, start, stop, state.num_told))
+            state.num_told, start = state.num_told + len(each), stop
+        return Told(torch.cat(list(waiting)), self._tensor(np.concatenate(following)), chunks)
 
-    def _step(
-        self, draft: DraftModel, rows: Sequence[Row], state: Tensor, tokens: Tensor, number: int
-    ) -> tuple[Tensor, Tensor]:
-        """One more token, which is none of the sequence yet: what is stored of it is overwritten later."""
-        firsts = [self._states[row].num_told + number for row in rows]
-        chunks = [self._chunk(row, at, at + 1, first) for at, (row, first) in enumerate(zip(rows, firsts, strict=True))]
-        embedded = self._base.embedded(tokens)
-        return _network(draft).guessed(state, embedded, self._tensor(np.array(firsts)), _row(chunks))
+    def _ends(self, rows: Sequence[Row]) -> "_Ends":
+        return _Ends(self._base, self._head, [self._model(row) for row in rows])
+
+    def _model(self, row: Row) -> Learner | None:
+        """What it samples."""
+        return None if row.job.adapter_id is None else self._models.get(row.job.adapter_id)
 
     def _chunk(self, row: Row, start: int, stop: int, cached: int) -> Chunk:
         seat = self._cache(self._states[row].draft).seat(row)
         assert seat is not None
         return Chunk(start, stop, seat.shelf, seat.slot, cached)
 
-    def _embedded(self, tokens: np.ndarray) -> Tensor:
-        return self._base.embedded(self._tensor(tokens))
-
     def _tensor(self, integers: np.ndarray) -> Tensor:
         return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)
+
+
+class _Drawing:
+    """Of some rows' guesses, one after the other."""
+
+    def __init__(
+        self, draft: DraftModel, rows: Sequence[Row], table: Table, device: torch.device, together: Together
+    ) -> None:
+        lines = np.array([row.line for row in rows], dtype=np.int64)
+        self._vocabulary, self._together = draft.vocabulary, together
+        self._choice = Choice.of(_by_temperature(table.settings(lines)), draft.shape.vocabulary, device)
+        self._keys, self._lengths = streams(table.noise_key[lines], GUESS_STREAM), table.length[lines]
+        self._tokens: list[Tensor] = []
+        self._chances: list[Tensor] = []
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """See Draw."""
+        of_draft = chances(logits.float(), self._choice)
+        noise = torch.from_numpy(uniforms(self._keys, self._lengths + len(self._tokens))).to(of_draft)
+        drawn = self._together.same(invert_cdf(of_draft, noise[:, None]).squeeze(1))
+        self._tokens.append(self._vocabulary[drawn])
+        self._chances.append(of_draft)
+        return self._tokens[-1]
+
+    def guesses(self) -> list[Guesses]:
+        """Of each row."""
+        tokens, of_rows = torch.stack(self._tokens, dim=1).cpu().numpy(), torch.stack(self._chances, dim=1)
+        return [Guesses(row, each) for row, each in zip(tokens, of_rows, strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _Ends:
+    """See Ends. models: what each sequence is of; None = the base model."""
+
+    base: BaseModel
+    head: LogprobHead
+    models: Sequence[Learner | None]
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return self.base.embedded(tokens)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        num = hidden.shape[1]
+        segments = [Segment(at * num, (at + 1) * num, model) for at, model in enumerate(self.models)]
+        return self.head.logits_of_segments(hidden.flatten(0, 1), segments).unflatten(0, (-1, num))
+
+
+def may_be_guessed(row: Row) -> bool:
+    """Whether it asks for nothing that no draft knows, and guessing it pays."""
+    return not (row.is_adjusted or row.goes_alone)
 
 
 def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64, length: int) -> Verified:
@@ -277,18 +323,8 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
     return Verified(number, int(token))
 
 
-def _network(draft: DraftModel) -> Eagle3Network:
-    network = draft.network(trains=False)
-    assert isinstance(network, Eagle3Network)
-    return network
-
-
 def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:
     return torch.cat([captured[layer][part] for layer in draft.draft.capture_layers or ()], dim=-1)
-
-
-def _row(chunks: Sequence[Chunk]) -> CachedRow:
-    return CachedRow((), chunks, None, chunks[-1].stop, ())
 
 
 def _by_temperature(settings: Settings) -> Settings:

@@ -12,7 +12,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.drafts import eagle3
 from trainhouse.workers.drafts.eagle3 import Eagle3
-from trainhouse.workers.drafts.guesses import Teacher
+from trainhouse.workers.drafts.guesses import Distribution
 from trainhouse.workers.drafts.modules import rotated, rotation
 from trainhouse.workers.drafts.scores import DraftScores
 from trainhouse.workers.drafts.shape import DraftShape
@@ -267,7 +267,7 @@ def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]
     assert torch.equal(draft.places(rows), torch.arange(sum(LENGTHS))[:, None].expand(-1, DEPTH))
 
 
-# Teachers
+# Distributions
 
 
 def test_a_map_of_all_tokens_is_no_map() -> None:
@@ -284,7 +284,7 @@ def test_a_map_of_all_tokens_is_no_map() -> None:
 @pytest.mark.parametrize("num_rows", [1, 3, 64])
 def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[int], num_rows: int) -> None:
     logits = 3 * torch.randn(33, TARGET_VOCABULARY)
-    teacher = Teacher(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
+    teacher = Distribution(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
     parts = [teacher.of(slice(start, min(33, start + num_rows))) for start in range(0, 33, num_rows)]
     whole = teacher.of(slice(0, 33))
     for name in ("of_draft", "share", "likeliest", "covered"):
@@ -298,7 +298,7 @@ def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[in
 def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
     logits = torch.zeros(5, TARGET_VOCABULARY)
     logits[:, 4:9] = 2.0
-    likeliest = Teacher(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(slice(0, 5))
+    likeliest = Distribution(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(slice(0, 5))
     assert likeliest.likeliest.tolist() == [4] * 5
 
 

@@ -1,0 +1,457 @@
+"""Features: what was captured of drafts' targets: whose it is, how much and how long. The workers write and read it.
+
+Content is stored once and counted by reference; a reference ends with its time, its uses, its run, or when it is given
+up. What an operation needs whose optimizer step has not finished is held, and deleted only behind that.
+Layout below state_dir/features: TENANT/ADDRESS.safetensors, and TENANT/ADDRESS.json, the references to it.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+import re
+import time
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from urllib.parse import quote, unquote
+
+from ..schemas.drafts import CaptureRequest, CaptureResponse
+from ..schemas.errors import OperationError, RequestError
+from ..schemas.models import FeatureStock, Limit, draft_of
+from ..schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
+from .config import ServerConfig
+from .directories import STAGING, move_into_place, staging_in
+from .store import RunRecord
+
+logger = logging.getLogger(__name__)
+
+FEATURES = "features"
+"""Among the outputs of workers: where those of a datum are, and how many bytes they have."""
+
+_REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
+_SUFFIX = ".safetensors"
+_MOST_REMEMBERED = 10_000
+_RETRY_SECONDS = 5.0
+_OVER = "the run that captured it is over"
+
+
+@dataclass
+class Reference:
+    """run_id: that has captured it. uses: how often it may still be used; None = any number."""
+
+    name: str
+    run_id: str
+    expires_at: float
+    uses: int | None = None
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A sequence's features. references: by name. holders: operations that need it, by run and seq_id."""
+
+    tenant_id: str
+    address: str
+    num_bytes: int
+    references: dict[str, Reference] = field(default_factory=dict)
+    holders: set[tuple[str, int]] = field(default_factory=set)
+
+
+@dataclass(eq=False)
+class _Hold:
+    """Of an operation. uses: of each reference, by name; none where it only looks. reason: why it has to be refused."""
+
+    kept: list[_Kept]
+    uses: Counter[str]
+    reason: str | None = None
+
+
+@dataclass(eq=False)
+class _Usage:
+    """Of a tenant. claimed: bytes of captures under way, at most. num_capturing: of them. writing: held by who changes
+    files that are there."""
+
+    num_bytes: int = 0
+    claimed: int = 0
+    num_capturing: int = 0
+    writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True)
+class _Budget:
+    """Bytes. used: also by captures under way."""
+
+    knob: str
+    whose: str
+    limit: int
+    used: int
+
+    def __str__(self) -> str:
+        return f"the limit of {self.limit} (the server's --{self.knob.replace('_', '-')})"
+
+
+class Features:
+    """clock: seconds since 1970."""
+
+    def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
+        self._root = root.absolute()
+        self._config = config
+        self._clock = clock
+        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._holds: dict[tuple[str, int], _Hold] = {}
+        self._usages: dict[str, _Usage] = {}
+        self._gone: OrderedDict[str, str] = OrderedDict()  # references that were there, and why they are not any more
+        self._changed: set[_Kept] = set()  # whose references the files do not tell yet
+        self._freed = asyncio.Event()
+        self._num_waiting = self._num_put_off = 0
+
+    async def open(self) -> None:
+        """What an earlier process left."""
+        for kept in await asyncio.to_thread(self._read_earlier):
+            self._kept[kept.tenant_id, kept.address] = kept
+            self._usage(kept.tenant_id).num_bytes += kept.num_bytes
+
+    async def sweep(self, live: Collection[str]) -> None:
+        """At start, once runs hold what they need: what runs have captured that are not live."""
+        for kept, reference in self._references():
+            if reference.run_id not in live:
+                self._end(kept, reference, _OVER)
+        await self.expire()
+
+    def stock(self) -> FeatureStock:
+        return FeatureStock(
+            num_bytes=sum(usage.num_bytes for usage in self._usages.values()),
+            num_sequences=len(self._kept),
+            num_references=sum(len(kept.references) for kept in self._kept.values()),
+            num_held=sum(bool(kept.holders) for kept in self._kept.values()),
+            num_waiting=self._num_waiting,
+            num_put_off=self._num_put_off,
+        )
+
+    def limits(self, tenant_id: str) -> Mapping[str, Limit]:
+        names = {"tenant_feature_bytes": "feature_bytes", "feature_bytes": "server_feature_bytes"}
+        return {names[each.knob]: Limit(limit=each.limit, used=each.used) for each in self._budgets(tenant_id)}
+
+    # Room
+
+    async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
+        """Room for a capture, which may have to wait for it; what is returned gives it back, once it is done. Raises
+        RequestError: 413 for more than there can ever be, 429 where there is none in time."""
+        for budget in self._budgets(tenant_id):
+            if num_bytes > budget.limit:
+                raise RequestError(
+                    f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
+                    413,
+                )
+        usage = self._usage(tenant_id)
+        if (reason := self._no_room(tenant_id, num_bytes)) is not None:
+            await self._wait_for_room(tenant_id, num_bytes, reason)
+        usage.claimed += num_bytes
+
+        def release() -> None:
+            usage.claimed -= num_bytes
+            self._freed.set()
+
+        return release
+
+    async def _wait_for_room(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
+        """Raises RequestError 429."""
+        until = time.monotonic() + self._config.feature_wait_seconds
+        self._num_waiting += 1
+        try:
+            while reason is not None:
+                await self.expire()
+                self._freed.clear()
+                if (reason := self._no_room(tenant_id, num_bytes)) is None:
+                    return
+                seconds = min(until, time.monotonic() + _RETRY_SECONDS) - time.monotonic()
+                if seconds <= 0:
+                    self._num_put_off += 1
+                    raise RequestError(reason, 429, retry_after_seconds=_RETRY_SECONDS)
+                try:
+                    await asyncio.wait_for(self._freed.wait(), seconds)
+                except TimeoutError:
+                    continue
+        finally:
+            self._num_waiting -= 1
+
+    def _no_room(self, tenant_id: str, num_bytes: int) -> str | None:
+        for budget in self._budgets(tenant_id):
+            if budget.used + num_bytes > budget.limit:
+                return (
+                    f"captured features {budget.whose} have {budget.used} bytes, these have {num_bytes}, beyond"
+                    f" {budget}: more is captured when there is room; release_features of what is not needed, or"
+                    " capture for a number of uses"
+                )
+        return None
+
+    def _budgets(self, tenant_id: str) -> Sequence["_Budget"]:
+        own = self._usages.get(tenant_id, _Usage())
+        of_all = sum(each.num_bytes + each.claimed for each in self._usages.values())
+        return (
+            _Budget("tenant_feature_bytes", "of yours", self._config.tenant_feature_bytes, own.num_bytes + own.claimed),
+            _Budget("feature_bytes", "of all tenants", self._config.feature_bytes, of_all),
+        )
+
+    # Capturing
+
+    @asynccontextmanager
+    async def capturing(self, tenant_id: str) -> AsyncIterator[FeaturePlace]:
+        """Inside, nothing is deleted that nobody refers to yet."""
+        usage, directory = self._usage(tenant_id), self._of(tenant_id)
+        usage.num_capturing += 1
+        try:
+            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            yield FeaturePlace(str(directory), captures=True)
+        finally:
+            usage.num_capturing -= 1
+            await self._settle(tenant_id)
+
+    async def keep(
+        self, run: RunRecord, request_id: str, request: CaptureRequest, output: ForwardBackwardOutput
+    ) -> CaptureResponse | None:
+        """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
+        of it was there before, and has been deleted meanwhile."""
+        found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
+        most = self._config.feature_ttl_seconds
+        expires_at = self._clock() + min(most, request.ttl_seconds or most)
+        addresses = Counter(address for address, _ in found)
+        async with self._usage(run.tenant_id).writing:
+            if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):
+                return None
+            for address, count in addresses.items():
+                kept = self._kept.get((run.tenant_id, address))
+                if kept is None:
+                    size = next(int(size) for each, size in found if each == address)
+                    kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
+                    self._usage(run.tenant_id).num_bytes += size
+                name = f"features-{address}-{_handle(request_id)}"
+                uses = None if request.uses is None else count * request.uses
+                kept.references.setdefault(name, Reference(name, run.run_id, expires_at, uses))
+                self._changed.add(kept)
+        num_bytes = sum(self._kept[run.tenant_id, address].num_bytes for address in addresses)
+        await self._settle(run.tenant_id)
+        refs = [f"features-{address}-{_handle(request_id)}" for address, _ in found]
+        return CaptureResponse(feature_refs=refs, num_bytes=num_bytes, expires_at=expires_at)
+
+    async def release(self, run: RunRecord, names: Sequence[str] | None) -> int:
+        """Of what the run has captured. Returns how many there were."""
+        found = [
+            (kept, reference)
+            for kept, reference in self._references()
+            if reference.run_id == run.run_id and (names is None or reference.name in names)
+        ]
+        for kept, reference in found:
+            self._end(kept, reference, "it was released")
+        await self._settle(run.tenant_id)
+        return len(found)
+
+    async def expire(self) -> None:
+        """Deletes what nobody may use any more, and what nobody knows."""
+        now = self._clock()
+        for kept, reference in self._references():
+            if reference.expires_at <= now:
+                self._end(kept, reference, "it has expired")
+        for tenant_id in list(self._usages):
+            await self._settle(tenant_id)
+
+    # Using
+
+    def hold(self, run: RunRecord, seq_id: int, operation: object, was_accepted: bool = False) -> None:
+        """To be called for each operation that is accepted, in order. was_accepted: by an earlier process: what is gone
+        since is not to be refused, the target tells it again."""
+        if not isinstance(operation, ForwardBackwardRequest):
+            return
+        counts = Counter(datum.feature_ref for datum in operation.data if datum.feature_ref is not None)
+        if not counts:
+            return
+        hold = _Hold([], Counter() if operation.forward_only else counts)
+        for name, count in counts.items():
+            kept, reason = self._find(run.tenant_id, name, 0 if operation.forward_only else count)
+            if kept is not None:
+                hold.kept.append(kept)
+            elif not was_accepted:
+                hold.reason = hold.reason or reason
+        for kept in hold.kept:
+            kept.holders.add((run.run_id, seq_id))
+        self._holds[run.run_id, seq_id] = hold
+
+    def told(self, run: RunRecord, operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
+        """With where the features are that its data refer to. Raises OperationError where it may not have them."""
+        if all(datum.feature_ref is None for datum in operation.data):
+            return operation
+        if run.role != "draft":
+            raise OperationError(f"feature_ref is of draft models, and this is a {run.role}: leave it out")
+        hold = self._holds.get((run.run_id, operation.seq_id))
+        if hold is not None and hold.reason is not None:
+            raise OperationError(hold.reason)
+        return replace(operation, features=FeaturePlace(str(self._of(run.tenant_id))))
+
+    async def let_go(self, run: RunRecord, seq_id: int) -> None:
+        """The operation was never accepted, or contributes nothing to a step."""
+        await self._let_go(run, [seq_id], were_used=False)
+
+    async def stepped(self, run: RunRecord, seq_id: int, *, were_used: bool) -> None:
+        """An optimizer step has finished, or whatever came before was cleared (not were_used)."""
+        before = [number for run_id, number in self._holds if run_id == run.run_id and number < seq_id]
+        await self._let_go(run, before, were_used=were_used)
+
+    async def end_run(self, run: RunRecord) -> None:
+        """What it has captured goes with it."""
+        await self._let_go(run, [number for run_id, number in self._holds if run_id == run.run_id], were_used=False)
+        for kept, reference in self._references():
+            if reference.run_id == run.run_id:
+                self._end(kept, reference, _OVER)
+        await self._settle(run.tenant_id)
+
+    async def _let_go(self, run: RunRecord, seq_ids: Sequence[int], *, were_used: bool) -> None:
+        holds = [hold for seq_id in seq_ids if (hold := self._holds.pop((run.run_id, seq_id), None)) is not None]
+        for hold in holds:
+            for kept in hold.kept:
+                kept.holders -= {(run.run_id, seq_id) for seq_id in seq_ids}
+            for name, count in hold.uses.items() if were_used else ():
+                self._use(run.tenant_id, name, count)
+        if holds:
+            await self._settle(run.tenant_id)
+
+    def _use(self, tenant_id: str, name: str, count: int) -> None:
+        kept = self._kept.get((tenant_id, _address(name)))
+        reference = None if kept is None else kept.references.get(name)
+        if kept is None or reference is None or reference.uses is None:
+            return
+        reference.uses -= count
+        self._changed.add(kept)
+        if reference.uses <= 0:
+            self._end(kept, reference, "it was captured for a number of uses, which it has had")
+
+    def _find(self, tenant_id: str, name: str, count: int) -> tuple[_Kept | None, str]:
+        """What an operation that uses it so often may hold; else why not."""
+        kept = self._kept.get((tenant_id, _address(name)))
+        reference = None if kept is None else kept.references.get(name)
+        if kept is None or reference is None:
+            why = self._gone.get(f"{tenant_id} {name}", "it is not there, or not yours: it may have expired")
+            return None, f"feature_ref {name} cannot be used: {why}; capture it again"
+        if reference.expires_at <= self._clock():
+            return None, f"feature_ref {name} cannot be used: it has expired; capture it again"
+        if reference.uses is not None:
+            promised = sum(self._holds[holder].uses[name] for holder in kept.holders if holder in self._holds)
+            if reference.uses < promised + count:
+                return None, (
+                    f"feature_ref {name} cannot be used: it has {reference.uses} uses left, {promised} of them for"
+                    " operations before this one; capture it again, for more uses"
+                )
+        return kept, ""
+
+    def _end(self, kept: _Kept, reference: Reference, why: str) -> None:
+        del kept.references[reference.name]
+        self._changed.add(kept)
+        self._gone[f"{kept.tenant_id} {reference.name}"] = why
+        if len(self._gone) > _MOST_REMEMBERED:
+            self._gone.popitem(last=False)
+
+    def _references(self) -> list[tuple[_Kept, Reference]]:
+        return [(kept, reference) for kept in self._kept.values() for reference in kept.references.values()]
+
+    def _usage(self, tenant_id: str) -> _Usage:
+        return self._usages.setdefault(tenant_id, _Usage())
+
+    # Files
+
+    async def _settle(self, tenant_id: str) -> None:
+        """Files are as references are; what is neither referred to nor held is deleted."""
+        usage = self._usage(tenant_id)
+        async with usage.writing:
+            dropped = self._drop_unneeded(tenant_id)
+            of_tenant = {kept for kept in self._kept.values() if kept.tenant_id == tenant_id}
+            changed, self._changed = self._changed & of_tenant, self._changed - of_tenant
+            written = {f"{kept.address}.json": _as_json(kept) for kept in changed}
+            known = None if usage.num_capturing else {kept.address for kept in of_tenant}
+            try:
+                await asyncio.to_thread(_write, self._of(tenant_id), written, dropped, known)
+            except OSError as error:
+                self._changed |= changed
+                logger.error("references to features of %s cannot be written: %s", tenant_id, error)
+        self._freed.set()
+
+    def _drop_unneeded(self, tenant_id: str) -> Sequence[str]:
+        """Their addresses."""
+        unneeded = [
+            kept
+            for kept in self._kept.values()
+            if kept.tenant_id == tenant_id and not (kept.references or kept.holders)
+        ]
+        for kept in unneeded:
+            del self._kept[tenant_id, kept.address]
+            self._changed.discard(kept)
+            self._usage(tenant_id).num_bytes -= kept.num_bytes
+        return [kept.address for kept in unneeded]
+
+    def _read_earlier(self) -> list[_Kept]:
+        found = []
+        for path in self._root.glob(f"*/*{_SUFFIX}"):
+            try:
+                references = [Reference(**each) for each in json.loads(path.with_suffix(".json").read_text())]
+            except (OSError, ValueError, TypeError):
+                continue  # of a capture that was never answered: what nobody knows is deleted
+            kept = _Kept(unquote(path.parent.name), path.stem, path.stat().st_size)
+            kept.references = {reference.name: reference for reference in references}
+            found.append(kept)
+        return found
+
+    def _of(self, tenant_id: str) -> Path:
+        return self._root / quote(tenant_id, safe="")
+
+
+def _as_json(kept: _Kept) -> str:
+    return json.dumps([asdict(reference) for reference in kept.references.values()])
+
+
+def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str], known: Collection[str] | None) -> None:
+    """texts: by name of the file. dropped, known: addresses, to be deleted and to be left alone; None: all others."""
+    for name, text in texts.items():
+        staging = staging_in(directory)
+        staging.write_text(text)
+        move_into_place(staging, directory / name)
+    for address in dropped:
+        for suffix in (".json", _SUFFIX):
+            (directory / f"{address}{suffix}").unlink(missing_ok=True)
+    if known is None or not directory.exists():
+        return
+    for path in directory.iterdir():
+        if path.name.partition(".")[0] not in known or path.name.startswith(STAGING):
+            path.unlink(missing_ok=True)
+
+
+def _are_there(directory: Path, addresses: Iterable[str]) -> bool:
+    return all((directory / f"{address}{_SUFFIX}").exists() for address in addresses)
+
+
+def _address(name: str) -> str:
+    found = _REF.fullmatch(name)
+    return found[1] if found else ""
+
+
+def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:
+    """Whether this run's passes can be captured for that draft. Raises OperationError."""
+    if draft is None or draft.tenant_id != run.tenant_id:
+        raise OperationError(f"there is no draft {draft_id} to capture for: create one, and name its model_id")
+    if draft.role != "draft":
+        raise OperationError(f"capture_for {draft_id} is a {draft.role}: name a draft")
+    if draft.base_model != run.base_model:
+        raise OperationError(f"capture_for {draft_id} is a draft of {draft.base_model}, and this is {run.base_model}")
+    if run.role != "policy":
+        raise OperationError(f"capture_for is of policies, and this is a {run.role}: leave it out")
+
+
+def for_draft(place: FeaturePlace, draft: RunRecord) -> FeaturePlace:
+    """What a policy's pass puts there besides."""
+    config = draft_of(draft.training)
+    assert config is not None and config.capture_layers is not None
+    return replace(place, captures=False, algorithm=config.algorithm, layers=config.capture_layers)
+
+
+def _handle(request_id: str) -> str:
+    """By which references of one operation are told from those of others."""
+    return hashlib.sha256(request_id.encode()).hexdigest()[:16]

@@ -1,0 +1,158 @@
+"""A draft over HTTP: what training says of it holds when it guesses, also once its target has moved."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
+
+from ..live import live_server
+from ..tiny import tiny_model
+
+pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
+
+ROOT = Path(__file__).parents[2]
+MODEL = "tiny/llama"
+NUM_GUESSES = 4
+PROMPT_TOKENS, TEXT_TOKENS, SAMPLED_TOKENS = 16, 144, 64
+NUM_HELD_OUT = 64
+# The draft is so much smaller that its guesses pay in nearly all samples: those in which they do not go on without.
+SHAPE = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 8, "head_dim": 32}
+SMALL = {"intermediate_size": 64, "draft_vocab_size": 128}
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]:
+    model = tiny_model("llama", tmp_path_factory.mktemp("model"), initializer_range=0.02, **SHAPE)
+    with (
+        live_server({MODEL: model}, tmp_path_factory.mktemp("server"), threads=2) as server,
+        ServiceClient(server.url, "tml-draft") as client,
+    ):
+        yield client
+
+
+def texts(pattern: str) -> list[list[int]]:
+    """Of this repository's files, cut up, in random order; a token for each ASCII character."""
+    characters = b"".join(path.read_bytes() for path in sorted(ROOT.glob(pattern)))
+    tokens = [3 + each for each in characters if each < 128]
+    pieces = [tokens[i : i + TEXT_TOKENS] for i in range(0, len(tokens) - TEXT_TOKENS, TEXT_TOKENS)]
+    return [pieces[i] for i in np.random.default_rng(0).permutation(len(pieces))]
+
+
+PROSE, CODE = texts("docs/*.md"), texts("workers/*.py")
+
+
+@dataclass
+class Training:
+    """Of the policy and its draft. path: of the policy's newest checkpoint, which the draft is aimed at."""
+
+    service: ServiceClient
+    policy: TrainingClient
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+    num_saved: int = 0
+
+    def saved(self, client: TrainingClient) -> str:
+        """After all that was asked of it before."""
+        self.num_saved += 1
+        path = client.save_weights_for_sampler(f"step-{self.num_saved}").result(300).path
+        assert path is not None
+        return path
+
+    def train_policy(self, data: Sequence[list[int]], num_steps: int) -> str:
+        """The path of what it is then."""
+        for step in range(num_steps):
+            batch = [supervised(data[i]) for i in self.random.integers(0, len(data), 16)]
+            self.policy.forward_backward(batch, "cross_entropy")
+            adam = AdamParams(learning_rate=3e-3 * min(1, (step + 1) / 20), grad_clip_norm=1.0)
+            self.policy.optim_step(adam, gradient_scale="mean")
+        return self.saved(self.policy)
+
+    def train_draft(self, draft: TrainingClient, data: Sequence[list[int]], num_steps: int) -> str:
+        for step in range(num_steps):
+            batch = [answered(data[i]) for i in self.random.integers(0, len(data), 16)]
+            draft.forward_backward(batch, "eagle3", {"ttt_length": NUM_GUESSES})
+            adam = AdamParams(learning_rate=3e-3 * min(1, (step + 1) / 10), grad_clip_norm=0.5)
+            draft.optim_step(adam, gradient_scale="mean")
+        return self.saved(draft)
+
+    def sampled(
+        self,
+        path: str,
+        of: Sequence[list[int]],
+        temperature: float,
+        seed: int,
+        **draft: Any,
+    ) -> "Sampled":
+        """Behind the beginnings of texts."""
+        sampler = self.service.create_sampling_client(model_path=path)
+        params = [
+            SamplingParams(max_tokens=SAMPLED_TOKENS, temperature=temperature, seed=seed + i, stop=[])
+            for i in range(len(of))
+        ]
+        prompts = [text[:PROMPT_TOKENS] for text in of]
+        futures = [sampler.sample(prompt, 1, each, **draft) for prompt, each in zip(prompts, params, strict=True)]
+        responses = [future.result(120) for future in futures]
+        guesses = [response.guesses for response in responses if response.guesses is not None]
+        passes = sum(each.passes for each in guesses)
+        length = 1 + sum(each.accepted for each in guesses) / passes if passes else 1.0
+        found = [response.sequences[0].tokens.tolist() for response in responses]
+        return Sampled([prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)], length)
+
+    def measured(self, path: str, of: Sequence[list[int]], temperature: float, draft_path: str) -> float:
+        """The acceptance length."""
+        drafted = {"draft_path": draft_path, "num_draft_tokens": NUM_GUESSES}
+        return self.sampled(path, of, temperature, 7000, **drafted).acceptance_length
+
+
+@dataclass(frozen=True)
+class Sampled:
+    sequences: list[list[int]]
+    acceptance_length: float
+
+
+def supervised(text: list[int]) -> Datum:
+    return Datum(text[:-1], {"target_tokens": text[1:], "weights": [1.0] * (len(text) - 1)})
+
+
+def answered(sequence: list[int]) -> Datum:
+    weights = [0.0] * (PROMPT_TOKENS - 1) + [1.0] * (len(sequence) - PROMPT_TOKENS + 1)
+    return Datum(sequence, {"weights": weights})
+
+
+def simulated(draft: TrainingClient, sequences: Sequence[list[int]], kind: str) -> float:
+    output = draft.forward([answered(each) for each in sequences], "eagle3", {"ttt_length": NUM_GUESSES}).result(60)
+    return output.metrics[f"acceptance_length/{kind}:mean"]
+
+
+def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: ServiceClient) -> None:
+    held_out, prose = PROSE[:NUM_HELD_OUT], PROSE[NUM_HELD_OUT:]
+    training = Training(service, service.create_full_training_client(MODEL))
+    path = training.train_policy(prose, 300)
+    draft = service.create_draft_client(MODEL, "eagle3", target_path=path, seed=1, **SMALL)
+    draft.build_vocab_map(prose)
+    untrained = training.saved(draft)
+    rollouts = training.sampled(path, prose[:300], 1.0, 0).sequences
+    told = {"sampled": 1.0, "greedy": 0.0}
+    held_out_rollouts = {kind: training.sampled(path, held_out, told[kind], seed=5000).sequences for kind in told}
+    before = {kind: simulated(draft, held_out_rollouts[kind], kind) for kind in told}
+    trained = training.train_draft(draft, rollouts, 150)
+    after = {kind: simulated(draft, held_out_rollouts[kind], kind) for kind in told}
+    for kind, temperature in told.items():
+        assert before[kind] < 1.2 and after[kind] > 1.8, (before, after)
+        found = training.measured(path, held_out, temperature, trained)
+        assert abs(found / after[kind] - 1) < 0.1, (kind, found, after)
+        assert training.measured(path, held_out, temperature, untrained) < 0.7 * after[kind], "a draft of other weights"
+
+    # The policy goes on, elsewhere.
+    held_out, code = CODE[:NUM_HELD_OUT], CODE[NUM_HELD_OUT:]
+    of_old = training.measured(path, held_out, 1.0, trained)
+    path = training.train_policy(code, 50)
+    stale = training.measured(path, held_out, 1.0, trained)
+    draft.set_target(path).result(60)
+    moved = training.train_draft(draft, training.sampled(path, code[:200], 1.0, 0).sequences, 40)
+    restored = training.measured(path, held_out, 1.0, moved)
+    print(f"simulated {before} -> {after}; of the old target {of_old:.2f}, moved {stale:.2f}, restored {restored:.2f}")
+    assert stale < 0.85 * of_old and restored > 0.9 * of_old, (of_old, stale, restored)

@@ -1,0 +1,86 @@
+"""Checkpoints as directories that other programs load."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from trainhouse import Datum, ServiceClient, TrainingClient
+from trainhouse.client.export_checkpoint import loaded_by
+
+from ..live import LiveServer
+
+KEY = "tml-export"
+MODEL = "tiny/chat"
+
+
+@pytest.fixture(scope="module")
+def service(shared_server: LiveServer) -> Iterator[ServiceClient]:
+    with ServiceClient(shared_server.url, KEY) as client:
+        yield client
+
+
+def exported(server: LiveServer, path: str, directory: Path) -> str:
+    """What the command says."""
+    command = [sys.executable, "-m", "trainhouse.server", "export", path, str(directory)]
+    done = subprocess.run(
+        [*command, f"--base-url={server.url}", f"--api-key={KEY}"], capture_output=True, text=True, timeout=120
+    )
+    return done.stdout if done.returncode == 0 else done.stderr
+
+
+def stepped(client: TrainingClient, loss_fn: str) -> str:
+    """The path of a checkpoint with its optimizer's state."""
+    inputs = {"target_tokens": np.array([6, 7, 8, 9]), "weights": np.ones(4, np.float32)}
+    client.forward_backward([Datum([5, 6, 7, 8], {} if loss_fn == "eagle3" else inputs)], loss_fn)
+    client.optim_step()
+    return client.save_state("state").result(60).path
+
+
+def test_an_adapter_is_exported_without_its_optimizer(
+    service: ServiceClient, shared_server: LiveServer, tmp_path: Path
+) -> None:
+    path = stepped(service.create_lora_training_client(MODEL, rank=4, seed=1), "cross_entropy")
+    said = exported(shared_server, path, tmp_path / "adapter")
+    assert f'PeftModel.from_pretrained(base, "{tmp_path}/adapter")' in said and MODEL in said
+    names = {each.name for each in (tmp_path / "adapter").iterdir()}
+    assert names == {"adapter_config.json", "adapter_model.safetensors", "trainhouse.json"}
+    assert "name a new directory" in exported(shared_server, path, tmp_path / "adapter")
+    missing = path.replace("state", "none")
+    assert f"there is no checkpoint {missing}" in exported(shared_server, missing, tmp_path / "missing")
+
+
+@pytest.mark.parametrize("vocabulary", [None, 40])
+def test_a_draft_is_exported_as_engines_read_it(
+    service: ServiceClient, shared_server: LiveServer, tmp_path: Path, vocabulary: int | None
+) -> None:
+    draft = service.create_draft_client(MODEL, "eagle3", draft_vocab_size=vocabulary, capture_layers=[0, 1])
+    if vocabulary is not None:
+        draft.build_vocab_map([[250, 251, 5, 6, 7, 8]]).result(60)
+    directory = tmp_path / "draft"
+    said = exported(shared_server, stepped(draft, "eagle3"), directory)
+    assert f"vllm serve {MODEL} --speculative-config" in said and f'"model": "{directory}"' in said
+    assert {each.name for each in directory.iterdir()} == {"config.json", "model.safetensors", "trainhouse.json"}
+    config = json.loads((directory / "config.json").read_text())
+    tensors = load_file(directory / "model.safetensors")
+    names = set(tensors)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"]
+    assert config["draft_vocab_size"] == len(tensors["lm_head.weight"]) == (vocabulary or config["vocab_size"])
+    # Of the two engines one counts from what goes into the first layer, the other from what comes out of it.
+    assert config["eagle_aux_hidden_state_layer_ids"] == [1, 2]
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 1]
+    assert {"fc.weight", "midlayer.self_attn.q_proj.weight", "norm.weight"} < names
+    assert ({"d2t", "t2d"} <= names) == (vocabulary is not None)
+    if vocabulary is not None:
+        can_say = tensors["d2t"] + np.arange(vocabulary)
+        assert {250, 251} < set(can_say.tolist()) and (np.flatnonzero(tensors["t2d"]) == can_say).all()
+
+
+def test_what_loads_it_is_told() -> None:
+    draft = {"base_model": "a/b", "training": "draft", "algorithm": "dflash", "block_size": 8}
+    assert '"num_speculative_tokens": 7' in loaded_by(draft, Path("d"))
+    assert "transformers" in loaded_by({"base_model": "a/b", "training": "full"}, Path("d"))

@@ -1,0 +1,444 @@
+"""Captured features: whose they are, for how long and how much of them, what holds them, and what a crash leaves.
+
+The workers are real ones: what is answered with stored features is what the target tells, and they say which of both.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from trainhouse.schemas.training import AdamParams
+from trainhouse.server.config import ServerConfig
+from trainhouse.workers.dispatch import WorkerDispatch
+
+from .real import ALICE, BOB, Run, Server, running_server, server_config, started_dispatch
+from .test_drafts import create_draft, create_policy, kill_worker, saved_policy
+from .test_loaded import until
+
+pytestmark = pytest.mark.anyio
+
+LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
+LENGTH = 12
+
+
+@pytest.fixture(scope="module")
+async def dispatch(
+    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
+) -> AsyncIterator[WorkerDispatch]:
+    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
+        yield dispatch
+
+
+@pytest.fixture
+def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
+    return config_of(tiny_models, tmp_path)
+
+
+def config_of(tiny_models: dict[str, Path], state_dir: Path, **options: Any) -> ServerConfig:
+    return server_config(tiny_models["qwen3"], state_dir, **({"feature_wait_seconds": 0.2} | options))
+
+
+@pytest.fixture
+async def server(config: ServerConfig, dispatch: WorkerDispatch) -> AsyncIterator[Server]:
+    async with running_server(config, dispatch) as running:
+        yield running
+
+
+@asynccontextmanager
+async def serving(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], state_dir: Path, **options: Any
+) -> AsyncIterator[Server]:
+    async with running_server(config_of(tiny_models, state_dir, **options), dispatch) as running:
+        yield running
+
+
+def some_data(seed: int, number: int = 3) -> list[dict[str, Any]]:
+    random = np.random.default_rng(seed)
+    return [{"model_input": random.integers(3, 500, LENGTH).tolist()} for _ in range(number)]
+
+
+async def captured(run: Run, data: Sequence[dict[str, Any]], **fields: Any) -> list[dict[str, Any]]:
+    """The data, with references."""
+    answer = await run.do("capture", data=data, **fields)
+    assert "error" not in answer, answer
+    return [datum | {"feature_ref": ref} for datum, ref in zip(data, answer["feature_refs"], strict=True)]
+
+
+async def learned(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> Any:
+    return await run.do(verb, data=data, **LOSS)
+
+
+async def refused(run: Run, data: Sequence[dict[str, Any]], verb: str = "forward_backward") -> str:
+    failed = await learned(run, data, verb)
+    assert failed["category"] == "user", failed
+    return failed["error"]
+
+
+async def stock(server: Server) -> dict[str, int]:
+    return (await server.clients[ALICE].get("workers")).json()["features"]
+
+
+def files(server: Server) -> list[str]:
+    return sorted(path.name for path in (server.services.config.state_dir / "features").glob("*/*"))
+
+
+async def size_of(server: Server, number: int = 1) -> int:
+    """Of some data's features, as it is measured before."""
+    draft = await create_draft(server)
+    info = server.services.runs._services.operations.infos[draft.model_id]
+    return number * (info.feature_bytes * LENGTH + 1024)
+
+
+# Learning
+
+
+async def test_data_with_references_learn_as_those_without(server: Server) -> None:
+    target = await saved_policy(server, 3)
+    online, offline = [await create_draft(server, target_path=target) for _ in range(2)]
+    batches = [some_data(seed) for seed in (1, 2)]
+    referring = [await captured(offline, batch) for batch in batches]
+    assert (await stock(server))["num_sequences"] == 6
+    for epoch in range(2):
+        for batch, with_refs in zip(batches, referring, strict=True):
+            assert await learned(online, batch, "forward") == await learned(offline, with_refs, "forward")
+            assert await learned(online, batch) == await learned(offline, with_refs), epoch
+            assert await online.optim_step() == await offline.optim_step()
+
+
+async def test_a_datum_may_come_by_protobuf_and_chunks(server: Server) -> None:
+    draft = await create_draft(server)
+    (datum,) = some_data(1, 1)
+    chunked = {"model_input": {"chunks": [{"type": "encoded_text", "tokens": datum["model_input"]}]}}
+    (one,), (other,) = await captured(draft, [datum]), await captured(draft, [chunked])
+    address = [each["feature_ref"].split("-")[1] for each in (one, other)]
+    assert address[0] == address[1] and one["feature_ref"] != other["feature_ref"]
+    assert (await stock(server))["num_sequences"] == 1 and (await stock(server))["num_references"] == 2
+
+
+# References
+
+
+async def test_a_reference_is_of_its_tenant_alone(server: Server) -> None:
+    draft, of_bob = await create_draft(server), await create_draft(server, BOB)
+    data = await captured(draft, some_data(1))
+    assert "cannot be used: it is not there, or not yours" in await refused(of_bob, data)
+    await captured(of_bob, some_data(1))
+    assert "cannot be used: it is not there, or not yours" in await refused(of_bob, data), "though he has the same"
+    assert (await stock(server))["num_sequences"] == 6, "each tenant has its own"
+    other = await create_draft(server)
+    assert "error" not in await learned(other, data), "any draft of hers that is aimed at the same"
+
+
+@pytest.mark.parametrize("ref", ["", "nothing", "features-zz-1", f"features-{'0' * 32}-1", "features-../../x-1", 7])
+async def test_what_is_no_reference_is_refused_by_name(server: Server, ref: Any) -> None:
+    draft, data = await create_draft(server), some_data(1)
+    data[1]["feature_ref"] = ref
+    if ref == 7:
+        await draft.submit("forward_backward", status=400, data=data, **LOSS)
+    elif ref:
+        assert f"feature_ref {ref} cannot be used: it is not there" in await refused(draft, data)
+    else:
+        assert "error" not in await learned(draft, data)
+
+
+async def test_features_of_another_target_are_refused_and_come_back_with_it(server: Server) -> None:
+    draft = await create_draft(server)
+    data = await captured(draft, some_data(1))
+    await draft.do("set_target", path=await saved_policy(server, 3))
+    reason = await refused(draft, data)
+    assert "datum 0: its feature_ref is of features of target" in reason and reason.endswith("capture them again")
+    assert "error" not in await learned(draft, await captured(draft, some_data(1)))
+    await draft.do("set_target", path=None)
+    assert "error" not in await learned(draft, data)
+    other = await create_draft(server, capture_layers=[0])
+    assert "and the draft reads 0, last" in await refused(other, data)
+
+
+async def test_only_drafts_capture_and_refer(server: Server) -> None:
+    draft, policy = await create_draft(server), await create_policy(server, 3)
+    (datum,) = await captured(draft, some_data(1, 1))
+    assert (await policy.do("capture", data=some_data(1)))["error"] == (
+        "a policy has no target: capture is of draft models"
+    )
+    inputs = {"loss_fn_inputs": {"target_tokens": datum["model_input"], "weights": [1.0] * LENGTH}}
+    failed = await policy.do("forward", data=[datum | inputs], loss_fn="cross_entropy")
+    assert failed["error"] == "feature_ref is of draft models, and this is a policy: leave it out"
+    assert "unknown loss_fn 'capture'" in (await draft.do("forward", data=[datum], loss_fn="capture"))["error"]
+    bad = await draft.do("capture", data=[{"model_input": [600]}])
+    assert "outside the vocabulary" in bad["error"]
+    await draft.submit("capture", status=400, data=[], seq_id=99)
+
+
+async def test_references_end_with_their_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft = await create_draft(server)
+    soon, later = await captured(draft, some_data(1), ttl_seconds=60), await captured(draft, some_data(2))
+    now = server.services.features._clock()
+    monkeypatch.setattr(server.services.features, "_clock", lambda: now + 61)
+    assert "cannot be used: it has expired; capture it again" in await refused(draft, soon)
+    assert (await stock(server))["num_sequences"] == 6
+    await server.services.features.expire()
+    assert (await stock(server))["num_sequences"] == 3 and len(files(server)) == 6
+    assert "cannot be used: it has expired; capture it again" in await refused(draft, soon), "it is still known"
+    assert "error" not in await learned(draft, later)
+    most = server.services.config.feature_ttl_seconds
+    answer = await draft.do("capture", data=some_data(1), ttl_seconds=10 * most)
+    assert answer["expires_at"] == pytest.approx(now + 61 + most, abs=1)
+
+
+async def test_bytes_are_back_at_zero_behind_the_step_of_the_last_use(server: Server) -> None:
+    draft = await create_draft(server)
+    data = await captured(draft, some_data(1), uses=2)
+    before = await stock(server)
+    assert before["num_bytes"] > 0
+    for step in range(2):
+        assert "error" not in await learned(draft, data, "forward"), "which is no use"
+        assert "error" not in await learned(draft, data)
+        assert (await stock(server))["num_bytes"] == before["num_bytes"], step
+        assert "error" not in await draft.optim_step()
+    assert await stock(server) == dict.fromkeys(before, 0) and files(server) == []
+    assert "it was captured for a number of uses, which it has had" in await refused(draft, data)
+
+
+async def test_uses_that_earlier_operations_take_are_not_there_for_later_ones(server: Server) -> None:
+    draft = await create_draft(server)
+    data = await captured(draft, some_data(1), uses=2)
+    requests = [await draft.submit("forward_backward", data=data, **LOSS) for _ in range(3)]
+    answers = [await server.result(each["request_id"]) for each in requests]
+    assert [("error" in answer) for answer in answers] == [False, False, True]
+    assert "it has 2 uses left, 2 of them for operations before this one" in answers[2]["error"]
+    failed = await draft.optim_step()
+    assert "error" in failed, "its batch is not whole"
+    assert "error" not in await learned(draft, data), "a use is one that a step has taken"
+
+
+async def test_the_same_twice_in_a_batch_is_two_uses(server: Server) -> None:
+    draft = await create_draft(server)
+    (datum,) = some_data(1, 1)
+    data = await captured(draft, [datum, datum], uses=1)
+    assert data[0] == data[1] and (await stock(server))["num_references"] == 1
+    assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
+    assert (await stock(server))["num_bytes"] == 0
+
+
+async def test_what_an_unfinished_step_needs_is_held(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether it was released or has expired meanwhile."""
+    draft = await create_draft(server)
+    one, other, third = [await captured(draft, some_data(seed)) for seed in (1, 2, 3)]
+    for data in (one, other):
+        assert "error" not in await learned(draft, data)
+    body = {"model_id": draft.model_id, "feature_refs": [each["feature_ref"] for each in one]}
+    assert (await server.post("release_features", body))["num_released"] == 3
+    assert (await server.post("release_features", body))["num_released"] == 0
+    now = server.services.features._clock()
+    monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
+    await server.services.features.expire()
+    found = await stock(server)
+    assert (found["num_sequences"], found["num_held"], found["num_references"]) == (6, 6, 0)
+    assert "cannot be used: it was released; capture it again" in await refused(draft, one)
+    assert "cannot be used: it has expired" in await refused(draft, third)
+    assert (await stock(server))["num_held"] == 6, "until a step, which now clears"
+    await draft.optim_step()
+    assert (await stock(server))["num_bytes"] == 0 and files(server) == []
+
+
+async def test_what_is_released_is_gone_and_counted_by_reference(server: Server) -> None:
+    one, other = [await create_draft(server) for _ in range(2)]
+    data, again = [await captured(draft, some_data(1)) for draft in (one, other)]
+    assert (await stock(server))["num_sequences"] == 3
+    released = await server.post("release_features", {"model_id": one.model_id})
+    assert released == {"num_released": 3, "type": "release_features"}
+    assert (await stock(server))["num_sequences"] == 3
+    assert "it was released" in await refused(other, data) and "error" not in await learned(other, again)
+    await server.post(f"sessions/{other.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+    await until(lambda: not files(server))
+    assert (await stock(server))["num_bytes"] == 0, "what a run has captured ends with it"
+
+
+# Room
+
+
+async def test_a_capture_waits_for_room_and_is_then_put_off(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 0.3}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        draft = await create_draft(server)
+        too_many = await draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1)
+        assert f"more than the limit of {size + 100} (the server's --tenant-feature-bytes)" in too_many["detail"]
+        next(draft.numbers)
+        data = await captured(draft, some_data(1))
+        answer = await server.clients[ALICE].post("capture", json={"model_id": draft.model_id, "data": some_data(2)})
+        assert answer.status_code == 429 and float(answer.headers["Retry-After"]) > 0
+        assert "captured features of yours have" in answer.json()["detail"]
+        assert (await stock(server))["num_put_off"] == 1
+        of_bob = await create_draft(server, BOB)
+        await captured(of_bob, some_data(2))
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["feature_bytes"]["limit"] == size + 100 and limits["feature_bytes"]["used"] <= size
+        assert limits["server_feature_bytes"]["used"] > limits["feature_bytes"]["used"]
+        waiting = asyncio.create_task(draft.submit("capture", data=some_data(2)))
+        await until(lambda: server.services.features.stock().num_waiting == 1)
+        await server.post("release_features", {"model_id": draft.model_id})
+        assert "error" not in await server.result((await waiting)["request_id"])
+        assert "it was released" in await refused(draft, data)
+
+
+async def test_all_tenants_together_have_a_limit(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    async with serving(dispatch, tiny_models, tmp_path / "b", feature_bytes=size) as server:
+        draft, of_bob = await create_draft(server), await create_draft(server, BOB)
+        await captured(draft, some_data(1))
+        put_off = await of_bob.submit("capture", status=429, data=some_data(1))
+        assert "captured features of all tenants have" in put_off["detail"] and "--feature-bytes" in put_off["detail"]
+
+
+async def test_room_that_a_step_makes_is_waited_for(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Batch after batch, each captured for one use, in room for one."""
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 30}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        draft = await create_draft(server)
+        for seed in range(4):
+            data = await captured(draft, some_data(seed), uses=1)
+            learning = await draft.submit("forward_backward", data=data, **LOSS)
+            stepping = await draft.submit("optim_step", adam_params=AdamParams().model_dump())
+            for each in (learning, stepping):
+                assert "error" not in await server.result(each["request_id"])
+        assert (await stock(server))["num_bytes"] == 0
+
+
+async def test_a_captures_tokens_count_as_those_of_a_pass(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path, tenant_tokens_per_minute=1000) as server:
+        draft = await create_draft(server)
+        await captured(draft, some_data(1))
+        used = (await server.clients[ALICE].get("limits")).json()["tokens_per_minute"]["used"]
+        assert 0 < used <= 3 * LENGTH, "which falls with time"
+
+
+# Crashes
+
+
+@pytest.mark.parametrize("dies", ["worker", "server"])
+async def test_references_outlive_workers_and_servers(tiny_models: dict[str, Path], tmp_path: Path, dies: str) -> None:
+    """And what is repeated behind that learns the same, also from what is gone since."""
+    config = config_of(tiny_models, tmp_path)
+    async with started_dispatch(config) as dispatch:
+        async with running_server(config, dispatch) as server:
+            target = await saved_policy(server, 3)
+            draft, unharmed = [await create_draft(server, target_path=target) for _ in range(2)]
+            kept, used_up = await captured(draft, some_data(1)), await captured(draft, some_data(2), uses=1)
+            for run, batches in ((draft, (kept, used_up)), (unharmed, (some_data(1), some_data(2)))):
+                for batch in batches:
+                    assert "error" not in await learned(run, batch)
+                assert "error" not in await run.optim_step()
+                assert "error" not in await learned(run, batches[0])
+            assert (await stock(server))["num_sequences"] == 3
+            wanted = [await unharmed.optim_step(), await learned(unharmed, some_data(4), "forward")]
+            if dies == "worker":
+                await kill_worker(server)
+                assert [await draft.optim_step(), await learned(draft, some_data(4), "forward")] == wanted
+        if dies == "server":
+            for snapshots in (tmp_path / "snapshots").glob("*/*"):
+                (snapshots / "manifest.json").unlink()
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            if dies == "server":
+                assert [await draft.optim_step(), await learned(draft, some_data(4), "forward")] == wanted
+            assert (await stock(server))["num_sequences"] == 3
+            assert "error" not in await learned(draft, kept, "forward")
+            failed = await refused(draft, used_up, "forward")
+            assert "cannot be used: it is" in failed
+
+
+async def test_what_was_accepted_is_done_by_the_next_server_though_its_features_are_gone(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    async with running_server(config, dispatch) as server:
+        draft, unharmed = [await create_draft(server) for _ in range(2)]
+        data = await captured(draft, some_data(1))
+        wanted = await learned(unharmed, some_data(1))
+        server.services.runs._runs[draft.model_id]._may_begin = lambda slot: False
+        accepted = await draft.submit("forward_backward", data=data, **LOSS)
+    for path in (config.state_dir / "features").glob("*/*"):
+        path.unlink()
+    async with running_server(config, dispatch) as server:
+        assert await server.result(accepted["request_id"]) == wanted
+
+
+async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+    async with running_server(config, dispatch) as server:
+        draft = await create_draft(server)
+        data = await captured(draft, some_data(1))
+        (directory,) = (config.state_dir / "features").iterdir()
+        (directory / f"{'1' * 32}.safetensors").write_bytes(b"a capture that a death ended")
+        (directory / ".staging-1").write_bytes(b"a write that a death ended")
+        named = files(server)
+    async with running_server(config, dispatch) as server:
+        assert len(files(server)) == len(named) - 2 == 6
+        draft.server = server
+        assert "error" not in await learned(draft, data)
+
+
+# One forward of the target for policy and draft
+
+
+def scored(data: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For cross_entropy, of which a draft can read all."""
+    inputs = ({"target_tokens": [*each["model_input"][1:], 5], "weights": [1.0] * LENGTH} for each in data)
+    return [each | {"loss_fn_inputs": given} for each, given in zip(data, inputs, strict=True)]
+
+
+async def test_policy_and_draft_learn_from_one_forward(server: Server) -> None:
+    """Step after step of both; the bytes are back at zero behind each of the draft's."""
+    policy = await create_policy(server, 3)
+    draft, online = [await create_draft(server) for _ in range(2)]
+    for step in range(3):
+        path = (await policy.do("save_weights_for_sampler", path=f"step-{step}"))["path"]
+        for each in (draft, online):
+            await each.do("set_target", path=path)
+        data = scored(some_data(step))
+        output = await policy.do("forward_backward", data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
+        assert output["loss_fn_outputs"][0].keys() == {"logprobs"} and (await stock(server))["num_sequences"] == 3
+        assert "error" not in await policy.optim_step()
+        referring = [one | {"feature_ref": ref} for one, ref in zip(data, output["feature_refs"], strict=True)]
+        found, wanted = await learned(draft, referring), await learned(online, data)
+        assert found["metrics"] == pytest.approx(wanted["metrics"], rel=1e-4, abs=1e-4)
+        for each in (draft, online):
+            assert "error" not in await each.optim_step()
+        assert (await stock(server))["num_bytes"] == 0
+    await draft.do("set_target", path=None)
+    output = await policy.do("forward", data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
+    referring = [one | {"feature_ref": ref} for one, ref in zip(data, output["feature_refs"], strict=True)]
+    assert "of features of target" in await refused(draft, referring)
+    released = await server.post("release_features", {"model_id": draft.model_id})
+    assert released["num_released"] == 3, "they are the draft's"
+
+
+async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:
+    policy, other, draft = await create_policy(server, 3), await create_policy(server, 4), await create_draft(server)
+    of_bob = await create_draft(server, BOB)
+    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    failed = await policy.do("forward", **body, capture_for=other.model_id)
+    assert failed["error"] == f"capture_for {other.model_id} is a policy: name a draft"
+    critic = await create_policy(server, 3, model_role="critic")
+    failed = await critic.do("forward", data=some_data(1), loss_fn="value_mse", capture_for=draft.model_id)
+    assert failed["error"] == "capture_for is of policies, and this is a critic: leave it out"
+    for model_id in (of_bob.model_id, "none:train:0"):
+        await policy.submit("forward_backward", status=404, **body, capture_for=model_id)
+    tainted = await policy.optim_step()
+    assert "was refused" in tainted["error"], "it counts as refused, and nothing waits for it"
+    assert (await stock(server))["num_bytes"] == 0

@@ -1,0 +1,188 @@
+"""Blocks that DFlash guesses with a cache, of many sequences at once, against what it is trained by and one block at a
+time."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
+from trainhouse.workers.drafts.drafting import Told
+from trainhouse.workers.kv_cache import Chunk, Shelf
+
+from .test_dflash import (
+    EMBEDDING,
+    HEAD,
+    LAYERS,
+    OPTIONS,
+    SHAPE,
+    SIZE,
+    Sample,
+    features,
+    labels,
+    naive,
+    naive_block,
+    network,
+    new_weights,
+    samples,
+)
+
+LENGTHS, ANCHORS = (7, 4, 9, 9, 12), (5, 1, 8, 3, 11)
+
+
+class Ends:
+    """See drafting.Ends."""
+
+    def embedded(self, tokens: Tensor) -> Tensor:
+        return EMBEDDING[tokens]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return HEAD.logits(hidden)
+
+
+@dataclass
+class Drafted:
+    """Of each sequence a slot, and how much of it the draft was told. later: of how many tokens more it is told what
+    the target had, at each time."""
+
+    network: DFlashNetwork
+    samples: Sequence[Sample]
+    later: int = 0
+    shelf: Shelf = field(default_factory=lambda: Shelf(LAYERS, 32))
+
+    def __post_init__(self) -> None:
+        self.shelf.resize(len(self.samples))
+        self.num_told = [0] * len(self.samples)
+
+    def told(self, stops: Sequence[int]) -> Told:
+        """Of each sequence up to a token, which is the first of which nobody knows what the target has there."""
+        chunks: list[Chunk] = []
+        captured: list[Tensor] = []
+        following: list[Tensor] = []
+        start = 0
+        for number, (sample, stop) in enumerate(zip(self.samples, stops, strict=True)):
+            first = self.num_told[number]
+            chunks.append(Chunk(start, start + stop - first, self.shelf, number, first))
+            captured.append(sample.captured[first + self.later : stop + self.later])
+            following.append(sample.tokens[first + 1 : stop + 1])
+            start, self.num_told[number] = start + stop - first, stop
+        return Told(torch.cat(captured), torch.cat(following), chunks)
+
+    def distributions(self, anchors: Sequence[int], num: int = SIZE - 1) -> list[Tensor]:
+        """Of each sequence what the guesses behind its anchor are drawn by, [num, vocabulary]."""
+        found: list[Tensor] = []
+
+        def draw(logits: Tensor) -> Tensor:
+            found.append(logits.softmax(-1))
+            return logits.argmax(-1)
+
+        self.network.guess(self.told(anchors), num, Ends(), draw)
+        assert len(found) == num
+        return list(torch.stack(found, dim=1))
+
+
+@torch.no_grad()
+def trained_distributions(anchors: Sequence[int], of: Sequence[Sample]) -> list[Tensor]:
+    """By one pass over all of the sequences, as a loss makes it: of each the guesses behind its anchor."""
+    wanted = []
+    for sample, anchor in zip(of, anchors, strict=True):
+        alone = replace(sample, weights=torch.eye(len(sample.weights), dtype=torch.float64)[anchor])
+        told = network(new_weights()).over(features([alone]), labels([alone]), OPTIONS, 100)
+        assert told.num_rows == 1
+        told.scores(slice(0, 1))
+        wanted.append(told._log_draft.exp())
+    return wanted
+
+
+def largest(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
+    return max(float((mine - theirs).abs().max()) for mine, theirs in zip(found, wanted, strict=True))
+
+
+@pytest.fixture(autouse=True)
+def no_gradients() -> object:
+    with torch.no_grad():
+        yield
+
+
+@pytest.mark.parametrize("before", [[], [(3, 1, 2, 1, 9)], [(1, 1, 2, 1, 3), (2, 2, 5, 2, 10)]])
+def test_what_is_drawn_by_is_what_is_trained(before: Sequence[Sequence[int]]) -> None:
+    """Also of those that have guessed before: what a block has left in the cache is overwritten."""
+    of, anchors = samples(LENGTHS), (5, 3, 8, 3, 11)
+    drafted = Drafted(network(new_weights()), of)
+    for some in before:
+        drafted.distributions(some)
+    assert largest(drafted.distributions(anchors), trained_distributions(anchors, of)) < 1e-9
+
+
+def test_what_was_only_taken_in_is_known() -> None:
+    of = samples(LENGTHS)
+    drafted = Drafted(network(new_weights()), of)
+    drafted.network.take_in(drafted.told((2, 1, 7, 1, 3)), Ends())
+    anchors = (5, 3, 8, 3, 11)
+    assert largest(drafted.distributions(anchors), trained_distributions(anchors, of)) < 1e-9
+
+
+def test_what_is_drawn_by_is_one_block_at_a_time() -> None:
+    of, weights = samples(LENGTHS), new_weights()
+    blocks = [naive_block(naive(weights), sample, anchor) for sample, anchor in zip(of, ANCHORS, strict=True)]
+    wanted = [torch.stack([torch.softmax(HEAD.weight @ each, 0) for each in block[1:]]) for block in blocks]
+    assert largest(Drafted(network(weights), of).distributions(ANCHORS), wanted) < 1e-9
+
+
+def test_fewer_guesses_are_the_first_of_the_block() -> None:
+    of = samples(LENGTHS)
+    wanted = [each[:2] for each in trained_distributions(ANCHORS, of)]
+    assert largest(Drafted(network(new_weights()), of).distributions(ANCHORS, 2), wanted) < 1e-9
+
+
+def shifted_features(drafted: Drafted) -> list[Tensor]:
+    drafted.later = 1
+    return drafted.distributions(ANCHORS)
+
+
+def a_later_anchor(drafted: Drafted) -> list[Tensor]:
+    """Its token, with what is known before the right one."""
+    drafted.samples = [replace(each, tokens=each.tokens.roll(-1)) for each in drafted.samples]
+    return drafted.distributions(ANCHORS)
+
+
+def one_feature_less(drafted: Drafted) -> list[Tensor]:
+    return drafted.distributions([anchor - 1 for anchor in ANCHORS])
+
+
+def causal_blocks(drafted: Drafted) -> list[Tensor]:
+    class Causal(Told):
+        def ahead(self, num_tokens: int, skipped: int = 0, is_causal: bool = True) -> list[Chunk]:
+            return super().ahead(num_tokens, skipped)
+
+    told = drafted.told
+
+    def causal(stops: Sequence[int]) -> Told:
+        each = told(stops)
+        return Causal(each.captured, each.following, each.chunks)
+
+    drafted.told = causal  # pyright: ignore[reportAttributeAccessIssue]
+    return drafted.distributions(ANCHORS)
+
+
+def no_own_block(drafted: Drafted) -> list[Tensor]:
+    drafted.network.block_size = 2
+    return [torch.cat([each] * (SIZE - 1)) for each in drafted.distributions(ANCHORS, 1)]
+
+
+@pytest.mark.parametrize("wrong", [shifted_features, a_later_anchor, one_feature_less, causal_blocks, no_own_block])
+def test_what_is_told_or_seen_wrongly_is_told_apart(wrong: Callable[[Drafted], list[Tensor]]) -> None:
+    of = samples([length + 1 for length in LENGTHS])
+    right = trained_distributions(ANCHORS, of)
+    assert largest(Drafted(network(new_weights()), of).distributions(ANCHORS), right) < 1e-9
+    found = wrong(Drafted(network(new_weights()), of))
+    assert largest(found, right) > 1e-2
+
+
+def test_a_draft_says_how_far_it_looks_ahead() -> None:
+    """The tokens of its block but the anchor; where nobody asks, those that are worth it."""
+    for size, usual in ((2, 1), (SIZE, SIZE - 1), (16, 7)):
+        reach = DFlash().reach(replace(SHAPE, block_size=size))
+        assert (reach.usual, reach.most) == (usual, size - 1)
+        assert (reach.num_passes(reach.most), reach.num_ahead(1)) == (1, size)

@@ -1,0 +1,383 @@
+"""Drafts that learn from stored features: as from the target, bit for bit, and from nothing but what is meant."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig
+from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.workers.drafts.stored import Stored
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.worker import Worker
+
+from ...tiny import tiny_model
+from ..adapted import relative_error
+from .test_worker import ALGORITHMS, SHAPES, a_worker, created, request, run, saved_policy, some_data, stepped
+
+SMALL = {"micro_batch_tokens": 40, "head_chunk_tokens": 5}
+each_algorithm = pytest.mark.parametrize("algorithm", ALGORITHMS)
+
+
+def captured(worker: Worker, data: Sequence[Datum], directory: Path, run_id: str = "draft") -> list[str]:
+    """What the server would make references of: the addresses."""
+    directory.mkdir(exist_ok=True)
+    place = FeaturePlace(str(directory), captures=True)
+    asked = ForwardBackwardRequest(run_id, 1, tuple(data), "capture", forward_only=True, features=place)
+    (output,) = run(worker, asked)
+    found = [each["features"].tobytes().decode().split() for each in output.loss_fn_outputs]
+    assert [int(size) for _, size in found] == [path_of(directory, address).stat().st_size for address, _ in found]
+    return [address for address, _ in found]
+
+
+def path_of(directory: Path, address: str) -> Path:
+    return directory / f"{address}.safetensors"
+
+
+def with_features(data: Sequence[Datum], addresses: Sequence[str | None]) -> list[Datum]:
+    return [
+        replace(datum, feature_ref=None if address is None else f"features-{address}-0")
+        for datum, address in zip(data, addresses, strict=True)
+    ]
+
+
+def stored(asked: ForwardBackwardRequest, directory: Path) -> ForwardBackwardRequest:
+    return replace(asked, features=FeaturePlace(str(directory)))
+
+
+def learned(
+    worker: Worker, asked: ForwardBackwardRequest, run_id: str = "draft"
+) -> tuple[ForwardBackwardOutput, Tensor]:
+    """What a pass tells, and its gradient, without any trace in the draft."""
+    (output,) = run(worker, asked)
+    gradient = worker._models.get(run_id).accumulator.clone()
+    worker.clear_gradients(run_id)
+    return output, gradient
+
+
+def same(one: tuple[ForwardBackwardOutput, Tensor], other: tuple[ForwardBackwardOutput, Tensor]) -> bool:
+    """Bit for bit."""
+    outputs = zip(one[0].loss_fn_outputs, other[0].loss_fn_outputs, strict=True)
+    are_outputs = all(np.array_equal(mine["losses"], their["losses"]) for mine, their in outputs)
+    return are_outputs and one[0].metrics == other[0].metrics and torch.equal(one[1], other[1])
+
+
+@contextmanager
+def target_tokens(worker: Worker) -> Iterator[list[int]]:
+    """How many tokens each run of the target has inside."""
+    found: list[int] = []
+    original: Callable[..., Any] = worker._base.hidden_states
+
+    def counted(tokens: Tensor, *arguments: Any, **options: Any) -> Tensor:
+        found.append(len(tokens))
+        return original(tokens, *arguments, **options)
+
+    worker._base.hidden_states = counted
+    yield found
+    worker._base.hidden_states = original
+
+
+@each_algorithm
+@pytest.mark.parametrize("knobs", [{}, SMALL, {"dtype": "bfloat16"}], ids=["one", "micro-batches", "bfloat16"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma3", "cohere2"])
+def test_stored_features_teach_what_the_target_does_bit_for_bit(
+    algorithm: Algorithm, knobs: dict[str, Any], kind: str, tmp_path: Path
+) -> None:
+    windows: Any = {"layer_types": ["sliding_attention", "full_attention"] * 2} if kind in ("gemma3", "cohere2") else {}
+    tiny_model(kind, tmp_path / "model", num_hidden_layers=4, **windows)
+    worker = a_worker(tmp_path / "model", **knobs)
+    created(worker, algorithm=algorithm)
+    worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
+    data = some_data(1)
+    asked = request(data, loss_fn=algorithm)
+    online = learned(worker, asked)
+    addresses = captured(worker, data, tmp_path / "features")
+    referring = stored(request(with_features(data, addresses), loss_fn=algorithm), tmp_path / "features")
+    with target_tokens(worker) as runs:
+        assert same(learned(worker, referring), online)
+        assert not runs, "the target has run"
+    worker._models.get("draft").weights.add_(1e-3)
+    assert not same(learned(worker, referring), online), "which tells smallest differences"
+
+
+@each_algorithm
+def test_whole_trainings_are_the_same_bit_for_bit(
+    algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Two epochs, of which the second captures nothing."""
+    online, offline = (a_worker(tiny_models["llama"], **SMALL) for _ in range(2))
+    batches = [some_data(seed) for seed in (1, 2)]
+    for worker in (online, offline):
+        created(worker, algorithm=algorithm)
+    addresses = [captured(offline, batch, tmp_path / "features") for batch in batches]
+    with target_tokens(offline) as runs:
+        for _ in range(2):
+            for batch, of_batch in zip(batches, addresses, strict=True):
+                run(online, request(batch, loss_fn=algorithm))
+                asked = stored(request(with_features(batch, of_batch), loss_fn=algorithm), tmp_path / "features")
+                run(offline, asked)
+                assert stepped(online) == stepped(offline)
+        assert not runs
+    assert torch.equal(*(worker._models.get("draft").weights for worker in (online, offline)))
+
+
+@each_algorithm
+def test_data_captured_in_other_batches_may_come_in_any_order_beside_others(
+    algorithm: Algorithm, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    worker = a_worker(tiny_models["qwen3"], **SMALL)
+    created(worker, algorithm=algorithm)
+    data = some_data(1, (9, 30, 4, 17, 11, 11))
+    addresses: dict[int, str | None] = {}
+    for numbers in ([5, 0], [2], [3]):
+        found = captured(worker, [data[number] for number in numbers], tmp_path / "features")
+        addresses |= zip(numbers, found, strict=True)
+    whole, gradient = learned(worker, request(data, loss_fn=algorithm))
+    referring = with_features(data, [addresses.get(number) for number in range(len(data))])
+    with target_tokens(worker) as runs:
+        output, found_gradient = learned(worker, stored(request(referring, loss_fn=algorithm), tmp_path / "features"))
+        assert sum(runs) == 30 + 11, "of the data alone that refer to nothing"
+    torch.testing.assert_close(found_gradient, gradient, rtol=1e-5, atol=1e-6)
+    assert (found_gradient - 1.001 * gradient).abs().max() > 1e-5
+    assert output.metrics["loss:sum"] == pytest.approx(whole.metrics["loss:sum"], rel=1e-6)
+    for mine, other in zip(output.loss_fn_outputs, whole.loss_fn_outputs, strict=True):
+        np.testing.assert_allclose(mine["losses"], other["losses"], atol=1e-5)
+
+
+def test_the_same_is_stored_once_and_run_once(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker = a_worker(tiny_models["llama"])
+    created(worker)
+    created(worker, "other")
+    first, second = some_data(1, (9, 30)), some_data(2, (8,))
+    addresses = captured(worker, first, tmp_path)
+    with target_tokens(worker) as runs:
+        assert captured(worker, first, tmp_path, "other") == addresses, "of the same target"
+        assert not runs
+        again = captured(worker, (first[1], *second, first[0], *second), tmp_path)
+        assert sum(runs) == 16 and again[0::2] == [addresses[1], addresses[0]] and again[1] == again[3]
+    assert len(list(tmp_path.iterdir())) == 3, "and nothing is left of writing them"
+
+
+def test_features_are_of_one_target_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """By what it has learned, not by where that lies."""
+    worker = a_worker(tiny_models["llama"])
+    data = some_data(1, (9,))
+    found = {}
+    policies = {seed: saved_policy(worker, tmp_path / str(seed), seed) for seed in (5, 6)}
+    again = saved_policy(worker, tmp_path / "again", 5)
+    for name, target in {"base": None, "a": policies[5], "b": policies[6], "again": again}.items():
+        created(worker, name)
+        worker.set_target(name, None if target is None else str(target))
+        (found[name],) = captured(worker, data, tmp_path / "features", name)
+    assert found["a"] == found["again"] and len(set(found.values())) == 3
+    worker.set_target("a", None)
+    assert captured(worker, data, tmp_path / "features", "a") == [found["base"]]
+    full = a_worker(tiny_models["llama"], dtype="bfloat16")
+    created(full)
+    assert captured(full, data, tmp_path / "features") != [found["base"]]
+
+
+def refused(worker: Worker, asked: ForwardBackwardRequest) -> str:
+    (answer,) = worker.run_pass(Pass((Part(0, asked),)))
+    assert isinstance(answer, Failure) and answer.category == "user", answer
+    return answer.message
+
+
+def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker, features = a_worker(tiny_models["llama"]), tmp_path / "features"
+    created(worker)
+    created(worker, "layers", capture_layers=(0,))
+    created(worker, "dflash", "dflash", capture_layers=(0, 1))
+    data = some_data(1, (9, 30))
+    addresses = captured(worker, data, features)
+
+    def referring(run_id: str = "draft", addresses: Sequence[str] = addresses, loss_fn: str = "eagle3") -> str:
+        return refused(worker, stored(request(with_features(data, addresses), run_id, loss_fn=loss_fn), features))
+
+    assert "datum 0: its feature_ref is of features of layers" in referring("layers")
+    assert "last, and the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
+    assert "of other tokens than its model_input" in referring(addresses=addresses[::-1])
+    version = worker._models.drafts.get("draft").target_version
+    worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
+    assert f"of features of target {version}, and the draft is aimed at" in referring()
+    worker.set_target("draft", None)
+    learned(worker, stored(request(with_features(data, addresses)), features))
+    halved = a_worker(tiny_models["llama"], dtype="bfloat16")
+    created(halved)
+    message = refused(halved, stored(request(with_features(data, addresses)), features))
+    assert "of features float32, and the draft's target runs in bfloat16" in message
+
+
+@pytest.mark.parametrize("damage", ["gone", "cut"])
+def test_what_is_gone_is_told_by_the_target_again(damage: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """As for an operation that is repeated behind a crash, when its features are not kept any more."""
+    worker = a_worker(tiny_models["llama"])
+    created(worker)
+    data = some_data(1)
+    online = learned(worker, request(data))
+    addresses = captured(worker, data, tmp_path)
+    for address in addresses:
+        path = path_of(tmp_path, address)
+        path.write_bytes(path.read_bytes()[:200]) if damage == "cut" else path.unlink()
+    asked = stored(request(with_features(data, addresses)), tmp_path)
+    assert same(learned(worker, asked), online)
+    assert captured(worker, data, tmp_path) == addresses, "which mends them"
+    with target_tokens(worker) as runs:
+        assert same(learned(worker, asked), online) and not runs
+
+
+def test_a_capture_changes_nothing_of_the_draft(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker = a_worker(tiny_models["llama"])
+    created(worker)
+    run(worker, request(some_data(1)))
+    before = worker._models.get("draft").accumulator.clone()
+    captured(worker, some_data(2), tmp_path)
+    assert torch.equal(worker._models.get("draft").accumulator, before)
+
+
+def test_a_policys_data_refer_to_nothing(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker = a_worker(tiny_models["llama"])
+    worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
+    place = FeaturePlace(str(tmp_path), captures=True)
+    asked = ForwardBackwardRequest("policy", 1, some_data(1), "capture", forward_only=True, features=place)
+    assert "only drafts" in refused(worker, asked)
+
+
+def test_no_room_fails_the_capture_alone(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker = a_worker(tiny_models["llama"])
+    created(worker)
+    place = FeaturePlace(str(tmp_path / "none"), captures=True)
+    asked = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
+    failure, output = worker.run_pass(Pass((Part(0, asked), Part(1, request(some_data(1), forward_only=True)))))
+    assert isinstance(failure, Failure) and failure.category == "server" and "no room for features" in failure.message
+    assert isinstance(output, ForwardBackwardOutput)
+
+
+def test_what_is_open_is_there_whatever_becomes_of_the_file(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    worker = a_worker(tiny_models["llama"])
+    created(worker)
+    (address,) = captured(worker, some_data(1, (9,)), tmp_path)
+    features = Stored.find(tmp_path, address)
+    path_of(tmp_path, address).unlink()
+    assert features is not None and Stored.find(tmp_path, address) is None
+    tensor = features.tensor("captured")
+    assert tensor is not None and len(tensor) == 9
+
+
+def test_what_is_captured_of_a_token_is_known_before(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        worker = a_worker(tiny_models["llama"], dtype=dtype)
+        for number, algorithm in enumerate(ALGORITHMS):
+            config = DraftConfig(algorithm=algorithm, seed=3, **SHAPES[algorithm])  # pyright: ignore[reportArgumentType]
+            info = worker.create_run(RunSpec(algorithm, config, "draft"))
+            directory = tmp_path / dtype / str(number)
+            directory.mkdir(parents=True)
+            (address,) = captured(worker, some_data(1, (500,)), directory, algorithm)
+            header = path_of(directory, address).stat().st_size - 500 * info.feature_bytes
+            assert 0 < header < 1000
+
+
+# One forward of the target for policy and draft
+
+
+class Pair:
+    """A policy, as it learns, and a draft that is aimed at what was saved of it."""
+
+    def __init__(self, worker: Worker, algorithm: Algorithm, tmp_path: Path) -> None:
+        self.worker, self.algorithm, self.features = worker, algorithm, tmp_path / "features"
+        self.features.mkdir()
+        worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
+        adapter = worker._models.get("policy")
+        adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(1)))
+        created(worker, algorithm=algorithm)
+        self._saved = tmp_path / "saved"
+        self.aim()
+
+    def aim(self) -> None:
+        self._saved = self._saved.with_name(f"{self._saved.name}-again")
+        self._saved.mkdir()
+        self.worker.save_run("policy", str(self._saved), optimizer=True)
+        self.worker.set_target("draft", str(self._saved))
+
+    def of_policy(self, data: Sequence[Datum], forward_only: bool = False, beside: bool = True) -> Any:
+        """With what it captures for the draft."""
+        weighted = [
+            Datum(each.tokens[:-1], each.loss_fn_inputs | {"target_tokens": each.tokens[1:].astype(np.int64)})
+            for each in data
+        ]
+        weighted = [replace(each, loss_fn_inputs={**each.loss_fn_inputs, "weights": _ones(each)}) for each in weighted]
+        layers = self.worker._models.drafts.get("draft").capture_layers
+        place = FeaturePlace(str(self.features), algorithm=self.algorithm, layers=tuple(layers)) if beside else None
+        return ForwardBackwardRequest(
+            "policy", 1, tuple(weighted), "cross_entropy", forward_only=forward_only, features=place
+        )
+
+    def of_draft(self, data: Sequence[Datum], output: ForwardBackwardOutput | None) -> ForwardBackwardRequest:
+        plain = [Datum(each.tokens[:-1]) for each in data]
+        if output is None:
+            return request(plain, loss_fn=self.algorithm)
+        addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
+        return stored(request(with_features(plain, addresses), loss_fn=self.algorithm), self.features)
+
+
+def _ones(datum: Datum) -> np.ndarray:
+    return np.ones(len(datum.tokens), np.float32)
+
+
+@each_algorithm
+@pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
+@pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
+def test_one_forward_of_a_policy_serves_its_draft(
+    algorithm: Algorithm, knobs: dict[str, Any], forward_only: bool, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path)
+    worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
+    # Beside another run's data in the same micro-batches, for which nothing is captured.
+    worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
+    other = replace(pair.of_policy(some_data(2), forward_only, beside=False), model_id="other")
+    (alone, _) = run(worker, pair.of_policy(data, forward_only, beside=False), other)
+    if not forward_only:
+        wanted = worker._models.get("policy").accumulator.clone()
+        worker.clear_gradients("policy")
+    (output, theirs) = run(worker, pair.of_policy(data, forward_only), other)
+    assert output.metrics == alone.metrics and "features" not in theirs.loss_fn_outputs[0]
+    assert len(list(pair.features.iterdir())) == len(data)
+    if not forward_only:
+        assert torch.equal(worker._models.get("policy").accumulator, wanted), "the policy learns as ever"
+        stepped(worker, "policy")
+        stepped(worker, "other")
+    online, gradient = learned(worker, pair.of_draft(data, None))
+    with target_tokens(worker) as runs:
+        offline, found = learned(worker, pair.of_draft(data, output))
+        assert not runs
+    assert relative_error(found, gradient) < 1e-4
+    assert offline.metrics["loss:sum"] == pytest.approx(online.metrics["loss:sum"], rel=1e-5)
+    if not forward_only:
+        pair.aim()
+        moved, other_gradient = learned(worker, pair.of_draft(data, None))
+        assert relative_error(other_gradient, found) > 1e-3
+        assert moved.metrics["loss:sum"] != pytest.approx(online.metrics["loss:sum"], rel=1e-4), "a step is seen"
+        message = refused(worker, pair.of_draft(data, output))
+        assert "datum 0: its feature_ref is of features of target" in message
+
+
+def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+    data = some_data(1)
+    (output,) = run(pair.worker, pair.of_policy(data))
+    addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
+    with target_tokens(pair.worker) as runs:
+        assert captured(pair.worker, [Datum(each.tokens[:-1]) for each in data], pair.features) == addresses
+        assert not runs
+
+
+def test_only_policies_that_are_adapters_capture_beside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+    pair.worker.create_run(RunSpec("full", FullConfig()))
+    asked = replace(pair.of_policy(some_data(1)), model_id="full")
+    assert "capture_for is of policies that train LoRA" in refused(pair.worker, asked)

@@ -1,0 +1,39 @@
+"""Run by a Python that has vLLM: the likeliest tokens of a model with a draft, and how many of those it guessed.
+
+As JSON on standard input: model and draft (directories), method, num_tokens (guesses at a time), prompts, max_tokens.
+To the file `answer`: tokens of each prompt, passes (with guesses), and accepted, by place of the guess.
+"""
+
+import json
+import sys
+from pathlib import Path
+
+from vllm import LLM, SamplingParams
+
+
+def main() -> None:
+    asked = json.load(sys.stdin)
+    speculative = {"method": asked["method"], "model": asked["draft"], "num_speculative_tokens": asked["num_tokens"]}
+    llm = LLM(
+        model=asked["model"],
+        speculative_config=speculative,
+        skip_tokenizer_init=True,
+        dtype="float32",
+        enforce_eager=True,
+        max_model_len=256,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+    )
+    params = SamplingParams(temperature=0, max_tokens=asked["max_tokens"], ignore_eos=True, detokenize=False)
+    outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in asked["prompts"]], params)
+    metrics = {metric.name: metric for metric in llm.get_metrics()}
+    answer = {
+        "tokens": [list(output.outputs[0].token_ids) for output in outputs],
+        "passes": metrics["vllm:spec_decode_num_drafts"].value,
+        "accepted": metrics["vllm:spec_decode_num_accepted_tokens_per_pos"].values,
+    }
+    Path(asked["answer"]).write_text(json.dumps(answer))
+
+
+if __name__ == "__main__":
+    main()

@@ -77,7 +77,8 @@ class BaseModel:
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
     num_parameters: of all ranks together. precision: that it runs in. source: where it was loaded from. spec: the
     ranks that have it together. sequence_split: of those along sp.
-    shards_activations: whether those along tp share out what lies between linear layers, in training.
+    shards_activations: whether those along tp share out what lies between linear layers, in training. activations: as
+    WorkerConfig has them.
     unembedding: [vocab, hidden], possibly tied to the embedding; this rank's rows, but for `whole_unembedding` and
     `gathered`, where ranks keep it in parts. head_name, embedding_name: of these parameters.
     """
@@ -113,7 +114,7 @@ class BaseModel:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"
             )
-        self._activations = config.activations
+        self.activations = config.activations
         self._zero_stage: ZeroStage = config.zero_stage
         if self._fused is None and config.activations != "keep":
             raise ValueError(keeps_all(config.model.name, self.config.model_type, config.activations))
@@ -272,8 +273,8 @@ class BaseModel:
         again: what a layer that runs once more on the way back needs to have around it."""
         if self._fused is None:
             return
-        if self._activations != "keep":
-            host = HostMemory(self.device) if self._activations == "offload" else None
+        if self.activations != "keep":
+            host = HostMemory(self.device) if self.activations == "offload" else None
             self._fused.checkpoint(lambda: LayerInputs(host, again()))
         if self.is_sharded:
             self._shard(self._fused)

@@ -106,8 +106,14 @@ class DFlash:
                 weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
 
     def network(
-        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, team: Team = ALONE
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
     ) -> "DFlashNetwork":
+        """See Strategy. All is kept: blocks are few, however long a sequence is."""
         return DFlashNetwork(shape, parameters, team)
 
 

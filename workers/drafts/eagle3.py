@@ -26,6 +26,7 @@ from .drafting import Draw, Ends, Reach, Told
 from .features import Features
 from .guesses import Distribution, GuessChunk, Survival
 from .modules import normed, rotated, rotation, swiglu_mlp
+from .recompute import Run, run_again, run_once
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
@@ -100,16 +101,24 @@ class Eagle3:
                 weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
 
     def network(
-        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, team: Team = ALONE
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
     ) -> "Eagle3Network":
-        return Eagle3Network(shape, parameters, vocabulary, team)
+        return Eagle3Network(shape, parameters, vocabulary, recomputes, team)
 
 
 class Eagle3Network:
     """See Network."""
 
-    def __init__(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, team: Team) -> None:
+    def __init__(
+        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
+    ) -> None:
         self.shape, self.parameters, self.vocabulary, self.team = shape, parameters, vocabulary, team
+        self._run: Run = run_again if recomputes else run_once
         self._kind = AttentionKind(0, shape.scaling)
 
     def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "Eagle3Pass":
@@ -127,14 +136,15 @@ class Eagle3Network:
         values: list[Tensor] = []
         for step in range(depth):
             ahead = _ahead(len(state), step + 1, state.device).clamp_(max=len(features.embedded) - 1)
-            of_state = self._projected(state, "hidden_norm", of_states)
+            of_state = self._run(self._projected, state, "hidden_norm", of_states)
             query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
             turn = self._rotation(positions + step, state.dtype)
             query, key, value = rotated(self._heads(query), *turn), rotated(self._heads(key), *turn), self._heads(value)
             keys.append(key if step else self._by_heads(key, stretch))
             values.append(value if step else self._by_heads(value, stretch))
-            state = self._behind(state, attend_unrolled(query, keys, values, features.packing, self._kind, stretch))
-            outputs.append(self._normed(state, "norm"))
+            attended = attend_unrolled(query, keys, values, features.packing, self._kind, stretch)
+            state, output = self._run(self._said, state, attended)
+            outputs.append(output)
         return outputs
 
     def _by_heads(self, x: Tensor, stretch: Stretch) -> Tensor:
@@ -176,7 +186,10 @@ class Eagle3Network:
         of_state = self._projected(state, "hidden_norm", of_states)
         query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
         turn = self._rotation(positions, state.dtype)
-        attended = attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind)
+        return self._said(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
+
+    def _said(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The state behind a token, and what the output head reads."""
         state = self._behind(state, attended)
         return state, self._normed(state, "norm")
 

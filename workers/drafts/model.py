@@ -114,7 +114,8 @@ class DraftModel(Learner):
         if trains:
             gradients = self.gradient_views()
             weights = {name: _learning(weight, gradients[name]) for name, weight in weights.items()}
-        return self._strategy.network(self.shape, weights, self.vocabulary, self.groups.mesh.along("tp"))
+        recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
+        return self._strategy.network(self.shape, weights, self.vocabulary, recomputes, team)
 
 
 def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:

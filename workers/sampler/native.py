@@ -41,7 +41,7 @@ from .schedule import NoRoom, Schedule
 from .speculation import Guesses, Speculation, may_be_guessed, verify
 from .table import End, Table
 from .text import Text
-from .together import Together
+from .together import Together, Trouble
 
 
 @dataclass(frozen=True)
@@ -161,8 +161,7 @@ class NativeSampler:
     def _run_until(self, deadline: float) -> None:
         with ExitStack() as held:
             self._schedule.serve(self._bring(self._choose_adapters(), held))
-            self._bring_drafts(held)
-            self._fail_together()
+            self._agree(self._bring_drafts(held))
             held.enter_context(self._base.threads.restored())
             began = time.monotonic()
             held.enter_context(self._base.gathered())
@@ -212,16 +211,27 @@ class NativeSampler:
                 return []
         return [brought for each in adapter_ids for brought in self._bring([each], held)]
 
-    def _bring_drafts(self, held: ExitStack) -> None:
-        """Of this slice, as many as the device holds. Rows whose draft does not come go on without."""
+    def _bring_drafts(self, held: ExitStack) -> dict[str, bool]:
+        """Those of this slice, as many as the device holds: whether each of them came."""
         wanted = dict.fromkeys(row.job.request.draft_id for row in [*self._schedule.guessed(), *self._rows_to_come()])
         known = [one for one in wanted if one is not None and one in self._models.drafts]
-        brought: list[str] = []
-        for draft_id in known[: self._config.full_slots]:
+        brought = dict.fromkeys(known[: self._config.full_slots], False)
+        for draft_id in brought:
             with suppress(OperationError):
                 held.enter_context(self._models.resident([draft_id], FORWARD))
-                brought.append(draft_id)
-        self._speculation.serve(brought)
+                brought[draft_id] = True
+        return brought
+
+    def _agree(self, drafts: Mapping[str, bool]) -> None:
+        """What failed on one rank so far fails on those that decode it with that one. Rows whose draft did not come on
+        one of them go on without."""
+        own = {job_id: answer for job_id, answer in self._finished.items() if isinstance(answer, Failure)}
+        lacking = frozenset(draft_id for draft_id, has_come in drafts.items() if not has_come)
+        trouble = self._together.trouble(Trouble(own, lacking))
+        for job_id, failure in trouble.failures.items():
+            if job_id in self._jobs:
+                self._fail(self._jobs[job_id], failure.message, failure.category)
+        self._speculation.serve([draft_id for draft_id in drafts if draft_id not in trouble.lacking])
         for row in self._schedule.guessed():
             if not self._speculation.is_ready(row):
                 self._schedule.decode(row)
@@ -256,13 +266,6 @@ class NativeSampler:
         for job in list(self._jobs.values()):
             if job.adapter_id == adapter_id:
                 self._fail(job, error.message, error.category)
-
-    def _fail_together(self) -> None:
-        """What failed on one rank so far, on those that decode it with that one."""
-        own = {job_id: answer for job_id, answer in self._finished.items() if isinstance(answer, Failure)}
-        for job_id, failure in self._together.failures(own).items():
-            if job_id in self._jobs:
-                self._fail(self._jobs[job_id], failure.message, failure.category)
 
     def _fail(self, job: Job, message: str, category: Category = "user") -> None:
         self._remove(job.request.job_id)

@@ -20,6 +20,14 @@ class Verified:
     token: int
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """failures: of jobs, by id. lacking: drafts that did not come to the device."""
+
+    failures: Mapping[str, Failure]
+    lacking: frozenset[str]
+
+
 class Together:
     """speaks: whether this rank's answers count."""
 
@@ -28,11 +36,13 @@ class Together:
         self._team = mesh.along("ep", "tp")
         self.speaks = self._team.index == 0
 
-    def failures(self, own: Mapping[str, Failure]) -> dict[str, Failure]:
-        """Of jobs, by id: those of all ranks. All ranks ask at once, whatever they decode."""
+    def trouble(self, own: Trouble) -> Trouble:
+        """Of all ranks. All ask at once, whatever they decode."""
         if self._team.size == 1:
-            return dict(own)
-        return {job_id: failure for told in self._mesh.exchange(own) for job_id, failure in told.items()}
+            return own
+        told = self._mesh.exchange(own)
+        failures = {job_id: failure for each in told for job_id, failure in each.failures.items()}
+        return Trouble(failures, frozenset().union(*(each.lacking for each in told)))
 
     def is_over(self, deadline: float) -> bool:
         """Whether the time has come, by the first rank's clock."""

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -122,6 +123,20 @@ class WatchedWorker(Worker):
             return call()
         with mock.patch.object(adapters, "Adapter", side_effect=ERRORS["out of memory"]):
             return call()
+
+    def lack(self, rank: int, *model_ids: str) -> None:
+        """From now on that rank cannot have these on its device."""
+        vars(self._models).pop("resident", None)
+        if self._mesh.rank != rank:
+            return
+        resident = self._models.resident
+
+        def others(wanted: Sequence[str], vectors: frozenset[str]) -> AbstractContextManager[None]:
+            if not set(model_ids).isdisjoint(wanted):
+                raise OperationError("input/output error", "server")
+            return resident(wanted, vectors)
+
+        self._models.resident = others
 
     def snapshot_without_memory(self, run_id: str, directory: str) -> None:
         """Begins one where no rank has memory for what it would write."""

@@ -1,0 +1,61 @@
+"""A draft's pass that computes again what it does not keep: the same numbers, and less memory."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.schemas.models import Algorithm
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest
+from trainhouse.workers.worker import Worker
+
+from ..parallel.live_bytes import LiveBytes
+from .test_worker import ALGORITHMS, a_worker, created, request, run, some_data
+
+
+def learned(directory: Path, algorithm: Algorithm, **knobs: Any) -> tuple[Worker, Mapping[str, float]]:
+    """One pass, and what it told."""
+    worker = a_worker(directory, **knobs)
+    created(worker, algorithm=algorithm)
+    (output,) = run(worker, request(some_data(1), loss_fn=algorithm))
+    return worker, output.metrics
+
+
+def gradient(worker: Worker) -> torch.Tensor:
+    return worker._models.get("draft").accumulator
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("activations", ["recompute", "offload"])
+@pytest.mark.parametrize("algorithm", ALGORITHMS)
+def test_gradients_are_the_same_to_the_last_bit(
+    algorithm: Algorithm, activations: str, dtype: str, tiny_models: dict[str, Path]
+) -> None:
+    directory = tiny_models["qwen3"]
+    kept, told = learned(directory, algorithm, dtype=dtype)
+    other, told_again = learned(directory, algorithm, dtype=dtype, activations=activations)
+    assert torch.equal(gradient(other), gradient(kept))
+    assert told_again == told
+    cut, _ = learned(directory, algorithm, dtype=dtype, activations=activations, micro_batch_tokens=12)
+    assert not torch.equal(gradient(cut), gradient(kept)), "which are sums in another order"
+
+
+def test_a_guess_keeps_less(tiny_models: dict[str, Path]) -> None:
+    keep, recompute = (bytes_of_a_guess(tiny_models["qwen3"], each) for each in ("keep", "recompute"))
+    assert recompute < 0.6 * keep
+    assert recompute > 0.2 * keep, "its state, queries, keys, values and what these see"
+
+
+def bytes_of_a_guess(directory: Path, activations: Literal["keep", "recompute"], length: int = 256) -> float:
+    """What a pass takes for one more of each token."""
+    worker = a_worker(directory, activations=activations, head_chunk_tokens=128)
+    created(worker)
+    peaks = []
+    for ttt_length in (2, 6):
+        data = (Datum(np.random.default_rng(0).integers(3, 512, length).astype(np.int32), {}),)
+        with LiveBytes() as live:
+            run(worker, ForwardBackwardRequest("draft", 1, data, "eagle3", {"ttt_length": ttt_length}))
+        peaks.append(live.peak)
+    return (peaks[1] - peaks[0]) / 4 / length

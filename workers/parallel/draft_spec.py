@@ -1,5 +1,6 @@
 """The layouts that drafts may have on the ranks of a base model. Imports no torch."""
 
+from .shape import Model, ModelShape
 from .spec import ParallelSpec
 
 
@@ -7,6 +8,12 @@ def default_draft_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
     """Tokens as the target's ranks share them out, where heads go into as many parts; else sequences."""
     sp = base.sp if heads % base.sp == 0 else 1
     return ParallelSpec(replicas=base.num_ranks // sp, sp=sp)
+
+
+def check_drafts(spec: ParallelSpec, base: ParallelSpec, target: Model) -> None:
+    """Of a target whose heads are known; of any other, who loads it finds out. Raises ValueError."""
+    if isinstance(target, ModelShape):
+        check_draft_spec(spec, base, target.heads, target.kv_heads)
 
 
 def check_draft_spec(spec: ParallelSpec, base: ParallelSpec, heads: int, kv_heads: int) -> None:

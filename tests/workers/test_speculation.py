@@ -446,7 +446,14 @@ def drawn(worker: Worker, name: str) -> np.ndarray:
     return np.concatenate([tokens_of(found[f"{seed}"]) for seed in range(num_jobs)])
 
 
-@pytest.mark.parametrize("name", ["as the model is", "cold", "hot", "top_k", "top_p", "min_p", "all"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "as the model is",
+        "all",
+        *(pytest.param(name, marks=pytest.mark.full) for name in ("cold", "hot", "top_k", "top_p", "min_p")),
+    ],
+)
 def test_sequences_come_as_often_as_enumeration_says(model: Model, drawing: Worker, name: str) -> None:
     samples = drawn(drawing, name)
     assert p_value(samples, model.exact(CASES[name].params)) > LEAST_P_VALUE
@@ -454,7 +461,7 @@ def test_sequences_come_as_often_as_enumeration_says(model: Model, drawing: Work
         assert p_value(samples, model.exact(wrong)) < LEAST_P_VALUE / 100
 
 
-@pytest.mark.parametrize("fault", ["all are right", "nothing is left out"])
+@pytest.mark.parametrize("fault", ["all are right", pytest.param("nothing is left out", marks=pytest.mark.full)])
 def test_a_wrong_rule_is_told_apart(model: Model, drawing: Worker, fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def wrong(guesses: Guesses, target: torch.Tensor, vocabulary: torch.Tensor, *rest: Any) -> Verified:
         right = verify(guesses, target, vocabulary, *rest)

@@ -119,7 +119,7 @@ SHARE = Check(lambda value: isinstance(value, int | float) and 0 < value <= 1, "
 
 _OF_WORKERS = {
     *("base_models", "pool", "dtype", "device", "threads", "parallel", "device_memory_bytes", "max_lora_rank"),
-    *("full_slots", "max_full_models", "full_sampling", "base_quantization", "optimizer_states"),
+    *("draft_parallel", "full_slots", "max_full_models", "full_sampling", "base_quantization", "optimizer_states"),
     *("shard", "tp_activations", "zero_stage", "activations"),
     *("max_context_length", "micro_batch_tokens", "head_chunk_tokens", "prefill_chunk_tokens", "adapter_slots"),
     *("host_adapter_bytes", "kv_cache_bytes", "role_groups", "sampler_workers", "sampler_parallel", "sampler_device"),
@@ -183,6 +183,9 @@ class ServerConfig:
         "of each device, for --parallel auto (default: ask CUDA)",
         check=POSITIVE,
         flag="--device-memory",
+    )
+    draft_parallel: ParallelSpec | None = knob(  # noqa: RUF009
+        None, "ranks of drafts, of the same number, as replicas=2,tp=2 (docs/drafts.md)"
     )
     shard: tuple[str, ...] = knob((), "PATTERN=STYLE, of weights that tp or ep would split; repeatable")
     tp_activations: Literal["sharded", "whole"] = knob(
@@ -520,6 +523,8 @@ def _from_text(knob_field: Field, text: str | Sequence[str], place: str) -> obje
         return None if text == AUTO else parse_layout(_joined(text), flag=place)
     if knob_field.name == "sampler_parallel":
         return _parse_sampler_layout(text, place)
+    if knob_field.name == "draft_parallel":
+        return parse_layout(_joined(text), flag=place)
     if knob_field.name in ("mirrors", "shard"):
         return (text,) if isinstance(text, str) else tuple(text)
     if knob_field.name == "tenant_weights":
@@ -599,7 +604,7 @@ def _type_words(knob_field: Field) -> str:
         return "a number of bytes, such as 268435456 or 256MiB"
     if knob_field.name == "parallel":
         return "axes and their ranks, such as tp=2, or auto"
-    if knob_field.name == "sampler_parallel":
+    if knob_field.name in ("sampler_parallel", "draft_parallel"):
         return "axes and their ranks, such as tp=2"
     return {int: "an integer", float: "a number", str: "a text", Path: "a path"}[_type_of(knob_field)]
 

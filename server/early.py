@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from ..workers.config import ServedModel, WorkerConfig
 from ..workers.parallel.checks import check_layout
+from ..workers.parallel.draft_spec import check_drafts
 from ..workers.parallel.shape import model_directory, read_model, refuse_missing_weights
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from .values import AUTO, ENVIRONMENT_PREFIX, ConfigError, parse_layout, parse_served_model
@@ -27,6 +28,8 @@ def refused(arguments: Sequence[str]) -> int:
     parser.add_argument("--config")
     parser.add_argument("--workers")
     parser.add_argument("--sampler-parallel", default=str(SINGLE))
+    parser.add_argument("--draft-parallel")
+    parser.add_argument("--role-group", action="append", default=[])
     parser.add_argument("--activations", default=WorkerConfig.activations)
     parser.add_argument("--base-model", action="append", default=[])
     try:
@@ -35,6 +38,9 @@ def refused(arguments: Sequence[str]) -> int:
         spec = SINGLE if _may_be_said_elsewhere(options) else _spec(options.parallel, options.shard)
         _check_layout(spec, options.activations, models)
         _check_samplers(_spec(options.sampler_parallel, (), "--sampler-parallel"), models)
+        if options.draft_parallel is not None:
+            wanted = parse_layout(options.draft_parallel, (), "--draft-parallel")
+            _check_drafts(wanted, spec, () if _may_be_of_others(options) else models)
         for model in models:
             refuse_missing_weights(model.source)
     except argparse.ArgumentError:
@@ -51,6 +57,13 @@ def _may_be_said_elsewhere(options: argparse.Namespace) -> bool:
     return in_environment or options.config is not None or options.workers is not None
 
 
+def _may_be_of_others(options: argparse.Namespace) -> bool:
+    """Whether drafts may have ranks whose layout is not that of --parallel, or is yet to be found."""
+    in_environment = f"{ENVIRONMENT_PREFIX}ROLE_GROUPS" in os.environ
+    is_open = options.parallel == AUTO or _may_be_said_elsewhere(options)
+    return is_open or in_environment or bool(options.role_group)
+
+
 def _check_layout(spec: ParallelSpec, activations: str, models: Sequence[ServedModel]) -> None:
     if spec == SINGLE and activations == WorkerConfig.activations:
         return
@@ -64,6 +77,12 @@ def _check_samplers(spec: ParallelSpec, models: Sequence[ServedModel]) -> None:
         _check_layout(spec, WorkerConfig.activations, models)
     except ValueError as error:
         raise ValueError(f"--sampler-parallel: {error}") from None
+
+
+def _check_drafts(wanted: ParallelSpec, spec: ParallelSpec, models: Sequence[ServedModel]) -> None:
+    for model in models:
+        if model_directory(model.source) is not None:
+            check_drafts(wanted, spec, read_model(model))
 
 
 def _spec(layout: str, shard: Sequence[str], flag: str = "--parallel") -> ParallelSpec:

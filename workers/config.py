@@ -54,6 +54,7 @@ class WorkerConfig:
     optimizer_states: how AdamW's moments of such models are held; those of adapters are float32.
     page_directory: for the adapters on disk; None = that of the system for temporary files.
     parallel, rank: the ranks that hold the model together, and which of them this one is.
+    draft_parallel: how these ranks share out the work of drafts; None = tokens as the model's do, and else sequences.
     is_local: whether all of them are on this machine.
     tp_activations: what lies between the linear layers: "sharded" = each rank along tp has some tokens of it, in
         training; "whole" = all of them.
@@ -86,6 +87,7 @@ class WorkerConfig:
     host_adapter_bytes: int = 4 << 30
     page_directory: str | None = None
     parallel: ParallelSpec = SINGLE
+    draft_parallel: ParallelSpec | None = None
     rank: int = 0
     is_local: bool = True
     tp_activations: Literal["sharded", "whole"] = "sharded"

@@ -24,7 +24,7 @@ from .device_turns import DeviceTurns
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
 from .group import Group, OnProgress
 from .shares import PassLimits
-from .sources import name_of, named_samplers, roles_apart, samplers, source_of, with_threads
+from .sources import name_of, named_samplers, of_policies, roles_apart, samplers, source_of
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Snapshot, Verb
 
@@ -45,7 +45,7 @@ class WorkerDispatch:
         self._config = config
         self._source = source_of(config)
         self._device_turns = DeviceTurns() if config.shared_devices == "turns" else None
-        models = with_threads(config)
+        models = of_policies(config)
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}

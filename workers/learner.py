@@ -17,6 +17,7 @@ from ..schemas.models import TrainingConfig
 from .lanes import current_lane
 from .layout import Layout
 from .moments import MOMENTS, Moments
+from .parallel.mesh import Mesh
 from .programs import Program
 from .zero import Zero
 
@@ -88,6 +89,9 @@ class Learner(ABC):
 
     # How exp_avg and exp_avg_sq are held.
     moments: Moments = MOMENTS["float32"]
+
+    # Of the ranks that have parts of it, None = the base model's.
+    mesh: Mesh | None = None
 
     # Whose ranks keep a part each of accumulator, exp_avg and exp_avg_sq; None = all of them.
     zero: Zero | None = None

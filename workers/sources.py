@@ -13,6 +13,7 @@ from .config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig
 from .devices import check_cuda, check_devices, device_of, first_device
 from .footprint import check_fit, runs_on_cpu
 from .parallel.checks import check_layout, cuda_devices
+from .parallel.draft_spec import check_drafts
 from .parallel.shape import model_directory, read_model
 from .parallel.spec import SINGLE
 from .pools import KeptAt, LocalPool, Pool, PoolSpec, RayCluster, RayPool, RemotePool
@@ -52,6 +53,8 @@ class Started:
         for model in self._config.models:
             _check_layout(model, is_local=self._cluster is None)
         _check_roles(self._config)
+        for model in (*of_policies(self._config), *_of_roles(self._config).values()):
+            _check_drafts(model)
         _check_samplers(self._config)
         groups = _copies(self._config)
         check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
@@ -95,11 +98,17 @@ class Kept:
 def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
     """All that are made of our own processes, by name: of each base model the one of its policies, those of roles
     apart, then those that sample."""
-    for model in with_threads(config):
+    for model in of_policies(config):
         yield model.model.name, model
         yield from named_roles(config, model).items()
         if config.sampling.vllm is None:
             yield from named_samplers(model, config.sampling)
+
+
+def of_policies(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+    """What the base models' own workers are built of."""
+    has_drafts = all("draft" not in group.roles for group in config.role_groups)
+    return tuple(model if has_drafts else replace(model, draft_parallel=None) for model in with_threads(config))
 
 
 def named_roles(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
@@ -115,7 +124,8 @@ def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -
     """What the workers of these roles are built of. model: one of the base models."""
     number = [each.model for each in config.models].index(model.model)
     devices = group.devices or (model.device,)
-    return replace(model, parallel=group.parallel, device=devices[number % len(devices)])
+    of_drafts = config.models[number].draft_parallel if "draft" in group.roles else None
+    return replace(model, parallel=group.parallel, draft_parallel=of_drafts, device=devices[number % len(devices)])
 
 
 def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
@@ -125,7 +135,7 @@ def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tu
 
 def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
     """What our processes that only sample the model are built of."""
-    apart = replace(model, shared_directories=())
+    apart = replace(model, shared_directories=(), draft_parallel=None)
     if sampling.vllm is not None:
         devices = ",".join(sampling.devices) or model.device
         return [] if sampling.vllm.urls else [replace(apart, parallel=SINGLE, device=devices)]
@@ -143,6 +153,12 @@ def _check_layout(model: WorkerConfig, is_local: bool) -> None:
         num_devices -= first_device(model.device)
     served, longest = read_model(model.model), model.max_context_length
     check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations, model.base_quantization)
+
+
+def _check_drafts(model: WorkerConfig) -> None:
+    """As _check_layout."""
+    if model.draft_parallel is not None and model_directory(model.model.source) is not None:
+        check_drafts(model.draft_parallel, model.parallel, read_model(model.model))
 
 
 def _check_roles(config: DispatchConfig) -> None:

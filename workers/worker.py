@@ -18,6 +18,7 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
 from .config import WorkerConfig
+from .drafts.groups import DraftGroups
 from .drafts.model import DraftModel
 from .drafts.models import Drafts
 from .drafts.version import version_of_parts
@@ -98,7 +99,8 @@ class Worker:
         residency = _residency(self._base, config, config.full_slots)
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
         of_drafts = _residency(self._base, config, config.full_slots)
-        drafts = Drafts(self._base, of_drafts, config.optimizer_states, mesh)
+        groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
+        drafts = Drafts(self._base, of_drafts, config.optimizer_states, groups)
         self._models = Models(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
         self._snapshots = SnapshotWriter(self._base.device, self._name)

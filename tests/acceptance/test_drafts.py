@@ -156,3 +156,27 @@ def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: Se
     restored = training.measured(path, held_out, 1.0, moved)
     print(f"simulated {before} -> {after}; of the old target {of_old:.2f}, moved {stale:.2f}, restored {restored:.2f}")
     assert stale < 0.85 * of_old and restored > 0.9 * of_old, (of_old, stale, restored)
+
+
+def test_ranks_that_train_parts_of_a_draft_guess_with_all_of_it(tmp_path: Path) -> None:
+    model = tiny_model("llama", tmp_path / "model", initializer_range=0.02, **SHAPE)
+    layouts: dict[str, Any] = {"parallel": "fsdp=2", "draft_parallel": "tp=2"}
+    with (
+        live_server({MODEL: model}, tmp_path / "server", **layouts) as server,
+        ServiceClient(server.url, "tml-draft") as client,
+    ):
+        draft = client.create_draft_client(MODEL, "eagle3", seed=1, intermediate_size=64)
+        batch, losses = [answered(text) for text in PROSE[:8]], []
+        for _ in range(4):
+            output = draft.forward_backward(batch, "eagle3", {"ttt_length": NUM_GUESSES})
+            draft.optim_step(AdamParams(learning_rate=3e-3), gradient_scale="mean")
+            losses.append(output.result(60).metrics["loss:sum"])
+        assert losses == sorted(losses, reverse=True)
+        path = draft.save_weights_for_sampler("trained").result(60).path
+        sampler = client.create_sampling_client(base_model=MODEL)
+        params = SamplingParams(max_tokens=32, temperature=0.0, stop=[])
+        plain, guessed = (
+            sampler.sample(PROSE[0][:PROMPT_TOKENS], 1, params, draft_path=each).result(60) for each in (None, path)
+        )
+        assert guessed.guesses is not None and guessed.guesses.passes
+        assert guessed.sequences[0].tokens.tolist() == plain.sequences[0].tokens.tolist()

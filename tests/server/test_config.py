@@ -126,6 +126,7 @@ def test_values_of_every_type_are_read_from_text_and_from_toml(tmp_path: Path) -
             {"sampler_workers": "1", "sampler_parallel": "auto"},
             "--sampler-parallel is auto: there is none for ranks that only sample; name a layout, such as tp=2",
         ),
+        ({"draft_parallel": "tp"}, "--draft-parallel: tp= is no number of ranks; give one such as tp=2"),
         ({"sampler_workers": "1", "sampler_parallel": "tp"}, "--sampler-parallel: tp= is no number of ranks; give one"),
         (
             {"sampler_workers": "1", "sampler_parallel": "tp=2,fsdp=2"},

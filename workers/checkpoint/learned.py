@@ -116,7 +116,7 @@ def _copied(vector: Tensor) -> Tensor:
 
 
 def _learned(model: Learner, names: Iterable[str], mesh: Mesh) -> Learned:
-    layout = model.layout
+    layout, mesh = model.layout, model.mesh or mesh
     if isinstance(model, Adapter) or mesh.is_single:
         vectors = {name: Flat(layout.whole, layout.whole_vector(model.in_float32(name), mesh)) for name in names}
         return Learned(model, vectors, model.num_steps, part=mesh.rank)

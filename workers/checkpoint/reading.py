@@ -95,9 +95,7 @@ def read_new(models: Models, directory: Path, program: Program = POLICY) -> Lear
 
     Raises as read_saved.
     """
-    model = models.build(Description.read(directory).training, program)
-    read_saved(model, directory, optimizer=False).put_into(model)
-    return model
+    return _filled(models.build(Description.read(directory).training, program), directory)
 
 
 def read_draft(models: Models, directory: Path) -> Learner:
@@ -105,7 +103,12 @@ def read_draft(models: Models, directory: Path) -> Learner:
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
-    return read_new(models, directory, program_of("draft", training))
+    return _filled(models.drafts.build(training, program_of("draft", training), is_shared=False), directory)
+
+
+def _filled(model: Learner, directory: Path) -> Learner:
+    read_saved(model, directory, optimizer=False).put_into(model)
+    return model
 
 
 class _OfKind(Mapping[str, Tensor]):

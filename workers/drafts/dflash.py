@@ -19,6 +19,8 @@ from ...schemas.models import DraftConfig
 from ..attention import AttentionKind
 from ..kv_cache import CachedRow
 from ..model import BaseModel
+from ..parallel.collectives import copied, summed
+from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .block_attention import Memory, attend_blocks
 from .blocks import Blocks
@@ -28,6 +30,7 @@ from .modules import normed, rotated, rotation, swiglu_mlp
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
+from .stretch import stretch_of
 
 _BLOCK_SIZE = 16
 
@@ -103,25 +106,30 @@ class DFlash:
                 weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
 
     def network(
-        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
     ) -> "DFlashNetwork":
         """See Strategy. All is kept: blocks are few, however long a sequence is."""
-        return DFlashNetwork(shape, parameters)
+        return DFlashNetwork(shape, parameters, team)
 
 
 class DFlashNetwork:
     """See Network."""
 
-    def __init__(self, shape: DraftShape, parameters: Tensors) -> None:
+    def __init__(self, shape: DraftShape, parameters: Tensors, team: Team) -> None:
         assert shape.block_size is not None
-        self.shape, self.parameters = shape, parameters
+        self.shape, self.parameters, self._team = shape, parameters, team
         self.block_size = shape.block_size
 
     def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
         assert features.head is not None
         blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
         own = blocks.some(features.shared.every)
-        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows)
+        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows, self._team)
 
     def guessed(self, features: Features, blocks: Blocks) -> Tensor:
         """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones. Where
@@ -187,16 +195,16 @@ class DFlashNetwork:
 
     def _context(self, captured: Tensor) -> Tensor:
         """What all layers read of the target's features."""
-        return self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm")
+        return copied(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
 
     def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
         """A layer."""
-        x = self._normed(state, f"{prefix}.input_layernorm")
+        x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
         query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
         found = attended(query, self._memory(x, prefix, turn)).flatten(1)
-        state = state + linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"])
+        state = state + summed(linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team)
         x = self._normed(state, f"{prefix}.post_attention_layernorm")
-        return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp")
+        return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""
@@ -219,12 +227,15 @@ class DFlashNetwork:
 
 class DFlashPass:
     """See DraftPass. A row for each block: its guesses, which were made at once. What they learn are the tokens: their
-    acceptance is the draft's probability of the token."""
+    acceptance is the draft's probability of the token. Where ranks share out layers, each scores some of the blocks."""
 
-    def __init__(self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int) -> None:
+    def __init__(
+        self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int, team: Team = ALONE
+    ) -> None:
         self._outputs, self._head, self._labels, self._chunk_rows = outputs, head, labels, chunk_rows
         self._places, self._exists = blocks.places(), blocks.exists()
         self._depth = blocks.size - 1
+        self._team, self._scored = team, stretch_of(len(outputs), team.index, team.size)
         self._slopes = torch.zeros_like(outputs) if outputs.requires_grad else None
         self._log_draft = torch.empty(0)
         self._acceptance = torch.empty(0)
@@ -232,7 +243,7 @@ class DFlashPass:
 
     @property
     def num_rows(self) -> int:
-        return len(self._outputs)
+        return self._scored.stop - self._scored.start
 
     @property
     def chunk_rows(self) -> int:
@@ -240,7 +251,7 @@ class DFlashPass:
         return max(1, self._chunk_rows // self._depth)
 
     def scores(self, rows: slice) -> DraftScores:
-        self._rows = rows
+        self._rows = rows = self._among_all(rows)
         exists = self._exists[rows]
         logits = self._head.logits(self._outputs.detach()[rows, 1:].flatten(0, 1))
         self._log_draft = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
@@ -254,10 +265,11 @@ class DFlashPass:
 
     def weights(self, rows: slice) -> Tensor:
         """0 of what there is no guess of."""
+        rows = self._among_all(rows)
         return self._labels.weights[self._places[rows]] * self._exists[rows]
 
     def places(self, rows: slice) -> Tensor:
-        return self._places[rows]
+        return self._places[self._among_all(rows)]
 
     def backward(self, slopes: Slopes) -> None:
         """Where there is no guess, or no slope, there is no gradient, whatever the logits are."""
@@ -271,7 +283,11 @@ class DFlashPass:
         self._slopes[self._rows, 1:] = of_hidden.to(self._slopes.dtype)
 
     def close(self) -> None:
-        torch.autograd.backward(self._outputs, self._slopes)
+        assert self._slopes is not None
+        torch.autograd.backward(self._outputs, self._team.sum(self._slopes))
+
+    def _among_all(self, rows: slice) -> slice:
+        return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
 
     def _tokens(self) -> Tensor:
         """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""

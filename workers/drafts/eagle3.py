@@ -19,6 +19,8 @@ from ...schemas.models import DraftConfig
 from ..attention import AttentionKind, CachedPacking, attend
 from ..kv_cache import CachedRow, Chunk
 from ..model import BaseModel
+from ..parallel.collectives import copied, summed
+from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
@@ -28,7 +30,7 @@ from .recompute import Run, run_again, run_once
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
-from .stretch import Stretch
+from .stretch import Stretch, stretch_of
 from .unrolled_attention import attend_unrolled
 
 _LAYER = "midlayer"
@@ -99,16 +101,23 @@ class Eagle3:
                 weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
 
     def network(
-        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
     ) -> "Eagle3Network":
-        return Eagle3Network(shape, parameters, vocabulary, recomputes)
+        return Eagle3Network(shape, parameters, vocabulary, recomputes, team)
 
 
 class Eagle3Network:
     """See Network."""
 
-    def __init__(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False) -> None:
-        self.shape, self.parameters, self.vocabulary = shape, parameters, vocabulary
+    def __init__(
+        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
+    ) -> None:
+        self.shape, self.parameters, self.vocabulary, self.team = shape, parameters, vocabulary, team
         self._run: Run = run_again if recomputes else run_once
         self._kind = AttentionKind(0, shape.scaling)
 
@@ -139,7 +148,7 @@ class Eagle3Network:
         return outputs
 
     def _by_heads(self, x: Tensor, stretch: Stretch) -> Tensor:
-        copies = stretch.shares_out(self.shape.heads, self.shape.kv_heads)
+        copies = stretch.copies(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
         return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
 
     def begun(self, captured: Tensor) -> Tensor:
@@ -186,9 +195,10 @@ class Eagle3Network:
 
     def _behind(self, state: Tensor, attended: Tensor) -> Tensor:
         """attended: [tokens, heads, head_dim]."""
-        state = state + linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
+        update = linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
+        state = state + summed(update, self.team)
         x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
-        return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp")
+        return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp", self.team)
 
     def _halves(self) -> tuple[list[Tensor], list[Tensor]]:
         """Of query, key and value the weights of the embedding, and those of the state. Once for all steps: backward
@@ -199,7 +209,7 @@ class Eagle3Network:
 
     def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
         """This half's part of query, key and value: the embeddings' is the same in every step."""
-        x = self._normed(x, f"{_LAYER}.{norm}")
+        x = copied(self._normed(x, f"{_LAYER}.{norm}"), self.team)
         return [linear(x, weight) for weight in weights]
 
     def _normed(self, x: Tensor, name: str) -> Tensor:
@@ -214,7 +224,8 @@ class Eagle3Network:
 
 class Eagle3Pass:
     """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. Where ranks
-    share out tokens, those before are this rank's, and rows go on behind these."""
+    share out tokens, those before are this rank's, and rows go on behind these. Where they share out layers, each
+    scores what was guessed from some of the tokens."""
 
     def __init__(
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
@@ -222,15 +233,17 @@ class Eagle3Pass:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
         self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        self._chunk_rows, self._own = chunk_rows, features.shared.own
-        self._survival = Survival(self.num_rows, outputs[0])
+        self._chunk_rows, self._first = chunk_rows, features.shared.own.start
+        # Of the outputs those that this rank scores.
+        self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
+        self._survival = Survival(len(outputs[0]), outputs[0])
         self._chunk: GuessChunk | None = None
         self._rows = slice(0, 0)
 
     @property
     def num_rows(self) -> int:
-        behind = self._own.stop + len(self._outputs) if len(self._outputs[0]) else self._own.start
-        return min(behind, len(self._features.positions)) - self._own.start
+        scored, num_known = self._scored, len(self._features.positions) - self._first
+        return min(scored.stop + len(self._outputs), num_known) - scored.start if scored.start < scored.stop else 0
 
     @property
     def chunk_rows(self) -> int:
@@ -244,7 +257,7 @@ class Eagle3Pass:
         # What is of another sequence may be broken there.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(rows))
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._among_known(rows)))
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
@@ -260,6 +273,8 @@ class Eagle3Pass:
             slope.index_add_(0, sources[:, i], of_hidden[:, i])
 
     def close(self) -> None:
+        for slope in self._slopes:
+            self._network.team.sum(slope)
         torch.autograd.backward(self._outputs, self._slopes)
 
     def _numbers(self, rows: slice) -> Tensor:
@@ -274,17 +289,21 @@ class Eagle3Pass:
         """bool [m, depth]: whether there is one in the sequence, and here."""
         sources = self._before()
         steps = torch.arange(sources.shape[1], device=sources.device)
-        is_here = (sources >= 0) & (sources < len(self._outputs[0]))
+        is_here = (sources >= self._scored.start) & (sources < self._scored.stop)
         return is_here & (self._features.positions[self._among_all(self._rows), None] > steps)
 
     def _before(self) -> Tensor:
         """int64 [m, depth]"""
         steps = torch.arange(len(self._outputs), device=self._features.positions.device)
-        return self._numbers(self._rows)[:, None] - 1 - steps
+        return self._numbers(self._among_known(self._rows))[:, None] - 1 - steps
+
+    def _among_known(self, rows: slice) -> slice:
+        """Where rows are among the tokens that this rank knows, of which the first are those with an output."""
+        return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
 
     def _among_all(self, rows: slice) -> slice:
-        """Where rows are among the tokens of all ranks."""
-        return slice(self._own.start + rows.start, self._own.start + rows.stop)
+        known = self._among_known(rows)
+        return slice(self._first + known.start, self._first + known.stop)
 
 
 def _number_of(rows: slice) -> int:

@@ -1,19 +1,22 @@
 """DraftGroups: how the ranks of a base model share out the work of its drafts, by a factorisation of their own."""
 
 from dataclasses import dataclass
+from typing import Any
 
+from transformers import PreTrainedConfig
+
+from ..parallel.draft_spec import check_draft_spec, default_draft_spec
 from ..parallel.mesh import Mesh, Team
-from ..parallel.spec import ParallelSpec
+from ..parallel.spec import SINGLE, ParallelSpec
 
 
 @dataclass(frozen=True, eq=False)
 class DraftGroups:
-    """mesh: of the same ranks as the base model's; along its replicas each takes other sequences, along sp stretches of
-    the same ones.
+    """mesh: of the same ranks as the base model's: along its replicas each takes other sequences, along sp stretches of
+    the same ones, along tp parts of the draft's layers. Those of one place along replicas are a block.
 
-    audience: those that have, together, what the target was told for some blocks of the mesh: ranks along sp. states:
-    how many of the audience have the states of one micro-batch. block, num_blocks: which of the audience's is this
-    rank's, and how many there are.
+    audience: the ranks that bring each other what the target was told. Of these `num_sharing` neighbours have one
+    micro-batch together.
     """
 
     mesh: Mesh
@@ -21,34 +24,44 @@ class DraftGroups:
     num_sharing: int
 
     @staticmethod
-    def of(base: Mesh, heads: int) -> "DraftGroups":
-        """heads: of a draft."""
-        spec = default_spec(base.spec, heads)
+    def of(base: Mesh, target: PreTrainedConfig, wanted: ParallelSpec | None) -> "DraftGroups":
+        """wanted: None = as `default_draft_spec` has it. Of all ranks at once. Raises ValueError on what cannot
+        work."""
+        if base.is_single and wanted in (None, SINGLE):
+            return DraftGroups.alone()
+        config: Any = target.get_text_config()
+        heads = config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or heads
+        spec = wanted or default_draft_spec(base.spec, heads)
+        check_draft_spec(spec, base.spec, heads, kv_heads)
         mesh = base if spec == base.spec else Mesh(spec, base.rank)
-        return DraftGroups(mesh, base.along("sp", "tp"), base.along("sp", "tp").size)
+        num_sharing = base.spec.sp * base.spec.tp
+        audience = (base if num_sharing > spec.sp * spec.tp else mesh).along("sp", "tp")
+        return DraftGroups(mesh, audience, num_sharing)
+
+    @staticmethod
+    def alone() -> "DraftGroups":
+        """For drafts that this rank has for itself."""
+        return DraftGroups(Mesh(), Mesh().along(), 1)
 
     @property
-    def stretches(self) -> Team:
-        return self.mesh.along("sp")
-
-    @property
-    def block_size(self) -> int:
-        return self.mesh.spec.sp
+    def num_micro_batches(self) -> int:
+        """Of the audience."""
+        return self.audience.size // self.num_sharing
 
     @property
     def num_blocks(self) -> int:
-        return self.audience.size // self.block_size
+        """Of the audience."""
+        return self.audience.size // self._block_size
 
     def block_of(self, index: int) -> int:
         """Of a rank of the audience."""
-        return index // self.block_size
+        return index // self._block_size
 
     def stretch_of(self, index: int) -> int:
         """Which of its block's a rank of the audience has."""
-        return index % self.block_size
+        return index % self._block_size // self.mesh.spec.tp
 
-
-def default_spec(base: ParallelSpec, heads: int) -> ParallelSpec:
-    """Tokens as the target's ranks share them out, where heads go into as many parts; else sequences."""
-    sp = base.sp if heads % base.sp == 0 else 1
-    return ParallelSpec(replicas=base.num_ranks // sp, sp=sp)
+    @property
+    def _block_size(self) -> int:
+        return self.mesh.spec.sp * self.mesh.spec.tp

@@ -32,6 +32,12 @@ class Lesson:
     def num_tokens(self) -> int:
         return sum(self.lengths)
 
+    def elsewhere(self, device: torch.device | str) -> "Lesson":
+        """As another rank has it."""
+        labels = self.labels
+        there = Labels(labels.targets.to(device), labels.weights.to(device), labels.numbers)
+        return Lesson(self.task, self.lengths, there, None)
+
     @cached_property
     def starts(self) -> np.ndarray:
         """Where its sequences begin."""
@@ -117,7 +123,7 @@ class Deal:
         groups = self._groups
         sequences, stretch = self._sequences[groups.block_of(index)], groups.stretch_of(index)
         return [
-            Taken.of(lesson, own, stretch, groups.block_size, halo)
+            Taken.of(lesson, own, stretch, groups.mesh.spec.sp, halo)
             for lesson, own, halo in zip(self._lessons, sequences, self._halos, strict=True)
         ]
 
@@ -167,6 +173,22 @@ def lessons_of(micro_batch: MicroBatch, numbers: Sequence[Sequence[int]]) -> lis
     ]
 
 
-def had_by(groups: DraftGroups, num_tokens: int, ring: int) -> list[np.ndarray]:
-    """By rank of the audience, of which tokens of its micro-batch it has the states."""
-    return [np.array(scored_rows(num_tokens, i, groups.num_sharing, ring)) for i in range(groups.num_sharing)]
+def lessons_of_all(groups: DraftGroups, own: Sequence[Lesson], device: torch.device) -> list[list[Lesson]]:
+    """By micro-batch of the audience; own: of this rank's. Ranks that have one together have it once."""
+    if groups.num_micro_batches == 1:
+        return [list(own)]
+    told = groups.audience.exchange([lesson.elsewhere("cpu") for lesson in own])[:: groups.num_sharing]
+    of_all = [[lesson.elsewhere(device) for lesson in lessons] for lessons in told]
+    of_all[groups.audience.index // groups.num_sharing] = list(own)
+    return of_all
+
+
+def had_by(groups: DraftGroups, lengths: Sequence[int], ring: int) -> list[np.ndarray]:
+    """lengths: of the audience's micro-batches, in tokens. By rank of the audience, of which tokens it has what the
+    target was told, counted over all of them."""
+    firsts, num = np.cumsum([0, *lengths]), groups.num_sharing
+    return [
+        first + np.array(scored_rows(length, index, num, ring), np.int64)
+        for first, length in zip(firsts, lengths, strict=False)
+        for index in range(num)
+    ]

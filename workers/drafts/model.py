@@ -20,6 +20,7 @@ from .groups import DraftGroups
 from .shape import DraftShape
 from .stored import LAST, FeatureKind
 from .strategy import Network, Options, Strategy
+from .tensor import own_parameters
 
 
 class DraftModel(Learner):
@@ -39,11 +40,13 @@ class DraftModel(Learner):
         self.reach = program.strategy.reach(self.shape)
         is_alone = groups.mesh.is_single
         layout = Layout(
-            program.strategy.parameters(self.shape), multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh)
+            own_parameters(program.strategy.parameters(self.shape), groups.mesh),
+            multiple_of=1 if is_alone else Zero.multiple_of(groups.mesh),
         )
         super().__init__(layout, base.device, base.dtype, program, partial(_by_name, layout))
         self.zero = None if is_alone else Zero(layout, groups.mesh)
         self.moments, self.groups = moments, groups
+        self.mesh = groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
         self.target: Learner | None = None
         self.target_version = ""
@@ -77,9 +80,12 @@ class DraftModel(Learner):
 
     def initialize(self) -> None:
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)
-        parameters = _by_name(self.layout, self.weights)
+        whole = self.layout.whole
+        drawn = self.weights if whole is self.layout else torch.zeros(whole.size)
         with self._base.whole_unembedding():
-            self._strategy.initialize(parameters, self._base, self.vocabulary, generator)
+            self._strategy.initialize(_by_name(whole, drawn), self._base, self.vocabulary, generator)
+        if drawn is not self.weights:
+            self.layout.copy_parts(self.weights, whole.named_views(drawn))
 
     def say(self, token_ids: np.ndarray) -> None:
         """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
@@ -108,7 +114,8 @@ class DraftModel(Learner):
         if trains:
             gradients = self.gradient_views()
             weights = {name: _learning(weight, gradients[name]) for name, weight in weights.items()}
-        return self._strategy.network(self.shape, weights, self.vocabulary, self._base.activations != "keep")
+        recomputes, team = self._base.activations != "keep", self.groups.mesh.along("tp")
+        return self._strategy.network(self.shape, weights, self.vocabulary, recomputes, team)
 
 
 def _by_name(layout: Layout, vector: Tensor) -> Mapping[str, Tensor]:

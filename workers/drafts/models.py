@@ -8,7 +8,6 @@ from ..holder import Holder
 from ..learner import Learner
 from ..model import BaseModel
 from ..moments import MOMENTS
-from ..parallel.mesh import Mesh
 from ..programs import Program
 from ..residency import Residency
 from .groups import DraftGroups
@@ -24,16 +23,19 @@ class Drafts(Holder[DraftModel]):
         base: BaseModel,
         residency: Residency | None = None,
         optimizer_states: OptimizerStates = "float32",
-        mesh: Mesh | None = None,
+        groups: DraftGroups | None = None,
     ) -> None:
-        """residency: None = all of them stay on the device. mesh: of the base model's ranks, None = one."""
+        """residency: None = all of them stay on the device. groups: of the ranks that train them, None = there is
+        one."""
         super().__init__(residency or Residency(base.device))
         self._base, self._moments = base, MOMENTS[optimizer_states]
-        self._groups = DraftGroups.of(mesh or Mesh(), base.config.get_text_config().num_attention_heads)
+        self._groups = groups or DraftGroups.alone()
 
-    def build(self, draft: DraftConfig, program: Program) -> DraftModel:
-        """One with zero weights and no id yet. Raises OperationError on what makes no such draft."""
-        built = DraftModel(draft, self._base, program, self._moments, self._groups)
+    def build(self, draft: DraftConfig, program: Program, is_shared: bool = True) -> DraftModel:
+        """One with zero weights and no id yet. is_shared: whether all ranks train it; else each has it for itself.
+        Raises OperationError on what makes no such draft."""
+        groups = self._groups if is_shared else DraftGroups.alone()
+        built = DraftModel(draft, self._base, program, self._moments, groups)
         built.target_version = self._base_version
         return built
 

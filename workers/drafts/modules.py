@@ -4,6 +4,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear, rms_norm, silu
 
+from ..parallel.collectives import copied, summed
+from ..parallel.mesh import ALONE, Team
 from .strategy import Tensors
 
 
@@ -13,10 +15,12 @@ def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return rms_norm(wide, (x.shape[-1],), eps=eps).to(x.dtype) * weight
 
 
-def swiglu_mlp(x: Tensor, weights: Tensors, prefix: str) -> Tensor:
-    """prefix: of the names of gate_proj, up_proj and down_proj."""
+def swiglu_mlp(x: Tensor, weights: Tensors, prefix: str, team: Team = ALONE) -> Tensor:
+    """prefix: of the names of gate_proj, up_proj and down_proj. team: the ranks that share out the features between
+    them."""
     gate, up, down = (weights[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up", "down"))
-    return linear(silu(linear(x, gate)) * linear(x, up), down)
+    x = copied(x, team)
+    return summed(linear(silu(linear(x, gate)) * linear(x, up), down), team)
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

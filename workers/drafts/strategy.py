@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from ...schemas.models import DraftConfig
 from ..model import BaseModel
+from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
@@ -107,6 +108,14 @@ class Strategy(Protocol):
         """Those of a new draft. vocabulary: int64, the target's tokens that it can say."""
         ...
 
-    def network(self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False) -> Network:
-        """recomputes: whether what a pass can compute again is not kept for its way back."""
+    def network(
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
+    ) -> Network:
+        """recomputes: whether what a pass can compute again is not kept for its way back. team: the ranks that have
+        parts of its layers (see tensor.py), and run the same tokens."""
         ...

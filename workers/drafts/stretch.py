@@ -59,7 +59,7 @@ class Stretch:
         """What each rank has a part of, in place, and without gradients."""
         return x if self.team is None else self.team.sum(x)
 
-    def shares_out(self, heads: int, kv_heads: int) -> int:
+    def copies(self, heads: int, kv_heads: int) -> int:
         """How many times over keys and values have to be there, lest a rank has queries and none of their keys."""
         return 1 if kv_heads % self._size == 0 else heads // kv_heads
 
@@ -81,5 +81,6 @@ class Stretch:
 
 
 def stretch_of(num_tokens: int, index: int, size: int) -> slice:
+    """Of so many neighbours those that one of `size` ranks gets."""
     each = -(-num_tokens // size)
     return slice(min(num_tokens, index * each), min(num_tokens, (index + 1) * each))

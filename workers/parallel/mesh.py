@@ -142,6 +142,9 @@ class Team:
         return tensor
 
 
+ALONE = Team((0,), 0, None, Counter())
+
+
 class Mesh:
     """spec, rank: which of its ranks this one is. sent: by kind, how often this rank has exchanged tensors."""
 

@@ -13,7 +13,7 @@ from ...schemas.training import FeaturePlace, ForwardBackwardRequest
 from ..batch import MicroBatch, part_of
 from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
-from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of
+from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
@@ -85,10 +85,15 @@ class Guessing:
                 keep_features(directory, draft.feature_kind, tasks[part.operation], part, inside)
         if all(task.captures_to is not None for task in tasks):
             return
-        lessons = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
+        if is_of_all and draft.groups.num_micro_batches > 1:
+            inside, is_of_all = inside.mapped(self._share_of(micro_batch).of_rows), False
+        own = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
+        of_all = lessons_of_all(draft.groups, own, self._base.device)
+        lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
         deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
         if lessons and draft.groups.audience.size > 1:
-            inside = self._dealt(inside, is_of_all, draft.groups, deal, len(micro_batch.tokens))
+            lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
+            inside = self._dealt(inside, is_of_all, draft.groups, deal, lengths)
         told = _Told(self._head, inside, self._mask(draft.shape.mask_token))
         with self._head.in_use():
             for taken, known in deal.own():
@@ -123,13 +128,16 @@ class Guessing:
     def _hooked(self, draft: DraftModel) -> HookedTarget:
         return HookedTarget(self._base, self._models.adapters, draft, self._share_of)
 
-    def _dealt(self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, num_tokens: int) -> Inside:
-        """Of the tokens that this rank's draft has to know."""
+    def _dealt(
+        self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, lengths: Sequence[int]
+    ) -> Inside:
+        """Of the tokens that this rank's draft has to know. is_of_all: whether it has those of all micro-batches
+        already. lengths: of the audience's micro-batches, in tokens."""
         want = [deal.wanted(index) for index in range(groups.audience.size)]
         if is_of_all:
             own = torch.from_numpy(want[groups.audience.index]).to(self._base.device)
             return inside.mapped(lambda whole: whole[own])
-        have = had_by(groups, num_tokens, self._base.sequence_split.ring)
+        have = had_by(groups, lengths, self._base.sequence_split.ring)
         return inside.mapped(Carrier(groups.audience, have, want, self._base.device).brought)
 
     def _mask(self, token: int | None) -> Tensor | None:
@@ -174,7 +182,7 @@ class _Told:
 
         positions = taken.positions(inside.captured.device)
         head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
-        stretch = taken.stretch(draft.groups.stretches)
+        stretch = taken.stretch(draft.groups.mesh.along("sp"))
         told = inside.embedded, inside.captured
         return Features(positions, taken.packing, *told, logits, self.mask, head, stretch)
 

@@ -29,12 +29,14 @@ class Case:
     heads: str = "4x2"
     zero_stage: ZeroStage = "3"
     replicated: tuple[Unit, ...] = ()
+    draft: str | None = None
 
     def __str__(self) -> str:
         whole = "-whole" if self.tp_activations == "whole" else ""
         zero = "-zero2" if self.zero_stage == "2" else ""
         heads = f"-{self.heads}" if self.heads in HEADS else ""
-        return "-".join([f"{self.spec}-{self.kind}{whole}{zero}{heads}", *self.replicated])
+        draft = f"-draft-{self.draft}" if self.draft else ""
+        return "-".join([f"{self.spec}-{self.kind}{whole}{zero}{heads}{draft}", *self.replicated])
 
     def model(self, tiny_models: dict[str, Path], directory: Path) -> Path:
         if self.heads not in HEADS:
@@ -53,8 +55,13 @@ class Case:
         return [["self_attn", features] for features in of_kinds.get(self.kind, ["mlp"] * 2)]
 
     @property
-    def knobs(self) -> dict[str, str]:
-        return {"tp_activations": self.tp_activations, "zero_stage": self.zero_stage}
+    def knobs(self) -> dict[str, object]:
+        of_drafts = ParallelSpec.parse(self.draft) if self.draft else None
+        return {
+            "tp_activations": self.tp_activations,
+            "zero_stage": self.zero_stage,
+            "draft_parallel": of_drafts,
+        }
 
     @property
     def split(self) -> SequenceSplit:

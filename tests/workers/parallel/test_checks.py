@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from trainhouse.workers import sources
-from trainhouse.workers.config import DispatchConfig, SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.parallel.checks import check_layout, cuda_devices, valid_ep, valid_tp
 from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
@@ -366,6 +366,44 @@ def test_so_are_impossible_layouts_of_samplers(reason: str, tmp_path: Path) -> N
     source, layout, said = OF_SAMPLERS[reason]
     options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--sampler-workers=1", f"--sampler-parallel={layout}"]
     assert_said_at_once("serve", made(source, tmp_path), options, said, tmp_path)
+
+
+OF_DRAFTS = {
+    "axis": ("fsdp=2", "--draft-parallel fsdp=2: drafts are laid out along replicas, sp and tp: name these"),
+    "ranks": ("tp=4", "--draft-parallel tp=4: these are 4 ranks, and the model has 2, by fsdp=2"),
+    "no axis": ("pp=2", "--draft-parallel: pipeline parallelism is not offered"),
+}
+
+
+@pytest.mark.parametrize("reason", OF_DRAFTS)
+def test_so_are_impossible_layouts_of_drafts(reason: str, tmp_path: Path) -> None:
+    layout, said = OF_DRAFTS[reason]
+    options = [f"--state-dir={tmp_path / 'state'}", "--port=0", "--parallel=fsdp=2", f"--draft-parallel={layout}"]
+    assert_said_at_once("serve", made(LLAMA, tmp_path), options, said, tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("groups", "is_possible"),
+    [
+        ((), False),
+        ((RoleGroup(("critic",), ParallelSpec(fsdp=2)),), False),
+        ((RoleGroup(("draft",), ParallelSpec(fsdp=2)),), True),
+        ((RoleGroup(("draft",), ParallelSpec(fsdp=4)),), False),
+    ],
+)
+def test_the_layout_of_drafts_is_that_of_the_ranks_that_train_them(
+    groups: tuple[RoleGroup, ...], is_possible: bool, tmp_path: Path
+) -> None:
+    shutil.copy(LLAMA, tmp_path / "config.json")
+    model = WorkerConfig(ServedModel("M", str(tmp_path)), device="cpu", draft_parallel=ParallelSpec(tp=2))
+    config = DispatchConfig((model,), role_groups=groups, sampling=SamplingConfig(1))
+    laid_out = {name: each.draft_parallel for name, each in groups_of(config) if each.draft_parallel is not None}
+    if is_possible:
+        assert laid_out == {"M (draft)": ParallelSpec(tp=2)}
+        asyncio.run(source_of(config).open())
+    else:
+        with pytest.raises(ValueError, match=r"--draft-parallel tp=2: these are 2 ranks, and the model has [14], by"):
+            asyncio.run(source_of(config).open())
 
 
 def test_a_configuration_that_is_no_flag_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:

@@ -29,6 +29,7 @@ CASES = [
     (Case("single"), FEW),
     (Case("tp=2"), MANY),
     (Case("sp=2"), MANY),
+    (Case("fsdp=2", draft="tp=2"), FEW),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (
@@ -41,6 +42,21 @@ CASES = [
             (Case("sp=2", heads="6x3-96"), MANY),
             (Case("sp=2,tp=2"), MANY),
             (Case("fsdp=2,sp=2"), MANY),
+            *(
+                (Case(spec, draft=draft), FEW)
+                for spec, draft in (
+                    ("tp=2", "sp=2"),
+                    ("tp=2", "tp=2"),
+                    ("sp=2", "replicas=2"),
+                    ("sp=2", "tp=2"),
+                    ("fsdp=2", "sp=2"),
+                    ("fsdp=2,tp=2", "replicas=2,tp=2"),
+                    ("fsdp=2,tp=2", "sp=2,tp=2"),
+                    ("fsdp=2,tp=2", "sp=2,replicas=2"),
+                    ("fsdp=2,sp=2", "tp=2,sp=2"),
+                    ("replicas=2,tp=2", "replicas=2,sp=2"),
+                )
+            ),
         )
     ),
 ]
@@ -118,6 +134,21 @@ def test_who_does_not_know_what_is_behind_its_stretch_has_other_gradients(
         layout(model, case.parallel, tmp_path / "many", SHORT_SIGHTED, **case.knobs) as many,
     ):
         assert difference(gradient(many, "eagle3").mean, gradient(alone, "eagle3").mean) > 1e-2
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", [Case("sp=2"), Case("fsdp=2", draft="tp=2")], ids=str)
+def test_ranks_that_compute_guesses_again_have_the_same_gradients(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Among what runs once more are exchanges."""
+    model, recompute = tiny_models["qwen3"], case.knobs | {"activations": "recompute"}
+    with (
+        layout(model, case.parallel, tmp_path, **case.knobs) as keeps,
+        layout(model, case.parallel, tmp_path / "again", **recompute) as recomputes,
+    ):
+        wanted, found = gradient(keeps, "eagle3").mean, gradient(recomputes, "eagle3").mean
+        assert difference(found, wanted) == 0 < difference(found, gradient(keeps, "eagle3", [0]).mean)
 
 
 @pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2"), marks=pytest.mark.full)], ids=str)

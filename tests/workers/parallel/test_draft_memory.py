@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
@@ -66,3 +67,16 @@ def test_beside_weights_in_bfloat16_their_masters_are_float32(tiny_models: dict[
         found = Bytes(many, "eagle3")
     near = pytest.approx(4 + 2 + 8 / 2, rel=0.02)
     assert found.behind_steps == [near, near]
+
+
+def test_ranks_along_tp_have_parts_of_weights(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Beside a target that they gather, and which has whole ones."""
+    case = Case("fsdp=2", draft="tp=2")
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as many:
+        found = Bytes(many, "dflash")
+        with pytest.raises(
+            OperationError, match="2 ranks of this server have a draft's gate_proj together, by tp, and 33"
+        ):
+            many.call("create_run", RunSpec("odd", DraftConfig(algorithm="dflash", intermediate_size=33), "draft"))
+    # All but fc and norms.
+    assert found.new == 2 * [pytest.approx(4 * 0.6, abs=0.4)]

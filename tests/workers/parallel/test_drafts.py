@@ -1,5 +1,6 @@
 """Drafts of ranks that have data of their own, as on one rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -7,12 +8,13 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig
+from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.verbs import RunSpec, Step
 
 from .case import Case
-from .training import ADAM, Layout, close, largest_error, layout
+from .training import ADAM, Layout, close, greedy, largest_error, layout
 
 ALGORITHMS: tuple[Algorithm, ...] = ("eagle3", "dflash")
 CONFIGS = {"eagle3": {"ttt_length": 3}, "dflash": {"seed": 5, "num_anchors": 3}}
@@ -22,12 +24,14 @@ CASES = [
     Case("fsdp=2"),
     Case("tp=2"),
     Case("sp=2"),
+    Case("fsdp=2", draft="tp=2"),
     *(
         pytest.param(case, marks=pytest.mark.full)
         for case in (
             *(Case(spec) for spec in ("replicas=2", "sp=2,tp=2", "fsdp=2,tp=2", "fsdp=2,sp=2")),
             Case("fsdp=2", "qwen3_tied"),
             Case("tp=2", tp_activations="whole"),
+            Case("fsdp=2,tp=2", draft="sp=2,tp=2"),
             Case("sp=2", heads="4x1"),
         )
     ),
@@ -109,3 +113,18 @@ def test_ranks_that_share_out_heads_or_tokens_sample_with_no_drafts_yet(
         saved = where.saved("draft")
         with pytest.raises(OperationError, match="workers that run tp=2 sample with no drafts yet: sample without one"):
             where.call("load_draft", "guessing", str(saved))
+
+
+@pytest.mark.full
+def test_what_guesses_samples_is_whole_on_ranks_that_train_parts_of_it(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    case = Case("fsdp=2", draft="tp=2")
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+        where.call("create_run", RunSpec("draft", DraftConfig(algorithm="eagle3", seed=1), "draft"))
+        where.call("load_draft", "guessing", str(where.saved("draft")))
+        jobs = [replace(greedy("a", None, 9), draft_id=name) for name in (None, "guessing")]
+        plain, guessed = (where.sample(job)["a"] for job in jobs)
+        assert isinstance(plain, SampleResponse) and isinstance(guessed, SampleResponse)
+        assert guessed.guesses is not None and guessed.guesses.passes
+        assert guessed.sequences[0].tokens.tolist() == plain.sequences[0].tokens.tolist()

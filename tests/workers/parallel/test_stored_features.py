@@ -17,7 +17,17 @@ from .training import ADAM, Layout, close, layout
 LENGTHS = (9, 30, 4, 17, 11, 11)
 # Ranks with data of their own, and such as share out tokens.
 APART = [Case("fsdp=2"), pytest.param(Case("replicas=2"), marks=pytest.mark.full)]
-CASES = [*APART, *(pytest.param(Case(spec), marks=pytest.mark.full) for spec in ("tp=2", "sp=2", "fsdp=2,sp=2"))]
+CASES = [
+    *APART,
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *(Case(spec) for spec in ("tp=2", "sp=2", "fsdp=2,sp=2")),
+            Case("fsdp=2", draft="tp=2"),
+            Case("fsdp=2,tp=2", draft="sp=2,tp=2"),
+        )
+    ),
+]
 
 
 def created(where: Layout, algorithm: Algorithm) -> None:

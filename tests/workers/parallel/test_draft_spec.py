@@ -1,0 +1,50 @@
+"""Layouts of drafts, whatever the target's is."""
+
+import pytest
+from trainhouse.workers.parallel.draft_spec import check_draft_spec, default_draft_spec
+from trainhouse.workers.parallel.spec import ParallelSpec
+
+HEADS, KV_HEADS = 12, 4
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("single", "single"),
+        ("tp=4", "replicas=4"),
+        ("fsdp=2", "replicas=2"),
+        ("sp=2", "sp=2"),
+        ("sp=2,tp=2", "replicas=2,sp=2"),
+        ("replicas=2,fsdp=2,sp=3", "replicas=4,sp=3"),
+        ("sp=8", "replicas=8"),
+    ],
+)
+def test_left_out_it_shares_out_tokens_as_the_target_and_else_sequences(target: str, draft: str) -> None:
+    base = ParallelSpec.parse(target)
+    found = default_draft_spec(base, HEADS)
+    assert found == ParallelSpec.parse(draft)
+    check_draft_spec(found, base, HEADS, KV_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [("tp=2", "replicas=2"), ("fsdp=2", "tp=2"), ("tp=4", "sp=2,tp=2"), ("replicas=2,fsdp=4", "replicas=2,tp=4")],
+)
+def test_it_is_a_factorisation_of_its_own(target: str, draft: str) -> None:
+    check_draft_spec(ParallelSpec.parse(draft), ParallelSpec.parse(target), HEADS, KV_HEADS)
+
+
+@pytest.mark.parametrize(
+    ("target", "draft", "reason"),
+    [
+        ("tp=2", "fsdp=2", "--draft-parallel fsdp=2: drafts are laid out along replicas, sp and tp"),
+        ("tp=2", "tp=4", "--draft-parallel tp=4: these are 4 ranks, and the model has 2, by tp=2"),
+        ("tp=8", "tp=8", "tp=8 does not divide 4 key/value heads of a draft"),
+        ("sp=5", "sp=5", "sp=5 does not divide 12 heads of a draft"),
+        ("tp=2,fsdp=3", "sp=3,replicas=2", "3 ranks have a sequence of a draft, 2 one of the model by fsdp=3,tp=2"),
+        ("replicas=2", "tp=2", "the model's go on by themselves along replicas in replicas=2: lay it out by fsdp"),
+    ],
+)
+def test_what_cannot_work_is_refused_with_the_reason(target: str, draft: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        check_draft_spec(ParallelSpec.parse(draft), ParallelSpec.parse(target), HEADS, KV_HEADS)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -50,7 +51,7 @@ def loaded_by(description: dict[str, Any], directory: Path) -> str:
 def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:
     tokens = 3 if block_size is None else block_size - 1
     config = {"method": algorithm, "model": str(place), "num_speculative_tokens": tokens}
-    return f"vllm serve {base} --speculative-config '{json.dumps(config)}'"
+    return f"vllm serve {base} --speculative-config {shlex.quote(json.dumps(config))}"
 
 
 if __name__ == "__main__":

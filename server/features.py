@@ -112,6 +112,8 @@ class Features:
         for kept in await asyncio.to_thread(self._read_earlier):
             self._kept[kept.tenant_id, kept.address] = kept
             self._usage(kept.tenant_id).num_bytes += kept.num_bytes
+        for tenant_id in await asyncio.to_thread(self._tenants):
+            self._usage(tenant_id)  # whose files nobody may know
 
     async def sweep(self, live: Collection[str]) -> None:
         """At start, once runs hold what they need: what runs have captured that are not live."""
@@ -203,7 +205,8 @@ class Features:
         usage, directory = self._usage(tenant_id), self._of(tenant_id)
         usage.num_capturing += 1
         try:
-            await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
+            async with usage.writing:  # behind a cleaning that does not know of this
+                await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             yield FeaturePlace(str(directory), captures=True)
         finally:
             usage.num_capturing -= 1
@@ -373,7 +376,8 @@ class Features:
             except OSError as error:
                 self._changed |= changed
                 logger.error("references to features of %s cannot be written: %s", tenant_id, error)
-        self._freed.set()
+        if dropped:
+            self._freed.set()
 
     def _drop_unneeded(self, tenant_id: str) -> Sequence[str]:
         """Their addresses."""
@@ -399,6 +403,9 @@ class Features:
             kept.references = {reference.name: reference for reference in references}
             found.append(kept)
         return found
+
+    def _tenants(self) -> list[str]:
+        return [unquote(path.name) for path in self._root.glob("*") if path.is_dir()]
 
     def _of(self, tenant_id: str) -> Path:
         return self._root / quote(tenant_id, safe="")

@@ -159,11 +159,15 @@ class Run:
             raise
         return True
 
+    def came_before(self, seq_id: int) -> bool:
+        """Whether it is one that needs only its answer."""
+        return 0 < seq_id < self._next_seq_id or seq_id in self._slots
+
     def standing(self, seq_id: int) -> Standing:
         """Of an operation that is to be submitted."""
         seq_id = seq_id or self._free_seq_id()
-        if seq_id < self._next_seq_id or seq_id in self._slots:
-            return Standing(self.record.run_id, needed=True)  # it came before, and needs only its answer
+        if self.came_before(seq_id):
+            return Standing(self.record.run_id, needed=True)
         missing = self._first_missing
         has_gap = len(self._slots) > missing - self._next_seq_id
         rests = missing == self._next_seq_id and not self._under_way

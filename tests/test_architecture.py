@@ -33,7 +33,17 @@ TORCH_FREE_WORKERS = {
     "parallel",
 }
 TORCH_FREE_LAYOUTS = {
-    *("checks", "choice", "estimate", "families", "learned", "load", "parameters", "sequence_split", "shape", "spec"),
+    "checks",
+    "choice",
+    "draft_spec",
+    "estimate",
+    "families",
+    "learned",
+    "load",
+    "parameters",
+    "sequence_split",
+    "shape",
+    "spec",
     "styles",
 }
 

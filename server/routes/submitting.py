@@ -105,15 +105,21 @@ async def receive_operation(
 async def claim_features(
     services: Services, tenant: Tenant, submit: Submit[Any], kind: str, draft_id: str, lengths: Sequence[int]
 ) -> Callable[[], None]:
-    """Room for what is captured for a draft of sequences of these lengths. Raises RequestError: one that is not to be
-    sent again counts as refused."""
+    """Room for what is captured for a draft of sequences of these lengths; what came before has had it. Raises
+    RequestError: one that is not to be sent again counts as refused."""
     try:
-        draft = await services.runs.get(tenant, draft_id)
+        run, draft = [await services.runs.get(tenant, one) for one in (submit.content.model_id, draft_id)]
+        if run.came_before(submit.content.seq_id):
+            return _nothing
         return await services.features.claim(tenant.id, await _feature_bytes(draft, lengths))
     except RequestError as error:
         if error.status not in (429, 503):
             await _count_as_refused(services, tenant, kind, submit.received, error)
         raise
+
+
+def _nothing() -> None:
+    pass
 
 
 async def _feature_bytes(draft: Run, lengths: Sequence[int]) -> int:

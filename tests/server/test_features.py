@@ -277,6 +277,9 @@ async def test_a_capture_waits_for_room_and_is_then_put_off(
         assert answer.status_code == 429 and float(answer.headers["Retry-After"]) > 0
         assert "captured features of yours have" in answer.json()["detail"]
         assert (await stock(server))["num_put_off"] == 1
+        repeated = await draft.submit("capture", data=some_data(1), seq_id=2)
+        refs = [datum["feature_ref"] for datum in data]
+        assert (await server.result(repeated["request_id"]))["feature_refs"] == refs, "it has its room"
         of_bob = await create_draft(server, BOB)
         await captured(of_bob, some_data(2))
         limits = (await server.clients[ALICE].get("limits")).json()
@@ -386,9 +389,12 @@ async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, d
         (directory,) = (config.state_dir / "features").iterdir()
         (directory / f"{'1' * 32}.safetensors").write_bytes(b"a capture that a death ended")
         (directory / ".staging-1").write_bytes(b"a write that a death ended")
+        of_another = directory.parent / "another-tenant"
+        of_another.mkdir()
+        (of_another / f"{'2' * 32}.safetensors").write_bytes(b"the first of a tenant")
         named = files(server)
     async with running_server(config, dispatch) as server:
-        assert len(files(server)) == len(named) - 2 == 6
+        assert len(files(server)) == len(named) - 3 == 6
         draft.server = server
         assert "error" not in await learned(draft, data)
 

@@ -52,7 +52,7 @@ class CapturingBeside:
         model = self._models.get(run_id)
         if not (model.program.samples and isinstance(model, Adapter)):
             raise OperationError("capture_for is of policies that train LoRA: leave it out, and capture with the draft")
-        if self._base.spec.tp * self._base.spec.sp > 1:
+        if self._base.spec.tp * self._base.spec.sp * self._base.spec.ep > 1:
             raise OperationError(
                 f"ranks that run {self._base.spec} capture nothing beside a pass: leave out capture_for, and capture"
                 " with the draft"

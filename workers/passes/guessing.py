@@ -90,7 +90,7 @@ class Guessing:
         own = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
         of_all = lessons_of_all(draft.groups, own, self._base.device)
         lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
-        deal = Deal(draft.groups, lessons, [draft.halo(tasks[lesson.task].operation.config) for lesson in lessons])
+        deal = Deal(draft.groups, lessons, [_halo(draft, tasks[lesson.task]) for lesson in lessons])
         if lessons and draft.groups.audience.size > 1:
             lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
             inside = self._dealt(inside, is_of_all, draft.groups, deal, lengths)
@@ -156,6 +156,10 @@ class Guessing:
             _score(guesses, chunk, operation, found, trains)
         if trains:
             guesses.close()
+
+
+def _halo(draft: DraftModel, task: Task) -> int:
+    return 0 if task.captures_to is not None else draft.halo(task.operation.config)
 
 
 def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:

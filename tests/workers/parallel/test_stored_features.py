@@ -97,6 +97,23 @@ def test_features_of_any_rank_are_those_of_all(
             assert num_exchanged(many, offline) == num_exchanged(many, online) - 2, "the two layers are not gathered"
 
 
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_capture_and_a_forward_share_a_pass(case: Case, tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    model, request = case.model(tiny_models, tmp_path), replace(guessed("eagle3", 1, *LENGTHS), forward_only=True)
+    (tmp_path / "features").mkdir()
+    place = FeaturePlace(str(tmp_path / "features"), captures=True)
+    capture = replace(request, seq_id=2, loss_fn="capture", loss_fn_config={}, features=place)
+    with layout(model, case.parallel, tmp_path, **case.knobs) as where:
+        created(where, "eagle3")
+        (alone,) = where.run_pass(request)
+        found, captured = where.run_pass(request, capture)
+        assert isinstance(alone, ForwardBackwardOutput) and isinstance(captured, ForwardBackwardOutput)
+        assert isinstance(found, ForwardBackwardOutput) and close(
+            [found.metrics["loss:sum"]], [alone.metrics["loss:sum"]]
+        )
+        assert len(list((tmp_path / "features").iterdir())) == len(captured.loss_fn_outputs) == len(LENGTHS)
+
+
 @pytest.mark.parametrize("case", APART, ids=str)
 def test_what_a_policys_ranks_put_aside_their_draft_learns_from(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path

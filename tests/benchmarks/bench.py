@@ -14,6 +14,7 @@ from pathlib import Path
 
 from ..tiny import tiny_model
 from .against_vllm import against_vllm
+from .drafts import drafts
 from .durability import durability
 from .interactive import interactive
 from .latency import latency
@@ -41,6 +42,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "roles": roles_apart,
     "durability": durability,
     "vllm": against_vllm,
+    "drafts": drafts,
     "layouts": layout_steps,
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,
@@ -48,7 +50,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm", "layouts", "layout-memory", "layout-decoding", "gpu")
+ASKED_FOR = ("vllm", "drafts", "layouts", "layout-memory", "layout-decoding", "gpu")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 

@@ -7,7 +7,6 @@ Passes of one process are to grow: what the allocator keeps of a large pass hide
 
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 
@@ -16,6 +15,7 @@ from ...schemas.training import Datum, ForwardBackwardRequest
 from ...workers.config import ServedModel, WorkerConfig
 from ...workers.verbs import Failure, Part, Pass, RunSpec
 from ...workers.worker import Worker
+from .resident import peak_bytes, resident_bytes, restart_peak
 
 
 def main() -> None:
@@ -23,12 +23,12 @@ def main() -> None:
     worker = Worker(WorkerConfig(ServedModel("measured", setup.pop("model")), device="cpu", **setup))
     worker.create_run(RunSpec("run", LoraConfig(rank=8, seed=0, train_unembed=False)))
     _run_pass(worker, tokens=64, length=64)  # whatever is made once, at the first pass
-    loaded = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from now on: see proc(5)
+    loaded = resident_bytes()
+    restart_peak()
     print(json.dumps("ready"), flush=True)
     for line in sys.stdin:
         _run_pass(worker, **json.loads(line))
-        print(_status("VmHWM") - loaded, flush=True)
+        print(peak_bytes() - loaded, flush=True)
 
 
 def _run_pass(worker: Worker, tokens: int, length: int) -> None:
@@ -42,12 +42,6 @@ def _run_pass(worker: Worker, tokens: int, length: int) -> None:
     request = ForwardBackwardRequest("run", 1, tuple(data), "cross_entropy")
     (output,) = worker.run_pass(Pass((Part(tokens, request),)))
     assert output is not None and not isinstance(output, Failure), output
-
-
-def _status(name: str) -> int:
-    """Bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ LONG_POLLS = 256  # connections that wait for results; further results wait thei
 FAST_ANSWER_SECONDS = 0.5
 _TIMEOUT_SECONDS, _CONNECT_SECONDS = 60.0, 10.0
 SILENT_SECONDS = 1.0  # a request that fails for longer says that it is being tried again
+QUIET_SECONDS = 60.0  # between two lines about results that are waited for, however many these are
 
 log = logging.getLogger("trainhouse")
 
@@ -51,6 +52,7 @@ class Connection:
             follow_redirects=True,
         )
         self._polls = asyncio.Semaphore(LONG_POLLS)
+        self._quiet_until = 0.0
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainhouse-client", daemon=True)
@@ -146,7 +148,6 @@ class Connection:
     ) -> T:
         """Polls until the operation is done; raises RequestFailedError if it failed."""
         body = to_json(RetrieveFutureRequest(request_id=submitted.request_id))
-        told = None
         while True:
             async with self._polls:
                 began = time.monotonic()
@@ -159,11 +160,16 @@ class Connection:
                 raise RequestFailedError(failed.error, failed.category)
             if response.status_code != 408 and answer.get("type") != "try_again":
                 return decode(response.content)
-            if (reason := answer.get("queue_state_reason")) and reason != told:
-                log.warning("%s waits: %s", submitted.request_id, reason)
-                told = reason
+            if reason := answer.get("queue_state_reason"):
+                self._tell_wait(submitted.request_id, reason)
             if time.monotonic() - began < FAST_ANSWER_SECONDS:
                 await asyncio.sleep(FAST_ANSWER_SECONDS)
+
+    def _tell_wait(self, request_id: str, reason: str) -> None:
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + QUIET_SECONDS
+            log.warning("%s waits: %s", request_id, reason)
 
     async def once(self, path: str, body: Wire, timeout_seconds: float) -> None:
         """A request not worth a retry. Raises httpx.TransportError or APIStatusError."""

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -12,7 +13,7 @@ import trainhouse
 from trainhouse import ServiceClient
 from trainhouse.client.connection import Backoff
 
-from ..live import LiveServer
+from ..live import LiveServer, live_server
 from .test_live import MODEL, batch, loss, new_client, train
 
 pytestmark = pytest.mark.anyio
@@ -140,6 +141,24 @@ def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:
     with pytest.raises(trainhouse.TrainhouseError, match="closed"):
         client.get_info()
     service.close()
+
+
+def test_of_all_results_that_are_waited_for_one_line_is_told(
+    tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def told() -> int:
+        caplog.clear()
+        with ServiceClient(server.url, "tml-retries") as service:
+            sampler = service.create_sampling_client(base_model=MODEL)
+            params = trainhouse.SamplingParams(max_tokens=300, stop=[])
+            for future in [sampler.sample([5], 4, params) for _ in range(8)]:
+                future.result(120)
+        return sum(" waits: " in message for message in caplog.messages)
+
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=0.1) as server:
+        assert told() == 1
+        monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 0.0)
+        assert told() > 1, "each of them has something to tell"
 
 
 def test_giving_up_waiting_takes_nothing_back(shared_server: LiveServer) -> None:

@@ -223,9 +223,9 @@ class Eagle3Network:
 
 
 class Eagle3Pass:
-    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. Where ranks
-    share out tokens, those before are this rank's, and rows go on behind these. Where they share out layers, each
-    scores what was guessed from some of the tokens."""
+    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. No row where
+    neither this counts nor what guesses through it go on to. Where ranks share out tokens, those before are this
+    rank's, and rows go on behind these. Where they share out layers, each scores what was guessed from some tokens."""
 
     def __init__(
         self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
@@ -237,13 +237,13 @@ class Eagle3Pass:
         # Of the outputs those that this rank scores.
         self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
         self._survival = Survival(len(outputs[0]), outputs[0])
+        self._counting = self._that_count()
         self._chunk: GuessChunk | None = None
         self._rows = slice(0, 0)
 
     @property
     def num_rows(self) -> int:
-        scored, num_known = self._scored, len(self._features.positions) - self._first
-        return min(scored.stop + len(self._outputs), num_known) - scored.start if scored.start < scored.stop else 0
+        return len(self._counting)
 
     @property
     def chunk_rows(self) -> int:
@@ -257,14 +257,14 @@ class Eagle3Pass:
         # What is of another sequence may be broken there.
         hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
         head = network.parameters["lm_head.weight"]
-        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._among_known(rows)))
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
         return self._chunk.scores(exists, self._survival.at(sources))
 
     def weights(self, rows: slice) -> Tensor:
         return self._labels.weights[self._among_all(rows), None].expand(-1, len(self._outputs))
 
     def places(self, rows: slice) -> Tensor:
-        return self._numbers(self._among_all(rows))[:, None].expand(-1, len(self._outputs))
+        return self._among_all(rows)[:, None].expand(-1, len(self._outputs))
 
     def backward(self, slopes: Slopes) -> None:
         assert self._chunk is not None
@@ -277,9 +277,16 @@ class Eagle3Pass:
             self._network.team.sum(slope)
         torch.autograd.backward(self._outputs, self._slopes)
 
-    def _numbers(self, rows: slice) -> Tensor:
-        """int64 [m]"""
-        return torch.arange(rows.start, rows.stop, device=self._features.positions.device)
+    def _that_count(self) -> Tensor:
+        """int64, ascending, among the tokens that this rank knows, of which the first are those with an output."""
+        scored, depth, device = self._scored, len(self._outputs), self._features.positions.device
+        num_known = len(self._features.positions) - self._first
+        stop = min(scored.stop + depth, num_known) if scored.start < scored.stop else scored.start
+        counts = torch.nn.functional.pad((self._labels.weights[self._first :] != 0).cumsum(0), (1, depth))
+        # Of a row, and of those that guesses through it reach.
+        counts[num_known + 1 :] = counts[num_known]
+        rows = torch.arange(scored.start, stop, device=device)
+        return rows[counts[rows + depth] > counts[rows]]
 
     def _sources(self) -> Tensor:
         """int64 [m, depth]: the tokens from which the guesses went on; any where there is no such token here."""
@@ -295,15 +302,11 @@ class Eagle3Pass:
     def _before(self) -> Tensor:
         """int64 [m, depth]"""
         steps = torch.arange(len(self._outputs), device=self._features.positions.device)
-        return self._numbers(self._among_known(self._rows))[:, None] - 1 - steps
+        return self._counting[self._rows, None] - 1 - steps
 
-    def _among_known(self, rows: slice) -> slice:
-        """Where rows are among the tokens that this rank knows, of which the first are those with an output."""
-        return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
-
-    def _among_all(self, rows: slice) -> slice:
-        known = self._among_known(rows)
-        return slice(self._first + known.start, self._first + known.stop)
+    def _among_all(self, rows: slice) -> Tensor:
+        """int64 [m]"""
+        return self._first + self._counting[rows]
 
 
 def _number_of(rows: slice) -> int:

@@ -9,8 +9,8 @@ from torch import Tensor
 from ..attention import Packing
 from .stretch import Stretch
 
-# float32 [m, vocabulary] of the target, for a slice of m of its tokens.
-Logits = Callable[[slice], Tensor]
+# float32 [m, vocabulary] of the target, for m of its tokens, int64 [m].
+Logits = Callable[[Tensor], Tensor]
 
 
 class TargetHead(Protocol):

@@ -30,7 +30,8 @@ class Distribution:
         self._logits, self._vocabulary = logits, vocabulary
         self._says_all = len(vocabulary) == target_vocabulary
 
-    def of(self, rows: slice) -> Taught:
+    def of(self, rows: Tensor) -> Taught:
+        """int64 [m]"""
         logits = self._logits(rows)
         likeliest = logits.argmax(-1)
         if self._says_all:

@@ -22,7 +22,6 @@ from ..drafts.teacher import HookedTarget, Inside, StoredFeatures, Teacher
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
-from ..lora.segment import within
 from ..losses.loss import LossOutput
 from ..model import BaseModel
 from ..models import Models
@@ -180,9 +179,9 @@ class _Told:
         inside = self.inside.mapped(lambda known: known[rows])
         segment = Segment(0, len(inside.captured), draft)
 
-        def logits(some: slice) -> Tensor:
+        def logits(some: Tensor) -> Tensor:
             assert inside.last is not None
-            return self.head.logits_of_segments(inside.last[some], within([segment], some))
+            return self.head.logits_of_segments(inside.last[some], [Segment(0, len(some), draft)])
 
         positions = taken.positions(inside.captured.device)
         head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)

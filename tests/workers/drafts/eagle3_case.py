@@ -203,7 +203,8 @@ def run(draft: Eagle3Pass, objective: Objective) -> tuple[float, dict[str, Tenso
         total += float((losses * scores.exists).sum().detach())
         parts.append(scores)
     draft.close()
-    return total, {name: torch.cat([getattr(part, name).detach() for part in parts]) for name in FIELDS}
+    fields = FIELDS if parts else ()
+    return total, {name: torch.cat([getattr(part, name).detach() for part in parts]) for name in fields}
 
 
 def weighted(losses: Tensor, weights: Tensor) -> Tensor:

@@ -232,6 +232,32 @@ def test_weights_are_of_the_token_that_is_guessed(case: Case, sequences: list[To
         assert all(bool(gradient.any()) == counts for gradient in found.gradients.values())
 
 
+@pytest.mark.parametrize("chunk_rows", [1, 7, 10_000])
+def test_what_counts_and_leads_there_alone_is_scored(case: Case, sequences: list[Told], chunk_rows: int) -> None:
+    """Of an answer in each sequence, and of the guesses before it that a draft has to get right first."""
+    answers = [slice(len(each) // 2, len(each) // 2 + 2) for each in sequences]
+    told = [replace(each, weights=only(each.weights, answer)) for each, answer in zip(sequences, answers, strict=True)]
+    of_all = torch.cat([each.weights for each in told])
+    leading = {row - ahead for row in of_all.nonzero().flatten().tolist() for ahead in range(DEPTH)}
+    parameters, _ = learnable(case.parameters, torch.float64)
+    network = Eagle3().network(case.shape, parameters, case.vocabulary)
+    draft = network.over(*packed(told), {"ttt_length": float(DEPTH)}, chunk_rows)
+    places = draft.places(slice(0, draft.num_rows))[:, 0]
+    assert set(places.tolist()) == {row for row in leading if row >= 0} and draft.num_rows < len(of_all) / 1.5
+
+    found, wanted = trained(case, told, DEPTH, chunk_rows), naively_trained(case, told, DEPTH)
+    scores, counts = {name: wanted.scores[name][places] for name in FIELDS}, of_all[places] != 0
+    assert abs(found.loss - wanted.loss) < EXACT and largest_error(found.gradients, wanted.gradients) < EXACT
+    assert all((found.scores[name][counts] - scores[name][counts]).abs().max() < EXACT for name in FIELDS)
+    assert not torch.equal(found.scores["sampled"][~counts], scores["sampled"][~counts]), "these have not all before"
+
+
+def only(weights: Tensor, rows: slice) -> Tensor:
+    kept = torch.zeros_like(weights)
+    kept[rows] = weights[rows]
+    return kept
+
+
 @pytest.mark.parametrize("objective", [both, cross_entropy])
 def test_a_sequence_of_one_token_counts_for_nothing(
     case: Case, sequences: list[Told], objective: Callable[..., Tensor]
@@ -285,8 +311,8 @@ def test_a_map_of_all_tokens_is_no_map() -> None:
 def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[int], num_rows: int) -> None:
     logits = 3 * torch.randn(33, TARGET_VOCABULARY)
     teacher = Distribution(lambda rows: logits[rows], torch.tensor(vocabulary), TARGET_VOCABULARY)
-    parts = [teacher.of(slice(start, min(33, start + num_rows))) for start in range(0, 33, num_rows)]
-    whole = teacher.of(slice(0, 33))
+    parts = [teacher.of(rows) for rows in torch.arange(33).split(num_rows)]
+    whole = teacher.of(torch.arange(33))
     for name in ("of_draft", "share", "likeliest", "covered"):
         assert torch.equal(torch.cat([getattr(part, name) for part in parts]), getattr(whole, name))
     exact = logits.double().softmax(-1)[:, list(vocabulary)]
@@ -298,7 +324,9 @@ def test_a_teacher_of_some_rows_says_what_it_says_of_all(vocabulary: Sequence[in
 def test_of_equally_likely_tokens_the_first_is_the_likeliest() -> None:
     logits = torch.zeros(5, TARGET_VOCABULARY)
     logits[:, 4:9] = 2.0
-    likeliest = Distribution(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(slice(0, 5))
+    likeliest = Distribution(lambda rows: logits[rows], torch.tensor(SOME_TOKENS), TARGET_VOCABULARY).of(
+        torch.arange(5)
+    )
     assert likeliest.likeliest.tolist() == [4] * 5
 
 

@@ -142,10 +142,10 @@ def size_of(operation: Operation, received: Received) -> Size:
 def is_chained(operation: Operation) -> bool:
     """Whether it can be handed to the dispatch, which keeps a run's order, before what comes before it is done.
 
-    stable_reinforce reads what earlier samples recorded first.
+    stable_reinforce reads what earlier samples recorded first, and capture_for waits for room.
     """
     if isinstance(operation, ForwardBackwardRequest):
-        return operation.loss_fn != "stable_reinforce"
+        return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
     return isinstance(operation, OptimStepRequest)
 
 

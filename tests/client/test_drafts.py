@@ -5,13 +5,14 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainhouse import Datum, ServiceClient, TrainhouseError, TrainingClient
+from trainhouse import AdamParams, Datum, ServiceClient, TrainhouseError, TrainingClient
 
 from ..live import live_server
 from ..server.noting import NOTING, RESOLVED
 
 MODEL = "tiny/qwen3"
 DATA = [Datum([5, 6, 7], {})]
+SUPERVISED = Datum([5, 6, 7], {"target_tokens": [6, 7, 8], "weights": [1.0] * 3})
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +147,18 @@ def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -
     found = draft.forward(captured, "eagle3").result(60).metrics["loss:sum"]
     assert found == pytest.approx(draft.forward(data, "eagle3").result(60).metrics["loss:sum"], rel=1e-4)
     assert draft.release_features().result(60).num_released == 10
+
+
+def test_a_step_that_is_sent_behind_a_pass_that_is_captured_comes_behind_it(real_service: ServiceClient) -> None:
+    policy = real_service.create_lora_training_client(MODEL, rank=4, seed=3)
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    draft.set_target(policy.save_weights_for_sampler("a").result(60).path)
+    passed = policy.forward_backward([SUPERVISED], "cross_entropy", capture_for=draft)
+    stepped = policy.optim_step(AdamParams(learning_rate=1e-2))
+    (ref,) = passed.result(60).feature_refs
+    stepped.result(60)
+    of_old = draft.forward([Datum(SUPERVISED.tokens, {}, feature_ref=ref)], "eagle3")
+    assert of_old.result(60).metrics["loss:sum"] > 0
 
 
 def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> None:

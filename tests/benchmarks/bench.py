@@ -16,6 +16,7 @@ from ..tiny import tiny_model
 from .against_vllm import against_vllm
 from .drafts import drafts
 from .durability import durability
+from .guesses import guesses
 from .interactive import interactive
 from .latency import latency
 from .layout_decoding import layout_decoding
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "durability": durability,
     "vllm": against_vllm,
     "drafts": drafts,
+    "guesses": guesses,
     "layouts": layout_steps,
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,
@@ -50,7 +52,7 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm", "drafts", "layouts", "layout-memory", "layout-decoding", "gpu")
+ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "gpu")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 

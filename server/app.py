@@ -224,7 +224,7 @@ async def _tidy_up(services: Services) -> None:
     await services.runs.save_request_times()
     await services.futures.expire()
     await services.recordings.expire()
-    await services.features.expire()
+    await services.features.tidy()
     services.quotas.forget_idle()
 
 

@@ -22,6 +22,7 @@ from ..schemas.futures import Pending
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
+from .features import uses_of
 from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
@@ -138,6 +139,8 @@ class Run:
         self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
         for seq_id, reason in resumed.refusals.items():
             self._remember_refusal(seq_id, reason)
+        for seq_id, uses in resumed.held.items():
+            self._services.features.hold_again(self.record, seq_id, uses)
         for seq_id, undone in resumed.undone.items():
             self._slots[seq_id] = self._slot_of(seq_id, undone)
         self._has_not_gone_on, self._loadable = True, loadable
@@ -345,7 +348,8 @@ class Run:
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
-        self._services.features.hold(self.record, seq_id, undone.content, was_accepted=True)
+        if slot.future is not None or undone.earlier.kind in KEPT:
+            self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
         return slot
 
     def _new_future(self, seq_id: int, slot: Slot) -> Future:

@@ -399,6 +399,24 @@ async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, d
         assert "error" not in await learned(draft, data)
 
 
+async def test_files_that_nobody_knows_are_looked_for_behind_what_fails_and_now_and_then(server: Server) -> None:
+    """Not beside steps and captures, which look at their own alone."""
+    draft = await create_draft(server)
+    await captured(draft, some_data(1))
+    (directory,) = (server.services.config.state_dir / "features").iterdir()
+    unknown = directory / f"{'1' * 32}.safetensors"
+    unknown.write_bytes(b"")
+    data = await captured(draft, some_data(2), uses=1)
+    assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
+    await server.post("release_features", {"model_id": draft.model_id})
+    assert files(server) == [unknown.name]
+    assert "error" in await draft.do("capture", data=[{"model_input": [600]}])
+    assert files(server) == []
+    unknown.write_bytes(b"")
+    await server.services.features.tidy()
+    assert files(server) == []
+
+
 # One forward of the target for policy and draft
 
 

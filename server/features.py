@@ -161,9 +161,13 @@ class Features:
                     f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
                     413,
                 )
-        usage = self._usage(tenant_id)
         if (reason := self._no_room(tenant_id, num_bytes)) is not None:
             await self._wait_for_room(tenant_id, num_bytes, reason)
+        return self.claim_again(tenant_id, num_bytes)
+
+    def claim_again(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
+        """For a capture that has been given room, be there any left or not."""
+        usage = self._usage(tenant_id)
         usage.claimed += num_bytes
 
         def release() -> None:

@@ -27,12 +27,14 @@ _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_e
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier process accepted, or refused. outcome: None where it has not answered."""
+    """What an earlier process accepted, or refused. outcome: None where it has not answered. feature_bytes: see
+    Header."""
 
     kind: str
     place: Place
     refused: Refused | None = None
     outcome: Outcome | None = None
+    feature_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -209,4 +211,5 @@ def _earlier(one: Journaled, answer: Encoding | None) -> Earlier:
     if header.refused is not None:
         refused = Refused(header.kind, header.refused, taints=header.kind in ("forward_backward", GAP))
         return Earlier(header.kind, one.place, refused, Outcome.FAILED)
-    return Earlier(header.kind, one.place, outcome=None if answer is None else _OUTCOMES.get(answer, Outcome.DONE))
+    outcome = None if answer is None else _OUTCOMES.get(answer, Outcome.DONE)
+    return Earlier(header.kind, one.place, outcome=outcome, feature_bytes=header.feature_bytes)

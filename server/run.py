@@ -299,6 +299,7 @@ class Run:
             drawn=drawn,
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
             target_path=operation.target_path if isinstance(operation, CreateRun) else None,
+            feature_bytes=admission.feature_bytes,
         )
         self._services.features.hold(self.record, seq_id, operation)
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
@@ -348,9 +349,17 @@ class Run:
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
+            slot.admission = self._room_again(undone.earlier.feature_bytes)
         if slot.future is not None or undone.earlier.kind in KEPT:
             self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
         return slot
+
+    def _room_again(self, feature_bytes: int) -> Admission:
+        """For what an operation captures that an earlier process has accepted."""
+        tenant_id = self.record.tenant_id
+        admission = self._services.quotas.admission(tenant_id)
+        admission.also(feature_bytes, self._services.features.claim_again(tenant_id, feature_bytes))
+        return admission
 
     def _new_future(self, seq_id: int, slot: Slot) -> Future:
         pending, answered = partial(self._pending, seq_id), partial(self._answered, slot.entry)

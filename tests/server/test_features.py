@@ -12,11 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams
+from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.verbs import RunInfo
 
-from .real import ALICE, BOB, Run, Server, running_server, server_config, started_dispatch
-from .test_drafts import create_draft, create_policy, kill_worker, saved_policy
+from .real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
+from .test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
 from .test_loaded import until
 
 pytestmark = pytest.mark.anyio
@@ -302,6 +304,59 @@ async def test_all_tenants_together_have_a_limit(
         await captured(draft, some_data(1))
         put_off = await of_bob.submit("capture", status=429, data=some_data(1))
         assert "captured features of all tenants have" in put_off["detail"] and "--feature-bytes" in put_off["detail"]
+
+
+async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    may_create, create_run = asyncio.Event(), dispatch.create_run
+
+    async def creating(*arguments: Any) -> RunInfo:
+        await may_create.wait()
+        return await create_run(*arguments)
+
+    monkeypatch.setattr(dispatch, "create_run", creating)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 2}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        session_id = await server.create_session()
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
+        draft = Run(server, (await server.post("create_model", body))["request_id"].rpartition(":")[0], session_id)
+        put_off = await draft.submit("capture", status=429, data=some_data(1), seq_id=1)
+        assert put_off["detail"] == f"draft {draft.model_id} is not created yet: its features are captured once it is"
+        too_many = asyncio.create_task(draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1))
+        await until(lambda: bool(server.services.futures._deadlines))
+        may_create.set()
+        assert "more than the limit" in (await too_many)["detail"]
+        capturing = await draft.submit("capture", data=some_data(1), seq_id=2)
+        assert "error" not in await server.result(capturing["request_id"])
+
+
+async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_server(config, dispatch) as server:
+        size = await size_of(server, 3)
+        draft, policy = await create_draft(server), await create_policy(server, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+            of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+            accepted = [
+                await draft.submit("capture", data=some_data(1)),
+                await policy.submit("forward", data=scored(some_data(2)), **of_pass),
+            ]
+    monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+    async with running_server(config, dispatch) as server:
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * size
+    monkeypatch.undo()
+    async with running_server(config, dispatch) as server:
+        for each in accepted:
+            assert "error" not in await server.result(each["request_id"])
+        await until(lambda: not server.services.runs.is_busy)
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["feature_bytes"]["used"] == (await stock(server))["num_bytes"] < 2 * size
 
 
 async def test_room_that_a_step_makes_is_waited_for(

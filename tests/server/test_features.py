@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainhouse.schemas.training import AdamParams
+from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -522,3 +522,75 @@ async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Se
     tainted = await policy.optim_step()
     assert "was refused" in tainted["error"], "it counts as refused, and nothing waits for it"
     assert (await stock(server))["num_bytes"] == 0
+
+
+async def test_what_is_captured_for_a_draft_refers_to_nothing_itself(server: Server) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+    data = scored(await captured(draft, some_data(1)))
+    for verb in ("forward", "forward_backward"):
+        failed = await policy.do(verb, data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
+        assert failed["error"] == "feature_ref is of draft models, and this is a policy: leave it out"
+    assert (await stock(server))["num_held"] == 0
+
+
+@pytest.mark.parametrize("ends", ["before", "meanwhile", "within"])
+async def test_nothing_is_captured_for_a_draft_that_has_ended(
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Before it is asked for, before its turn has come, or within the pass."""
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy", "capture_for": draft.model_id}
+
+        async def end() -> None:
+            await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+            await until(lambda: not server.services.runs._ending)
+
+        if ends == "before":
+            await end()
+            refusal = await policy.submit("forward", status=410, **asked)
+            assert f"run {draft.model_id} is not live: its session has ended" in refusal["detail"]
+            return
+        if ends == "meanwhile":
+            server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+        else:
+            forward_backward = dispatch.forward_backward
+
+            async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+                output = await forward_backward(request)
+                await end()
+                return output
+
+            monkeypatch.setattr(dispatch, "forward_backward", ending)
+        accepted = await policy.submit("forward", **asked)
+        if ends == "meanwhile":
+            await end()
+        else:
+            await server.result(accepted["request_id"])
+    monkeypatch.undo()
+    async with running_server(config, dispatch) as server:
+        failed = await server.result(accepted["request_id"])
+        assert failed["error"] == (
+            f"draft {draft.model_id}, to be captured for, has ended with its session: create one, and name its model_id"
+        )
+        assert (await stock(server))["num_references"] == 0 and files(server) == []
+
+
+async def test_what_was_captured_and_answered_for_is_not_captured_again(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    """By a pass that is done again, since one before it was not answered."""
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        futures, resolve = server.services.futures, server.services.futures.resolve
+        unanswered = f"{policy.model_id}:1"
+        futures.resolve = lambda future, result: None if future.request_id == unanswered else resolve(future, result)
+        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+        await policy.submit("forward_backward", **asked)
+        output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
+        await server.post("release_features", {"model_id": draft.model_id, "feature_refs": output["feature_refs"]})
+    async with running_server(config, dispatch) as server:
+        policy.server = server
+        assert "error" not in await server.result(unanswered)
+        assert "error" not in await policy.optim_step()
+        assert (await stock(server))["num_references"] == 0 and files(server) == []

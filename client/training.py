@@ -4,6 +4,7 @@ Each answers at once with a future; call the next without waiting, and the serve
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -53,6 +54,7 @@ class TrainingClient:
         self._num_steps = 0
         self._hooks: list[tuple[int, Callable[[int], object]]] = []
         self._turn = asyncio.Lock()  # wakes its waiters first come, first served: submits leave in seq order
+        self._referring: dict[asyncio.Event, set[str]] = {}  # of passes that have not left yet: the features they need
 
     def forward_backward(
         self,
@@ -115,16 +117,31 @@ class TrainingClient:
             parts = [dataclasses.replace(request, seq_id=seq_id, data=piece) for seq_id, piece in numbered]
             bodies = [encode_forward_backward_request(part) for part in parts]
             self._next_seq_id += len(bodies)
-            return self._connection.run(self._run_pass(bodies, custom_loss))
+            return self._connection.run(self._run_pass(bodies, _refs_of(request.data), custom_loss))
 
-    async def _run_pass(self, bodies: Sequence[bytes], custom_loss: float | None) -> ForwardBackwardOutput:
-        async with self._turn:
-            submitted = [await self._submit_chunk(body) for body in bodies]
+    async def _run_pass(
+        self, bodies: Sequence[bytes], refs: set[str], custom_loss: float | None
+    ) -> ForwardBackwardOutput:
+        with self._refers_to(refs):
+            async with self._turn:
+                submitted = [await self._submit_chunk(body) for body in bodies]
         output = merged(await asyncio.gather(*(self._result_of_chunk(chunk) for chunk in submitted)))
         if custom_loss is None:
             return output
         surrogate = {"loss:sum": custom_loss, "surrogate_loss:sum": output.metrics["loss:sum"]}
         return dataclasses.replace(output, metrics={**output.metrics, **surrogate})
+
+    @contextlib.contextmanager
+    def _refers_to(self, refs: set[str]) -> Iterator[None]:
+        """Within the block `release_features` waits, if it is of any of these."""
+        left = asyncio.Event()
+        if refs:
+            self._referring[left] = refs
+        try:
+            yield
+        finally:
+            self._referring.pop(left, None)
+            left.set()
 
     async def _submit_chunk(self, body: bytes) -> SubmitResponse | APIStatusError:
         """A refusal is returned: the chunks after it must still be sent, or the server would wait for their numbers."""
@@ -219,15 +236,19 @@ class TrainingClient:
         return self._connection.run(captured())
 
     def release_features(self, data: Sequence[Datum] | None = None) -> APIFuture[drafts.ReleaseFeaturesResponse]:
-        """Gives up what this draft has captured: all, or what these data refer to. What was asked before has it yet."""
-        self._require_draft("release_features")
-        refs = None if data is None else [each.feature_ref for each in data if each.feature_ref is not None]
-        request = drafts.ReleaseFeaturesRequest(model_id=self.model_id, feature_refs=refs)
-        return self._connection.run(self._release_features(request))
+        """Gives up what this draft has captured: all, or what these data refer to. What was asked before has it yet.
 
-    async def _release_features(self, request: drafts.ReleaseFeaturesRequest) -> drafts.ReleaseFeaturesResponse:
-        async with self._turn:
-            return await self._connection.post("release_features", request, drafts.ReleaseFeaturesResponse)
+        It waits only for what needs it, and goes ahead of a `capture` that waits for room.
+        """
+        self._require_draft("release_features")
+        return self._connection.run(self._release_features(None if data is None else _refs_of(data)))
+
+    async def _release_features(self, refs: set[str] | None) -> drafts.ReleaseFeaturesResponse:
+        for left in [left for left, needed in self._referring.items() if refs is None or refs & needed]:
+            await left.wait()
+        listed = None if refs is None else sorted(refs)
+        request = drafts.ReleaseFeaturesRequest(model_id=self.model_id, feature_refs=listed)
+        return await self._connection.post("release_features", request, drafts.ReleaseFeaturesResponse)
 
     def _require_draft(self, verb: str) -> None:
         if self._info.draft is None:
@@ -302,6 +323,10 @@ class TrainingClient:
 
     def get_tokenizer(self) -> PreTrainedTokenizer:
         return self._connection.run(load_tokenizer(self._connection, self._info.model_name)).result()
+
+
+def _refs_of(data: Sequence[Datum]) -> set[str]:
+    return {datum.feature_ref for datum in data if datum.feature_ref is not None}
 
 
 def _id_of(draft: TrainingClient | None) -> str | None:

@@ -136,7 +136,7 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     of_samplers = Sampling(dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions)
     loaded = Loaded(directory / "loaded", sync)
     features = Features(directory / "features", config)
-    operations = Operations(dispatch, store, checkpoints, samplers, recordings, loaded, features)
+    operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)
     snapshots = Snapshots(directory / "snapshots", sync)
     status, copied = dispatch.status, Copied(directory)
     of_runs = RunServices(
@@ -224,7 +224,7 @@ async def _tidy_up(services: Services) -> None:
     await services.runs.save_request_times()
     await services.futures.expire()
     await services.recordings.expire()
-    await services.features.expire()
+    await services.features.tidy()
     services.quotas.forget_idle()
 
 

@@ -139,17 +139,20 @@ class Drafts:
     async def _load(self, held: _Held) -> None:
         """Once, for whoever comes first; who comes meanwhile waits."""
         strikes = Strikes(f"load the draft {held.checkpoint.tinker_path}")
-        async with held.changing:
-            while not self._has(held.checkpoint.base_model, held.checkpoint):
-                try:
-                    # Whoever asked may go away meanwhile; the worker goes on to read the files.
-                    await asyncio.shield(self._begin(self._load_now, held))
-                    return
-                except WorkerLost as lost:
-                    await strikes.add(lost)
+        while not self._has(held.checkpoint.base_model, held.checkpoint):
+            try:
+                # Whoever asked may go away meanwhile; the worker goes on to read the files.
+                await asyncio.shield(self._begin(self._load_now, held))
+                return
+            except WorkerLost as lost:
+                await strikes.add(lost)
 
     async def _load_now(self, held: _Held) -> None:
-        checkpoint = held.checkpoint
+        async with held.changing:
+            if held.is_needed and not self._has(held.checkpoint.base_model, held.checkpoint):
+                await self._read(held.checkpoint)
+
+    async def _read(self, checkpoint: CheckpointRecord) -> None:
         try:
             async with self._checkpoints.reading(checkpoint) as directory:
                 await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
@@ -162,7 +165,7 @@ class Drafts:
     async def _drop(self, held: _Held) -> None:
         checkpoint = held.checkpoint
         async with held.changing:
-            if held.is_needed:
+            if held.is_needed or self._held.get(draft_id(checkpoint)) is not held:
                 return
             try:
                 await self._dispatch.drop_draft(checkpoint.base_model, draft_id(checkpoint))

@@ -11,7 +11,7 @@ import json
 import logging
 import re
 import time
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, defaultdict
 from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field, replace
@@ -40,12 +40,14 @@ _OVER = "the run that captured it is over"
 
 @dataclass
 class Reference:
-    """run_id: that has captured it. uses: how often it may still be used; None = any number."""
+    """run_id: that has captured it. uses: how often it may still be used; None = any number. taken: the last step of a
+    run that has taken uses, by run: it does not once more, where a death comes between that and its answer."""
 
     name: str
     run_id: str
     expires_at: float
     uses: int | None = None
+    taken: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -61,7 +63,7 @@ class _Kept:
 
 @dataclass(eq=False)
 class _Hold:
-    """Of an operation. uses: of each reference, by name; none where it only looks. reason: why it has to be refused."""
+    """Of an operation. uses: see `uses_of`. reason: why it has to be refused."""
 
     kept: list[_Kept]
     uses: Counter[str]
@@ -71,12 +73,19 @@ class _Hold:
 @dataclass(eq=False)
 class _Usage:
     """Of a tenant. claimed: bytes of captures under way, at most. num_capturing: of them. writing: held by who changes
-    files that are there."""
+    files that are there.
+
+    changed: whose references the files do not tell yet. let_go: which may be needed no more. has_unknown: a capture has
+    failed, and may have left files that nobody knows.
+    """
 
     num_bytes: int = 0
     claimed: int = 0
     num_capturing: int = 0
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    changed: set[_Kept] = field(default_factory=set)
+    let_go: set[_Kept] = field(default_factory=set)
+    has_unknown: bool = False
 
 
 @dataclass(frozen=True)
@@ -100,10 +109,12 @@ class Features:
         self._config = config
         self._clock = clock
         self._kept: dict[tuple[str, str], _Kept] = {}
-        self._holds: dict[tuple[str, int], _Hold] = {}
+        # By run and seq_id. Those that leave have ended, but the files may not tell it yet.
+        self._holds: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
+        self._leaving: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
         self._usages: dict[str, _Usage] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()  # references that were there, and why they are not any more
-        self._changed: set[_Kept] = set()  # whose references the files do not tell yet
+        self._is_swept = False  # until then runs may come that hold what nobody seems to need
         self._freed = asyncio.Event()
         self._num_waiting = self._num_put_off = 0
 
@@ -111,16 +122,19 @@ class Features:
         """What an earlier process left."""
         for kept in await asyncio.to_thread(self._read_earlier):
             self._kept[kept.tenant_id, kept.address] = kept
-            self._usage(kept.tenant_id).num_bytes += kept.num_bytes
+            usage = self._usage(kept.tenant_id)
+            usage.num_bytes += kept.num_bytes
+            usage.let_go.add(kept)
         for tenant_id in await asyncio.to_thread(self._tenants):
             self._usage(tenant_id)  # whose files nobody may know
 
     async def sweep(self, live: Collection[str]) -> None:
         """At start, once runs hold what they need: what runs have captured that are not live."""
+        self._is_swept = True
         for kept, reference in self._references():
             if reference.run_id not in live:
                 self._end(kept, reference, _OVER)
-        await self.expire()
+        await self.tidy()
 
     def stock(self) -> FeatureStock:
         return FeatureStock(
@@ -147,9 +161,13 @@ class Features:
                     f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
                     413,
                 )
-        usage = self._usage(tenant_id)
         if (reason := self._no_room(tenant_id, num_bytes)) is not None:
             await self._wait_for_room(tenant_id, num_bytes, reason)
+        return self.claim_again(tenant_id, num_bytes)
+
+    def claim_again(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
+        """For a capture that has been given room, be there any left or not."""
+        usage = self._usage(tenant_id)
         usage.claimed += num_bytes
 
         def release() -> None:
@@ -208,9 +226,13 @@ class Features:
             async with usage.writing:  # behind a cleaning that does not know of this
                 await asyncio.to_thread(directory.mkdir, parents=True, exist_ok=True)
             yield FeaturePlace(str(directory), captures=True)
+        except BaseException:
+            usage.has_unknown = True
+            raise
         finally:
             usage.num_capturing -= 1
-            await self._settle(tenant_id)
+            if usage.has_unknown:
+                await self._delete_unknown(tenant_id)
 
     async def keep(
         self, run: RunRecord, request_id: str, request: CaptureRequest, output: ForwardBackwardOutput
@@ -218,10 +240,10 @@ class Features:
         """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
         of it was there before, and has been deleted meanwhile."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
-        most = self._config.feature_ttl_seconds
+        most, usage = self._config.feature_ttl_seconds, self._usage(run.tenant_id)
         expires_at = self._clock() + min(most, request.ttl_seconds or most)
         addresses = Counter(address for address, _ in found)
-        async with self._usage(run.tenant_id).writing:
+        async with usage.writing:
             if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):
                 return None
             for address, count in addresses.items():
@@ -229,11 +251,11 @@ class Features:
                 if kept is None:
                     size = next(int(size) for each, size in found if each == address)
                     kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
-                    self._usage(run.tenant_id).num_bytes += size
+                    usage.num_bytes += size
                 name = f"features-{address}-{_handle(request_id)}"
                 uses = None if request.uses is None else count * request.uses
                 kept.references.setdefault(name, Reference(name, run.run_id, expires_at, uses))
-                self._changed.add(kept)
+                usage.changed.add(kept)
         num_bytes = sum(self._kept[run.tenant_id, address].num_bytes for address in addresses)
         await self._settle(run.tenant_id)
         refs = [f"features-{address}-{_handle(request_id)}" for address, _ in found]
@@ -252,7 +274,7 @@ class Features:
         return len(found)
 
     async def expire(self) -> None:
-        """Deletes what nobody may use any more, and what nobody knows."""
+        """Deletes what nobody may use any more."""
         now = self._clock()
         for kept, reference in self._references():
             if reference.expires_at <= now:
@@ -260,26 +282,46 @@ class Features:
         for tenant_id in list(self._usages):
             await self._settle(tenant_id)
 
+    async def tidy(self) -> None:
+        """Deletes that, and what nobody knows."""
+        await self.expire()
+        for tenant_id in list(self._usages):
+            await self._delete_unknown(tenant_id)
+
     # Using
 
-    def hold(self, run: RunRecord, seq_id: int, operation: object, was_accepted: bool = False) -> None:
-        """To be called for each operation that is accepted, in order. was_accepted: by an earlier process: what is gone
-        since is not to be refused, the target tells it again."""
-        if not isinstance(operation, ForwardBackwardRequest):
+    def hold(self, run: RunRecord, seq_id: int, operation: object) -> None:
+        """To be called for each operation that is accepted, in order."""
+        if not (uses := uses_of(operation)):
             return
-        counts = Counter(datum.feature_ref for datum in operation.data if datum.feature_ref is not None)
-        if not counts:
-            return
-        hold = _Hold([], Counter() if operation.forward_only else counts)
-        for name, count in counts.items():
-            kept, reason = self._find(run.tenant_id, name, 0 if operation.forward_only else count)
+        hold = _Hold([], uses)
+        for name, count in uses.items():
+            kept, reason = self._find(run.tenant_id, name, count)
             if kept is not None:
                 hold.kept.append(kept)
-            elif not was_accepted:
+            else:
                 hold.reason = hold.reason or reason
+        self._add(run, seq_id, hold)
+
+    def hold_again(self, run: RunRecord, seq_id: int, uses: Mapping[str, int]) -> None:
+        """At start, for each operation of an earlier process whose step may come yet: what it was accepted with,
+        whatever has become of the reference. What is gone is not to be refused: the target tells it again."""
+        found = {name: kept for name in uses if (kept := self._kept.get((run.tenant_id, _address(name)))) is not None}
+        taken = {name for name, kept in found.items() if _has_taken(kept.references.get(name), run, seq_id)}
+        left = Counter({name: count for name, count in uses.items() if name not in taken})
+        if uses:
+            self._add(run, seq_id, _Hold(list(found.values()), left))
+
+    def held(self, run: RunRecord, seq_id: int) -> Mapping[int, Mapping[str, int]]:
+        """The uses of operations up to this one, which have ended, by seq_id: what `hold_again` wants of those whose
+        step is not finished."""
+        holds = self._leaving[run.run_id] | self._holds[run.run_id]
+        return {number: dict(+hold.uses) for number, hold in holds.items() if number <= seq_id and +hold.uses}
+
+    def _add(self, run: RunRecord, seq_id: int, hold: _Hold) -> None:
         for kept in hold.kept:
             kept.holders.add((run.run_id, seq_id))
-        self._holds[run.run_id, seq_id] = hold
+        self._holds[run.run_id][seq_id] = hold
 
     def told(self, run: RunRecord, operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
         """With where the features are that its data refer to. Raises OperationError where it may not have them."""
@@ -287,47 +329,58 @@ class Features:
             return operation
         if run.role != "draft":
             raise OperationError(f"feature_ref is of draft models, and this is a {run.role}: leave it out")
-        hold = self._holds.get((run.run_id, operation.seq_id))
+        hold = self._holds[run.run_id].get(operation.seq_id)
         if hold is not None and hold.reason is not None:
             raise OperationError(hold.reason)
         return replace(operation, features=FeaturePlace(str(self._of(run.tenant_id))))
 
     async def let_go(self, run: RunRecord, seq_id: int) -> None:
         """The operation was never accepted, or contributes nothing to a step."""
-        await self._let_go(run, [seq_id], were_used=False)
+        await self._let_go(run, [seq_id])
 
     async def stepped(self, run: RunRecord, seq_id: int, *, were_used: bool) -> None:
         """An optimizer step has finished, or whatever came before was cleared (not were_used)."""
-        before = [number for run_id, number in self._holds if run_id == run.run_id and number < seq_id]
-        await self._let_go(run, before, were_used=were_used)
+        before = [number for number in self._holds[run.run_id] if number < seq_id]
+        await self._let_go(run, before, seq_id if were_used else None)
 
     async def end_run(self, run: RunRecord) -> None:
         """What it has captured goes with it."""
-        await self._let_go(run, [number for run_id, number in self._holds if run_id == run.run_id], were_used=False)
+        await self._let_go(run, list(self._holds[run.run_id]))
+        for of_runs in (self._holds, self._leaving):
+            of_runs.pop(run.run_id, None)
         for kept, reference in self._references():
             if reference.run_id == run.run_id:
                 self._end(kept, reference, _OVER)
         await self._settle(run.tenant_id)
 
-    async def _let_go(self, run: RunRecord, seq_ids: Sequence[int], *, were_used: bool) -> None:
-        holds = [hold for seq_id in seq_ids if (hold := self._holds.pop((run.run_id, seq_id), None)) is not None]
-        for hold in holds:
-            for kept in hold.kept:
-                kept.holders -= {(run.run_id, seq_id) for seq_id in seq_ids}
-            for name, count in hold.uses.items() if were_used else ():
-                self._use(run.tenant_id, name, count)
-        if holds:
-            await self._settle(run.tenant_id)
-
-    def _use(self, tenant_id: str, name: str, count: int) -> None:
-        kept = self._kept.get((tenant_id, _address(name)))
-        reference = None if kept is None else kept.references.get(name)
-        if kept is None or reference is None or reference.uses is None:
+    async def _let_go(self, run: RunRecord, seq_ids: Sequence[int], step: int | None = None) -> None:
+        """step: the one that has used them. Returns once the files tell that."""
+        holds = self._holds[run.run_id]
+        popped = {seq_id: holds.pop(seq_id) for seq_id in seq_ids if seq_id in holds}
+        if not popped:
             return
-        reference.uses -= count
-        self._changed.add(kept)
-        if reference.uses <= 0:
-            self._end(kept, reference, "it was captured for a number of uses, which it has had")
+        for seq_id, hold in popped.items():
+            for kept in hold.kept:
+                kept.holders.discard((run.run_id, seq_id))
+                self._usage(run.tenant_id).let_go.add(kept)
+            if step is not None:
+                self._use(run, hold.uses, step)
+        self._leaving[run.run_id] |= popped
+        await self._settle(run.tenant_id)
+        for seq_id in popped:
+            self._leaving[run.run_id].pop(seq_id, None)
+
+    def _use(self, run: RunRecord, uses: Counter[str], step: int) -> None:
+        for name, count in (+uses).items():
+            kept = self._kept.get((run.tenant_id, _address(name)))
+            reference = None if kept is None else kept.references.get(name)
+            if kept is None or reference is None or reference.uses is None:
+                continue
+            reference.uses -= count
+            reference.taken[run.run_id] = step
+            self._usage(run.tenant_id).changed.add(kept)
+            if reference.uses <= 0:
+                self._end(kept, reference, "it was captured for a number of uses, which it has had")
 
     def _find(self, tenant_id: str, name: str, count: int) -> tuple[_Kept | None, str]:
         """What an operation that uses it so often may hold; else why not."""
@@ -339,7 +392,7 @@ class Features:
         if reference.expires_at <= self._clock():
             return None, f"feature_ref {name} cannot be used: it has expired; capture it again"
         if reference.uses is not None:
-            promised = sum(self._holds[holder].uses[name] for holder in kept.holders if holder in self._holds)
+            promised = sum(self._holds[run_id][seq_id].uses[name] for run_id, seq_id in kept.holders)
             if reference.uses < promised + count:
                 return None, (
                     f"feature_ref {name} cannot be used: it has {reference.uses} uses left, {promised} of them for"
@@ -349,7 +402,9 @@ class Features:
 
     def _end(self, kept: _Kept, reference: Reference, why: str) -> None:
         del kept.references[reference.name]
-        self._changed.add(kept)
+        usage = self._usage(kept.tenant_id)
+        usage.changed.add(kept)
+        usage.let_go.add(kept)
         self._gone[f"{kept.tenant_id} {reference.name}"] = why
         if len(self._gone) > _MOST_REMEMBERED:
             self._gone.popitem(last=False)
@@ -366,31 +421,40 @@ class Features:
         """Files are as references are; what is neither referred to nor held is deleted."""
         usage = self._usage(tenant_id)
         async with usage.writing:
-            dropped = self._drop_unneeded(tenant_id)
-            of_tenant = {kept for kept in self._kept.values() if kept.tenant_id == tenant_id}
-            changed, self._changed = self._changed & of_tenant, self._changed - of_tenant
+            dropped = self._drop_unneeded(usage)
+            changed, usage.changed = usage.changed, set()
             written = {f"{kept.address}.json": _as_json(kept) for kept in changed}
-            known = None if usage.num_capturing else {kept.address for kept in of_tenant}
             try:
-                await asyncio.to_thread(_write, self._of(tenant_id), written, dropped, known)
+                if written or dropped:
+                    await asyncio.to_thread(_write, self._of(tenant_id), written, dropped)
             except OSError as error:
-                self._changed |= changed
+                usage.changed |= changed
+                usage.has_unknown = True
                 logger.error("references to features of %s cannot be written: %s", tenant_id, error)
         if dropped:
             self._freed.set()
 
-    def _drop_unneeded(self, tenant_id: str) -> Sequence[str]:
+    def _drop_unneeded(self, usage: _Usage) -> Sequence[str]:
         """Their addresses."""
-        unneeded = [
-            kept
-            for kept in self._kept.values()
-            if kept.tenant_id == tenant_id and not (kept.references or kept.holders)
-        ]
+        if not self._is_swept:
+            return ()
+        let_go, usage.let_go = usage.let_go, set()
+        unneeded = [kept for kept in let_go if not (kept.references or kept.holders)]
         for kept in unneeded:
-            del self._kept[tenant_id, kept.address]
-            self._changed.discard(kept)
-            self._usage(tenant_id).num_bytes -= kept.num_bytes
+            del self._kept[kept.tenant_id, kept.address]
+            usage.changed.discard(kept)
+            usage.num_bytes -= kept.num_bytes
         return [kept.address for kept in unneeded]
+
+    async def _delete_unknown(self, tenant_id: str) -> None:
+        """Unless captures are under way, whose files nobody knows yet."""
+        usage = self._usage(tenant_id)
+        async with usage.writing:
+            if usage.num_capturing:
+                return
+            usage.has_unknown = False
+            known = {address for of_tenant, address in self._kept if of_tenant == tenant_id}
+            await asyncio.to_thread(_delete_others, self._of(tenant_id), known)
 
     def _read_earlier(self) -> list[_Kept]:
         found = []
@@ -415,8 +479,13 @@ def _as_json(kept: _Kept) -> str:
     return json.dumps([asdict(reference) for reference in kept.references.values()])
 
 
-def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str], known: Collection[str] | None) -> None:
-    """texts: by name of the file. dropped, known: addresses, to be deleted and to be left alone; None: all others."""
+def _has_taken(reference: Reference | None, run: RunRecord, seq_id: int) -> bool:
+    """A step behind the operation with this seq_id has."""
+    return reference is not None and reference.taken.get(run.run_id, -1) > seq_id
+
+
+def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str]) -> None:
+    """texts: by name of the file. dropped: addresses."""
     for name, text in texts.items():
         staging = staging_in(directory)
         staging.write_text(text)
@@ -424,9 +493,11 @@ def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str], kn
     for address in dropped:
         for suffix in (".json", _SUFFIX):
             (directory / f"{address}{suffix}").unlink(missing_ok=True)
-    if known is None or not directory.exists():
-        return
-    for path in directory.iterdir():
+
+
+def _delete_others(directory: Path, known: Collection[str]) -> None:
+    """known: addresses."""
+    for path in directory.iterdir() if directory.exists() else ():
         if path.name.partition(".")[0] not in known or path.name.startswith(STAGING):
             path.unlink(missing_ok=True)
 
@@ -438,6 +509,16 @@ def _are_there(directory: Path, addresses: Iterable[str]) -> bool:
 def _address(name: str) -> str:
     found = _REF.fullmatch(name)
     return found[1] if found else ""
+
+
+def uses_of(operation: object) -> Counter[str]:
+    """Of features, by reference, for the step behind the operation: 0 where it only looks at them."""
+    uses: Counter[str] = Counter()
+    if isinstance(operation, ForwardBackwardRequest):
+        for datum in operation.data:
+            if datum.feature_ref is not None:
+                uses[datum.feature_ref] += 0 if operation.forward_only else 1
+    return uses
 
 
 def check_captures(run: RunRecord, draft: RunRecord | None, draft_id: str) -> None:

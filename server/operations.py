@@ -49,6 +49,7 @@ from .recordings import Recordings
 from .samplers import Samplers
 from .seeds import with_drawn
 from .segments import Place
+from .sessions import Sessions
 from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
 from .trouble import room_for
 from .vocabulary import most_frequent
@@ -149,6 +150,11 @@ def is_chained(operation: Operation) -> bool:
     return isinstance(operation, OptimStepRequest)
 
 
+def without_capture(operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
+    """Of one that was answered: what it captured was answered for, and is there or gone."""
+    return replace(operation, capture_for=None)
+
+
 class Operations:
     """infos: of the live runs."""
 
@@ -156,6 +162,7 @@ class Operations:
         self,
         dispatch: WorkerDispatch,
         store: Store,
+        sessions: Sessions,
         checkpoints: Checkpoints,
         samplers: Samplers,
         recordings: Recordings,
@@ -164,6 +171,7 @@ class Operations:
     ) -> None:
         self._dispatch = dispatch
         self._store = store
+        self._sessions = sessions
         self._checkpoints = checkpoints
         self._samplers = samplers
         self._recordings = recordings
@@ -206,8 +214,7 @@ class Operations:
             case SetTargetRequest(path=path):
                 await self._move_target(run, path, seq_id, self._known, again=True)
             case ForwardBackwardRequest():
-                # What it captured was answered for, and is there or gone.
-                await self.perform(run, replace(operation, capture_for=None), seq_id)
+                await self.perform(run, without_capture(operation), seq_id)
             case _:
                 await self.perform(run, operation, seq_id)
 
@@ -279,10 +286,11 @@ class Operations:
         if operation.loss_fn == "stable_reinforce":
             operation = await self._recordings.fill_in(run.tenant_id, operation)
         try:
+            told = self._features.told(run, operation)
             if operation.capture_for is None:
-                output = await self._dispatch.forward_backward(self._features.told(run, operation))
+                output = await self._dispatch.forward_backward(told)
             else:
-                output = await self._captured_beside(run, operation, operation.capture_for)
+                output = await self._captured_beside(run, told, operation.capture_for)
         except WorkerLost:
             raise
         except OperationError:
@@ -299,6 +307,7 @@ class Operations:
         draft = await self._store.get_run(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
+        self._check_live(draft)
         async with self._features.capturing(run.tenant_id) as place:
             place = for_draft(place, draft)
             output = await self._dispatch.forward_backward(replace(operation, features=place))
@@ -306,8 +315,21 @@ class Operations:
             kept = await self._features.keep(draft, f"{run.run_id}:{operation.seq_id}", once, output)
         if kept is None:
             raise OperationError("what was captured is gone already: send it again", "server")
+        try:
+            self._check_live(draft)
+        except OperationError:  # its end may have come before these references
+            await self._features.release(draft, kept.feature_refs)
+            raise
         told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
         return replace(output, loss_fn_outputs=tuple(told), feature_refs=tuple(kept.feature_refs))
+
+    def _check_live(self, draft: RunRecord) -> None:
+        """Raises OperationError."""
+        if not self._sessions.is_open(draft.session_id):
+            raise OperationError(
+                f"draft {draft.run_id}, to be captured for, has ended with its session: create one, and name its"
+                " model_id"
+            )
 
     async def _optim_step(self, run: RunRecord, operation: OptimStepRequest, seq_id: int) -> Result:
         if operation.optimizer_params is not None:

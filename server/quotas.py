@@ -361,6 +361,7 @@ class Admission:
 
     def __init__(self, quotas: Quotas, tenant_id: str) -> None:
         self.num_bytes = 0
+        self.feature_bytes = 0
         self._quotas = quotas
         self._tenant_id = tenant_id
         self._claimed = False
@@ -402,8 +403,9 @@ class Admission:
         self.num_bytes = num_bytes
         self._quotas.charge(self._tenant_id, num_tokens)
 
-    def also(self, release: Callable[[], None]) -> None:
-        """What else is given back with it."""
+    def also(self, feature_bytes: int, release: Callable[[], None]) -> None:
+        """Room for what is captured, which is given back with it."""
+        self.feature_bytes += feature_bytes
         self._others.append(release)
 
     def charge(self, num_tokens: int) -> None:

@@ -6,8 +6,10 @@ What that process was done with becomes the run's history; what it was not done 
 import asyncio
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from ..schemas.training import OptimStepRequest
+from .features import uses_of
 from .futures import Encoding, Futures
 from .history import REFUSED, Outcome, Past
 from .journal import Header, Journal, Journaled
@@ -25,12 +27,14 @@ _OUTCOMES: Mapping[Encoding, Outcome] = {"user_error": Outcome.FAILED, "server_e
 
 @dataclass(frozen=True)
 class Earlier:
-    """What an earlier process accepted, or refused. outcome: None where it has not answered."""
+    """What an earlier process accepted, or refused. outcome: None where it has not answered. feature_bytes: see
+    Header."""
 
     kind: str
     place: Place
     refused: Refused | None = None
     outcome: Outcome | None = None
+    feature_bytes: int = 0
 
 
 @dataclass(frozen=True)
@@ -66,10 +70,12 @@ class Undone:
 
 @dataclass
 class Resumed:
-    """Where a run goes on. undone, refusals (with their reasons): by seq_id."""
+    """Where a run goes on. undone, refusals (with their reasons), held: by seq_id. held: the uses of captured features
+    that the next step is to take."""
 
     next_seq_id: int
     window: Window
+    held: dict[int, Mapping[str, int]] = field(default_factory=dict)
     undone: Mapping[int, Undone] = field(default_factory=dict)
     refusals: dict[int, str] = field(default_factory=dict)
 
@@ -81,6 +87,8 @@ class Resuming:
         self._state = state
         self._found = inherited.operations
         self._strikes = inherited.strikes
+        # By seq_id, behind the newest snapshot: whose gradients wait for a step.
+        self._waiting: dict[int, Earlier] = {}
         self._num_strikes = Counter(one.header.seq_id for one in self._strikes if one.header.kind == STRIKE)
         # A refusal may be ahead of what has not arrived.
         ended = (seq_id for seq_id, one in self._found.items() if one.outcome is not None and one.refused is None)
@@ -91,7 +99,7 @@ class Resuming:
         rebuild_strikes = [one for one in self._strikes if one.header.kind != STRIKE]
         first = await self._state.find_snapshots(self._found, rebuild_strikes)
         await self._begin()
-        resumed = Resumed(first, self._state.first_window())
+        resumed = Resumed(first, self._state.first_window(), dict(self._state.held))
         for one in self._strikes:
             if one.header.kind == STRIKE and one.header.seq_id < first:
                 self._services.journal.release(one.place)
@@ -104,6 +112,8 @@ class Resuming:
                 self._services.journal.release(earlier.place)
         while await self._pass(resumed):
             resumed.next_seq_id += 1
+        contents = await self._contents(list(self._waiting.values()))
+        resumed.held |= zip(self._waiting, map(uses_of, contents), strict=True)
         resumed.undone = await self._undone(resumed.next_seq_id)
         return resumed
 
@@ -130,6 +140,8 @@ class Resuming:
             return False
         outcome = Outcome.STRUCK if self._num_strikes[seq_id] >= MOST_STRIKES else earlier.outcome
         past = Past(seq_id, earlier.kind, earlier.place, outcome=outcome, is_answered=True)
+        if self._record.role == "draft" and not covered:
+            await self._follow_gradients(resumed, seq_id, replace(earlier, outcome=outcome))
         if earlier.refused is not None:
             past.kind, past.taints = REFUSED, earlier.refused.taints
             resumed.refusals[seq_id] = earlier.refused.reason
@@ -143,6 +155,25 @@ class Resuming:
         self._state.history.add(past)
         return True
 
+    async def _follow_gradients(self, resumed: Resumed, seq_id: int, earlier: Earlier) -> None:
+        """What gave them is held until they are used or dropped."""
+        if await self._ends_gradients(earlier, resumed.window):
+            resumed.held.clear()
+            self._waiting.clear()
+        elif earlier.kind == "forward_backward" and earlier.outcome is Outcome.DONE:
+            self._waiting[seq_id] = earlier
+
+    async def _ends_gradients(self, earlier: Earlier, window: Window) -> bool:
+        if earlier.kind == "load_weights":
+            return earlier.outcome is Outcome.DONE
+        if earlier.kind != "optim_step" or earlier.refused is not None:
+            return False
+        if window.tainted_by is None and earlier.outcome is Outcome.FAILED:
+            # Not one that asked for an optimizer that there is not: it was no step.
+            asked = await self._content(earlier)
+            return isinstance(asked, OptimStepRequest) and asked.optimizer_params is None
+        return window.tainted_by is not None or earlier.outcome is not Outcome.BROKE
+
     def _refuse_damaged(self, seq_id: int) -> None:
         """What changed nothing leaves the journal early, but with its whole segment. Raises ValueError."""
         before = max((one.place.segment for number, one in self._found.items() if number < seq_id), default=0)
@@ -154,14 +185,18 @@ class Resuming:
     async def _undone(self, first: int) -> Mapping[int, Undone]:
         """From this seq_id on, in order."""
         found = {seq_id: self._found[seq_id] for seq_id in sorted(self._found) if seq_id >= first}
-        several, contents = list(found.values()), []
-        for begin in range(0, len(several), _READ_AT_ONCE):
-            part = several[begin : begin + _READ_AT_ONCE]
-            contents += await asyncio.gather(*(self._content(earlier) for earlier in part))
+        contents = await self._contents(list(found.values()))
         return {
             seq_id: Undone(earlier, content, self._num_strikes[seq_id])
             for (seq_id, earlier), content in zip(found.items(), contents, strict=True)
         }
+
+    async def _contents(self, several: Sequence[Earlier]) -> list[Operation | Refused]:
+        contents = []
+        for begin in range(0, len(several), _READ_AT_ONCE):
+            part = several[begin : begin + _READ_AT_ONCE]
+            contents += await asyncio.gather(*(self._content(earlier) for earlier in part))
+        return contents
 
     async def _content(self, earlier: Earlier) -> Operation | Refused:
         return earlier.refused or await read_operation(self._services.journal, earlier.place)
@@ -176,4 +211,5 @@ def _earlier(one: Journaled, answer: Encoding | None) -> Earlier:
     if header.refused is not None:
         refused = Refused(header.kind, header.refused, taints=header.kind in ("forward_backward", GAP))
         return Earlier(header.kind, one.place, refused, Outcome.FAILED)
-    return Earlier(header.kind, one.place, outcome=None if answer is None else _OUTCOMES.get(answer, Outcome.DONE))
+    outcome = None if answer is None else _OUTCOMES.get(answer, Outcome.DONE)
+    return Earlier(header.kind, one.place, outcome=outcome, feature_bytes=header.feature_bytes)

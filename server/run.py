@@ -22,11 +22,12 @@ from ..schemas.futures import Pending
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
 from ..workers.verbs import RunInfo, WorkerLost
 from .bodies import Received
+from .features import uses_of
 from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
 from .journal import Header
-from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of
+from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of, without_capture
 from .quotas import Admission, Standing
 from .resuming import Inherited, Resuming, Undone
 from .run_services import RunServices
@@ -138,6 +139,8 @@ class Run:
         self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
         for seq_id, reason in resumed.refusals.items():
             self._remember_refusal(seq_id, reason)
+        for seq_id, uses in resumed.held.items():
+            self._services.features.hold_again(self.record, seq_id, uses)
         for seq_id, undone in resumed.undone.items():
             self._slots[seq_id] = self._slot_of(seq_id, undone)
         self._has_not_gone_on, self._loadable = True, loadable
@@ -296,6 +299,7 @@ class Run:
             drawn=drawn,
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
             target_path=operation.target_path if isinstance(operation, CreateRun) else None,
+            feature_bytes=admission.feature_bytes,
         )
         self._services.features.hold(self.record, seq_id, operation)
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
@@ -343,10 +347,21 @@ class Run:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
+        if isinstance(slot.content, ForwardBackwardRequest) and undone.earlier.outcome is not None:
+            slot.content = without_capture(slot.content)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
-        self._services.features.hold(self.record, seq_id, undone.content, was_accepted=True)
+            slot.admission = self._room_again(undone.earlier.feature_bytes)
+        if slot.future is not None or undone.earlier.kind in KEPT:
+            self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
         return slot
+
+    def _room_again(self, feature_bytes: int) -> Admission:
+        """For what an operation captures that an earlier process has accepted."""
+        tenant_id = self.record.tenant_id
+        admission = self._services.quotas.admission(tenant_id)
+        admission.also(feature_bytes, self._services.features.claim_again(tenant_id, feature_bytes))
+        return admission
 
     def _new_future(self, seq_id: int, slot: Slot) -> Future:
         pending, answered = partial(self._pending, seq_id), partial(self._answered, slot.entry)

@@ -8,7 +8,7 @@ step where too much has come without one, or for too long.
 import asyncio
 import logging
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -132,6 +132,11 @@ class RunState:
         """In which the first operation is that `find_snapshots` has returned."""
         return Window(self._kept[-1].tainted_by if self._first_held > 0 else None)
 
+    @property
+    def held(self) -> Mapping[int, Mapping[str, int]]:
+        """See Snapshot, of the newest one."""
+        return self._kept[0].held if self._kept else {}
+
     def covers(self, seq_id: int) -> bool:
         """Whether a snapshot holds what this operation did."""
         return seq_id <= self._newest_seq_id
@@ -227,7 +232,8 @@ class RunState:
     async def _publish(self, staging: Path, boundary: Boundary) -> None:
         """What taints the window later, too, is no harm: it will have tainted it whenever the snapshot is used."""
         snapshots, tainted_by = self._services.snapshots, boundary.window.tainted_by
-        await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by))
+        held = self._services.features.held(self._record, boundary.seq_id)
+        await self._keep(await snapshots.publish(staging, self._record.run_id, boundary.seq_id, tainted_by, held))
 
     async def _keep_copy(self, snapshot: Snapshot) -> None:
         try:

@@ -7,8 +7,8 @@ whose files are not as its manifest says counts as absent.
 import asyncio
 import logging
 import shutil
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .checkpoints import directory_name
@@ -22,11 +22,13 @@ _COPY = "-copy"
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The state after the operation with this seq_id. tainted_by: why the step that ends its window must be refused."""
+    """The state after the operation with this seq_id. tainted_by: why the step that ends its window must be refused.
+    held: by seq_id of that window's operations, the uses of captured features that this step is to take."""
 
     seq_id: int
     directory: Path
     tainted_by: str | None = None
+    held: Mapping[int, Mapping[str, int]] = field(default_factory=dict)
 
 
 class Snapshots:
@@ -54,18 +56,18 @@ class Snapshots:
         staging.mkdir(parents=True)
         return staging
 
-    async def publish(self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None) -> Snapshot:
+    async def publish(
+        self, staging: Path, run_id: str, seq_id: int, tainted_by: str | None, held: Mapping[int, Mapping[str, int]]
+    ) -> Snapshot:
         """Raises OSError."""
-        snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id), tainted_by)
+        snapshot = Snapshot(seq_id, self._of(run_id) / str(seq_id), tainted_by, held)
         await asyncio.to_thread(self._seal_and_rename, staging, snapshot)
         return snapshot
 
     async def copy(self, snapshot: Snapshot, run_id: str) -> Snapshot:
         """The same state once more, for when one of the two is damaged. Raises OSError."""
         staging = self.stage(run_id)
-        copy = Snapshot(
-            snapshot.seq_id, snapshot.directory.with_name(snapshot.directory.name + _COPY), snapshot.tainted_by
-        )
+        copy = replace(snapshot, directory=snapshot.directory.with_name(snapshot.directory.name + _COPY))
         try:
             await asyncio.to_thread(self._copy_and_rename, snapshot.directory, staging, copy)
         finally:
@@ -96,7 +98,9 @@ class Snapshots:
             try:
                 check(path, hashes=False)
                 seq_id = int(path.name.removesuffix(_COPY))
-                found.append(Snapshot(seq_id, path, read_manifest(path).get("tainted_by")))
+                manifest = read_manifest(path)
+                held = {int(number): uses for number, uses in manifest.get("held", {}).items()}
+                found.append(Snapshot(seq_id, path, manifest.get("tainted_by"), held))
             except ValueError as error:
                 logger.error("a snapshot cannot be used: %s", error)
         return sorted(found, key=lambda one: -one.seq_id)
@@ -114,6 +118,7 @@ class Snapshots:
     def _seal_and_rename(self, staging: Path, snapshot: Snapshot) -> None:
         if (snapshot.directory / MANIFEST).exists():  # of this very state, made before a crash
             shutil.rmtree(snapshot.directory)
-        seal(staging, {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by}, sync=self._sync)
+        about = {"seq_id": snapshot.seq_id, "tainted_by": snapshot.tainted_by, "held": snapshot.held}
+        seal(staging, about, sync=self._sync)
         # The first one makes all of them.
         move_into_place(staging, snapshot.directory, root=self._root.parent if self._sync else None)

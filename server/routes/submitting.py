@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
@@ -21,6 +21,7 @@ from ...schemas.codec import (
     encode_sample_response_json,
     peek_operation,
 )
+from ...schemas.drafts import CaptureRequest
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
@@ -36,6 +37,7 @@ from ..services import Services
 from ..slots import Refused
 
 _FEATURE_HEADER_BYTES = 1024
+_NOT_CREATED_SECONDS = 1.0
 AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
 AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -102,47 +104,52 @@ async def receive_operation(
         raise
 
 
-async def claim_features(
-    services: Services, tenant: Tenant, submit: Submit[Any], kind: str, draft_id: str, lengths: Sequence[int]
-) -> Callable[[], None]:
-    """Room for what is captured for a draft of sequences of these lengths; what came before has had it. Raises
-    RequestError: one that is not to be sent again counts as refused."""
-    try:
-        run, draft = [await services.runs.get(tenant, one) for one in (submit.content.model_id, draft_id)]
-        if run.came_before(submit.content.seq_id):
-            return _nothing
-        return await services.features.claim(tenant.id, await _feature_bytes(draft, lengths))
-    except RequestError as error:
-        if error.status not in (429, 503):
-            await _count_as_refused(services, tenant, kind, submit.received, error)
-        raise
-
-
-def _nothing() -> None:
-    pass
-
-
-async def _feature_bytes(draft: Run, lengths: Sequence[int]) -> int:
-    """That it may take; 0 for a model that is not created yet, or is no draft."""
-    try:
-        info = await draft.info()
-    except RequestError:
-        return 0
-    return sum(info.feature_bytes * length + _FEATURE_HEADER_BYTES for length in lengths) if info.feature_bytes else 0
-
-
 async def run_operation(
     request: Request, services: Services, tenant: Tenant, kind: str, decode: Callable[[bytes], AnyOperation]
 ) -> Response:
     """All that the route of an operation of a live run does. Raises RequestError."""
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
-        asked = submit.content
-        if isinstance(asked, ForwardBackwardRequest) and asked.capture_for is not None:
-            lengths = [len(datum.tokens) for datum in asked.data]
-            admission.also(await claim_features(services, tenant, submit, kind, asked.capture_for, lengths))
-        submitted = await submit_operation(services, tenant, submit, asked, admission)
+        await _claim_features(services, tenant, submit, kind, admission)
+        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
     return await answer(request, services, tenant, submitted)
+
+
+async def _claim_features(
+    services: Services, tenant: Tenant, submit: Submit[AnyOperation], kind: str, admission: Admission
+) -> None:
+    """Room for what is captured, if anything is; what came before has had it. Raises RequestError: one that is not to
+    be sent again counts as refused."""
+    asked = submit.content
+    if not isinstance(asked, CaptureRequest | ForwardBackwardRequest):
+        return
+    draft_id = asked.model_id if isinstance(asked, CaptureRequest) else asked.capture_for
+    if draft_id is None:
+        return
+    try:
+        run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
+        if not run.came_before(asked.seq_id):
+            of_token = await _feature_bytes(services, draft)
+            num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
+            admission.also(num_bytes, await services.features.claim(tenant.id, num_bytes))
+    except RequestError as error:
+        if error.status not in (429, 503):
+            await _count_as_refused(services, tenant, kind, submit.received, error)
+        raise
+
+
+async def _feature_bytes(services: Services, draft: Run) -> int:
+    """Of a token, once the draft is created; 0 for what is none, or could not be created. Raises RequestError 429 where
+    that takes too long."""
+    try:
+        return (await draft.info()).feature_bytes
+    except RequestError:
+        record, seconds = draft.record, services.config.feature_wait_seconds
+    created = await services.futures.wait(draft.request_id(0), record.tenant_id, seconds)
+    if isinstance(created, Pending):
+        message = f"draft {record.run_id} is not created yet: its features are captured once it is"
+        raise RequestError(message, 429, retry_after_seconds=_NOT_CREATED_SECONDS)
+    return 0 if created.is_error else (await draft.info()).feature_bytes
 
 
 async def submit_operation(

@@ -31,7 +31,6 @@ from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
     answer,
-    claim_features,
     receive_operation,
     receive_unordered,
     run_operation,
@@ -232,16 +231,9 @@ async def capture(request: Request, services: ServicesDependency, tenant: Tenant
     """What a draft's target has inside at these tokens is kept on the server: data of `forward_backward` and `forward`
     may carry its `feature_ref`, and the target is not run for them.
 
-    It waits for room, and then answers 429. See docs/drafts.md.
+    It waits for room, and for a draft that is not created yet, and then answers 429. See docs/drafts.md.
     """
-    with services.quotas.admission(tenant.id) as admission:
-        decode = json_decoder(CaptureRequest)
-        submit = await receive_operation(request, services, tenant, admission, "capture", decode)
-        lengths = [len(each.tokens) for each in submit.content.data]
-        claim = claim_features(services, tenant, submit, "capture", submit.content.model_id, lengths)
-        admission.also(await claim)
-        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
-    return await answer(request, services, tenant, submitted)
+    return await run_operation(request, services, tenant, "capture", json_decoder(CaptureRequest))
 
 
 @router.post("/release_features", openapi_extra=body_example({"model_id": DRAFT_ID}))

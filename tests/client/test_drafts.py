@@ -1,11 +1,13 @@
 """Draft models by our client; most of their workers compute nothing."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from trainhouse import AdamParams, Datum, ServiceClient, TrainhouseError, TrainingClient
+from trainhouse.schemas.models import FeatureStock
 
 from ..live import live_server
 from ..server.noting import NOTING, RESOLVED
@@ -30,7 +32,7 @@ def real_service(tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPath
     """Of workers that compute."""
     directory = tmp_path_factory.mktemp("real")
     with (
-        live_server({MODEL: tiny_models["qwen3"]}, directory) as server,
+        live_server({MODEL: tiny_models["qwen3"]}, directory, tenant_feature_bytes=200_000) as server,
         ServiceClient(server.url, "tml-draft") as client,
     ):
         yield client
@@ -132,6 +134,52 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
         draft.forward(captured[:1], "eagle3").result(60)
     given = Datum(data[0].tokens, {}, feature_ref=draft.capture(data[:1]).result(60)[0].feature_ref)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
+
+
+def test_a_release_goes_ahead_of_a_capture_that_waits_for_room(real_service: ServiceClient) -> None:
+    """But not of what was asked before and needs what is released, though it comes behind the capture."""
+    random = np.random.default_rng(2)
+    with ServiceClient(real_service._connection.base_url, "tml-room") as service:
+        draft = service.create_draft_client(MODEL, "eagle3")
+        earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
+        earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
+        capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
+        until(lambda: stock(service).num_waiting == 1)
+        assert draft.release_features(earlier).result(10).num_released == 1
+        later = capturing.result(60)
+        assert learning.result(60).metrics["loss:sum"] > 0
+        learning, released = draft.forward_backward(later, "eagle3"), draft.release_features()
+        assert released.result(60).num_released == 2
+        assert learning.result(60).metrics["loss:sum"] > 0
+        assert stock(service).num_put_off == 0
+
+
+def test_a_release_comes_behind_what_was_asked_before_and_needs_it(real_service: ServiceClient) -> None:
+    random = np.random.default_rng(3)
+    with ServiceClient(real_service._connection.base_url, "tml-order") as service:
+        draft = service.create_draft_client(MODEL, "eagle3")
+        earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
+        earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
+        capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
+        until(lambda: stock(service).num_waiting == 1)
+        releasing = draft.release_features()
+        draft.release_features(earlier).result(10)
+        assert learning.result(60).metrics["loss:sum"] > 0
+        assert releasing.result(60).num_released >= 1
+        assert len(capturing.result(60)) == 1
+
+
+def stock(service: ServiceClient) -> FeatureStock:
+    features = service.get_workers().features
+    assert features is not None
+    return features
+
+
+def until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 def test_a_policys_pass_is_captured_for_its_draft(real_service: ServiceClient) -> None:

@@ -8,11 +8,13 @@ import shutil
 import signal
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from trainhouse.schemas.sampling import ModelInput, SampleRequest
 from trainhouse.server.auth import Tenant
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.drafts import Drafts, draft_id
@@ -29,6 +31,7 @@ pytestmark = pytest.mark.anyio
 OTHER = "tiny/other"
 NUM_TOKENS = 40
 GREEDY = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "stop": []}
+REQUEST = SampleRequest(prompt=ModelInput.from_ints([5]))
 PROMPTS = [[5, 6, 7], [9], list(range(20, 60))]
 
 
@@ -304,6 +307,78 @@ async def test_a_draft_that_no_sampler_has_is_dropped_after_a_while(server: Serv
             await asyncio.sleep(0.05)
             assert dispatch.has_draft(MODEL, draft_id(checkpoint)) and len(dispatch.loaded) == number
         await no_drafts(server, dispatch, number)
+    await drafts.close()
+
+
+async def test_a_load_whose_asker_has_gone_is_for_who_comes_next_and_dropped_behind_its_end(
+    server: Server, dispatch: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drafts, samplers = server.services.drafts, server.services.samplers
+    sampler = samplers.find(await sampler_of(server, draft_path=await saved_draft(server)))
+    assert sampler is not None
+    checkpoint = await drafts.asked(sampler, REQUEST)
+    assert checkpoint is not None
+    load, may_load, is_loading = dispatch.load_draft, asyncio.Event(), asyncio.Event()
+
+    async def loading(*arguments: Any) -> None:
+        is_loading.set()
+        await may_load.wait()
+        await load(*arguments)
+
+    async def use() -> None:
+        async with drafts.using(checkpoint):
+            assert dispatch.has_draft(MODEL, draft_id(checkpoint))
+
+    monkeypatch.setattr(dispatch, "load_draft", loading)
+    asking = [asyncio.create_task(use()) for _ in range(2)]
+    await is_loading.wait()
+    asking[0].cancel()
+    await asyncio.sleep(0.05)
+    may_load.set()
+    await asking[1]
+    assert len(dispatch.loaded) == 1
+    await dispatch.drop_draft(MODEL, draft_id(checkpoint))
+    for event in (may_load, is_loading):
+        event.clear()
+    asking = asyncio.create_task(use())
+    await is_loading.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+    drafts.forget(sampler)
+    await asyncio.sleep(0.05)
+    may_load.set()
+    await asyncio.gather(*drafts._tasks)
+    assert len(dispatch.loaded) == len(dispatch.dropped) == 2
+    assert not dispatch.has_draft(MODEL, draft_id(checkpoint))
+
+
+async def test_a_draft_that_came_back_is_not_dropped_by_who_came_before(
+    server: Server, dispatch: Noting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sampler = server.services.samplers.find(await sampler_of(server, draft_path=await saved_draft(server)))
+    assert sampler is not None
+    drafts = Drafts(dispatch, server.services.checkpoints, unused_seconds=0.0)
+    checkpoint = await drafts.find(sampler.record.tenant_id, str(sampler.record.draft_path), MODEL)
+    drop, is_dropping, first, second = dispatch.drop_draft, asyncio.Event(), asyncio.Event(), asyncio.Event()
+    may_drop = chain((first, second), repeat(second))
+
+    async def dropping(*arguments: Any) -> None:
+        is_dropping.set()
+        await next(may_drop).wait()
+        await drop(*arguments)
+
+    monkeypatch.setattr(dispatch, "drop_draft", dropping)
+    async with drafts.using(checkpoint):
+        pass
+    await is_dropping.wait()
+    assert await drafts.asked(sampler, REQUEST) == checkpoint
+    drafts.forget(sampler)
+    first.set()
+    await no_drafts(server, dispatch, 1)
+    async with drafts.using(checkpoint):
+        second.set()
+        await asyncio.sleep(0.05)
+        assert dispatch.has_draft(MODEL, draft_id(checkpoint))
     await drafts.close()
 
 

@@ -222,8 +222,12 @@ async def test_a_target_is_a_policys_checkpoint_of_the_base_model_that_the_tenan
     assert (await told(live))["target_seed"] == BARE
     state = (await (await create_policy(server, 7)).do("save_weights", path="a"))["path"]
     assert (await told(await create_draft(server, target_path=state)))["target_seed"] == 7
+    bobs = await create_draft(server, BOB)
+    assert "or it is not yours to read" in (await bobs.do("set_target", path=state))["error"]
     await publish(server, state)
-    assert (await told(await create_draft(server, BOB, target_path=state)))["target_seed"] == 7
+    assert (await bobs.do("set_target", path=state))["target_path"] == state
+    for each in (bobs, await create_draft(server, BOB, target_path=state)):
+        assert (await told(each))["target_seed"] == 7
 
 
 async def test_a_drawn_seed_is_journaled(server: Server) -> None:

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from trainhouse.schemas.training import AdamParams
+from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.verbs import RunInfo
 
-from .real import ALICE, BOB, Run, Server, running_server, server_config, started_dispatch
-from .test_drafts import create_draft, create_policy, kill_worker, saved_policy
+from .real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
+from .test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy
 from .test_loaded import until
 
 pytestmark = pytest.mark.anyio
@@ -304,6 +306,59 @@ async def test_all_tenants_together_have_a_limit(
         assert "captured features of all tenants have" in put_off["detail"] and "--feature-bytes" in put_off["detail"]
 
 
+async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    may_create, create_run = asyncio.Event(), dispatch.create_run
+
+    async def creating(*arguments: Any) -> RunInfo:
+        await may_create.wait()
+        return await create_run(*arguments)
+
+    monkeypatch.setattr(dispatch, "create_run", creating)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 2}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        session_id = await server.create_session()
+        body = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "model_role": "draft", "draft": EAGLE}
+        draft = Run(server, (await server.post("create_model", body))["request_id"].rpartition(":")[0], session_id)
+        put_off = await draft.submit("capture", status=429, data=some_data(1), seq_id=1)
+        assert put_off["detail"] == f"draft {draft.model_id} is not created yet: its features are captured once it is"
+        too_many = asyncio.create_task(draft.submit("capture", status=413, data=some_data(1, 4), seq_id=1))
+        await until(lambda: bool(server.services.futures._deadlines))
+        may_create.set()
+        assert "more than the limit" in (await too_many)["detail"]
+        capturing = await draft.submit("capture", data=some_data(1), seq_id=2)
+        assert "error" not in await server.result(capturing["request_id"])
+
+
+async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_server(config, dispatch) as server:
+        size = await size_of(server, 3)
+        draft, policy = await create_draft(server), await create_policy(server, 3)
+        with monkeypatch.context() as patch:
+            patch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+            of_pass: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+            accepted = [
+                await draft.submit("capture", data=some_data(1)),
+                await policy.submit("forward", data=scored(some_data(2)), **of_pass),
+            ]
+    monkeypatch.setattr(server_run.Run, "_may_begin", lambda run, slot: False)
+    async with running_server(config, dispatch) as server:
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["feature_bytes"]["used"] == limits["server_feature_bytes"]["used"] == 2 * size
+    monkeypatch.undo()
+    async with running_server(config, dispatch) as server:
+        for each in accepted:
+            assert "error" not in await server.result(each["request_id"])
+        await until(lambda: not server.services.runs.is_busy)
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["feature_bytes"]["used"] == (await stock(server))["num_bytes"] < 2 * size
+
+
 async def test_room_that_a_step_makes_is_waited_for(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -399,6 +454,24 @@ async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, d
         assert "error" not in await learned(draft, data)
 
 
+async def test_files_that_nobody_knows_are_looked_for_behind_what_fails_and_now_and_then(server: Server) -> None:
+    """Not beside steps and captures, which look at their own alone."""
+    draft = await create_draft(server)
+    await captured(draft, some_data(1))
+    (directory,) = (server.services.config.state_dir / "features").iterdir()
+    unknown = directory / f"{'1' * 32}.safetensors"
+    unknown.write_bytes(b"")
+    data = await captured(draft, some_data(2), uses=1)
+    assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
+    await server.post("release_features", {"model_id": draft.model_id})
+    assert files(server) == [unknown.name]
+    assert "error" in await draft.do("capture", data=[{"model_input": [600]}])
+    assert files(server) == []
+    unknown.write_bytes(b"")
+    await server.services.features.tidy()
+    assert files(server) == []
+
+
 # One forward of the target for policy and draft
 
 
@@ -449,3 +522,75 @@ async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Se
     tainted = await policy.optim_step()
     assert "was refused" in tainted["error"], "it counts as refused, and nothing waits for it"
     assert (await stock(server))["num_bytes"] == 0
+
+
+async def test_what_is_captured_for_a_draft_refers_to_nothing_itself(server: Server) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+    data = scored(await captured(draft, some_data(1)))
+    for verb in ("forward", "forward_backward"):
+        failed = await policy.do(verb, data=data, loss_fn="cross_entropy", capture_for=draft.model_id)
+        assert failed["error"] == "feature_ref is of draft models, and this is a policy: leave it out"
+    assert (await stock(server))["num_held"] == 0
+
+
+@pytest.mark.parametrize("ends", ["before", "meanwhile", "within"])
+async def test_nothing_is_captured_for_a_draft_that_has_ended(
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch, ends: str
+) -> None:
+    """Before it is asked for, before its turn has come, or within the pass."""
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy", "capture_for": draft.model_id}
+
+        async def end() -> None:
+            await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+            await until(lambda: not server.services.runs._ending)
+
+        if ends == "before":
+            await end()
+            refusal = await policy.submit("forward", status=410, **asked)
+            assert f"run {draft.model_id} is not live: its session has ended" in refusal["detail"]
+            return
+        if ends == "meanwhile":
+            server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+        else:
+            forward_backward = dispatch.forward_backward
+
+            async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+                output = await forward_backward(request)
+                await end()
+                return output
+
+            monkeypatch.setattr(dispatch, "forward_backward", ending)
+        accepted = await policy.submit("forward", **asked)
+        if ends == "meanwhile":
+            await end()
+        else:
+            await server.result(accepted["request_id"])
+    monkeypatch.undo()
+    async with running_server(config, dispatch) as server:
+        failed = await server.result(accepted["request_id"])
+        assert failed["error"] == (
+            f"draft {draft.model_id}, to be captured for, has ended with its session: create one, and name its model_id"
+        )
+        assert (await stock(server))["num_references"] == 0 and files(server) == []
+
+
+async def test_what_was_captured_and_answered_for_is_not_captured_again(
+    config: ServerConfig, dispatch: WorkerDispatch
+) -> None:
+    """By a pass that is done again, since one before it was not answered."""
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        futures, resolve = server.services.futures, server.services.futures.resolve
+        unanswered = f"{policy.model_id}:1"
+        futures.resolve = lambda future, result: None if future.request_id == unanswered else resolve(future, result)
+        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+        await policy.submit("forward_backward", **asked)
+        output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
+        await server.post("release_features", {"model_id": draft.model_id, "feature_refs": output["feature_refs"]})
+    async with running_server(config, dispatch) as server:
+        policy.server = server
+        assert "error" not in await server.result(unanswered)
+        assert "error" not in await policy.optim_step()
+        assert (await stock(server))["num_references"] == 0 and files(server) == []

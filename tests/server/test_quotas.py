@@ -416,14 +416,17 @@ async def test_runs_are_limited_and_those_of_ended_sessions_do_not_count(limited
     first, second = await limited.create_run(), await limited.create_run()
     session_id = await limited.create_session()
     body = {"session_id": session_id, "model_seq_id": 0, "base_model": "tiny/qwen3", "lora_config": {"rank": 2}}
-    refused = await limited.clients[ALICE].post("create_model", json=body)
-    assert refused.status_code == 429 and "2 live runs" in refused.json()["detail"]
+    draft = {"lora_config": None, "model_role": "draft", "draft": {"algorithm": "eagle3"}}
+    for other in ({}, draft):
+        refused = await limited.clients[ALICE].post("create_model", json=body | other)
+        assert refused.status_code == 429 and "2 live runs" in refused.json()["detail"]
     again = body | {"session_id": second.session_id}
     assert await limited.post("create_model", again) == {"request_id": f"{second.model_id}:0"}, "it is there already"
     await limited.create_run(BOB)
     await limited.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)
     assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 1}
-    await limited.create_run(session_id=session_id)
+    await limited.post("create_model", body | draft)
+    assert (await limits_of(limited))["runs"] == {"limit": 2, "used": 2}, "drafts are runs as others are"
 
 
 async def test_memory_is_claimed_before_a_body_is_read(limited: Server) -> None:

@@ -28,7 +28,8 @@ from ..model import BaseModel
 from ..models import Models
 from ..operation import Operation
 from ..parallel.rows import TokenShare
-from .capturing import keep_features
+from ..verbs import Failure
+from .capturing import keep_features, no_room
 from .progress import Scores, Task, Totals
 
 
@@ -82,7 +83,10 @@ class Guessing:
         inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
         for part in micro_batch.segments:
             if (directory := tasks[part.operation].captures_to) is not None:
-                keep_features(directory, draft.feature_kind, tasks[part.operation], part, inside)
+                own = inside if self._share_of(micro_batch).is_first else None
+                trouble = keep_features(directory, draft.feature_kind, tasks[part.operation], part, own)
+                if trouble is not None:
+                    tasks[part.operation].fail(Failure(no_room(directory, trouble), "server"))
         if all(task.captures_to is not None for task in tasks):
             return
         if is_of_all and draft.groups.num_micro_batches > 1:

@@ -15,6 +15,7 @@ from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
 from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
+from ..drafts.room import LogitRoom
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass
@@ -56,6 +57,7 @@ class Guessing:
     ) -> None:
         """head: of what the target says. share_of: which tokens of a micro-batch are this rank's."""
         self._base, self._models, self._head, self._share_of = base, models, head, share_of
+        self._room = LogitRoom.on(base.device, head.chunk_rows)
 
     def stored(self, request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
         """By row, the features that data of a draft refer to and that there are; of a capture, those that there are
@@ -155,7 +157,7 @@ class Guessing:
     ) -> None:
         labels = taken.labels()
         with torch.set_grad_enabled(trains):
-            guesses = draft.network(trains).over(features, labels, operation.config, self._head.chunk_rows)
+            guesses = draft.network(trains).over(features, labels, operation.config, self._room)
         for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
             _score(guesses, chunk, operation, found, trains)
         if trains:

@@ -86,13 +86,13 @@ class ForwardBackwardOutput:
     critics `values` float32 [T]).
 
     metrics: every key is `name:reduction`, exactly one colon; `loss:sum` always (protocol rule 5).
-    feature_refs: of each datum, where they were captured for a draft (ours).
+    feature_refs: of each datum, where they were captured for a draft (ours); None of one that could not be kept.
     """
 
     loss_fn_outputs: tuple[Mapping[str, np.ndarray], ...]
     metrics: Mapping[str, float]
     loss_fn_output_type: str = "scalar"
-    feature_refs: tuple[str, ...] = ()
+    feature_refs: tuple[str | None, ...] = ()
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its outputs are columns."""
@@ -158,7 +158,7 @@ def _output_of(
     packed: _PackedOutputs | tuple[Mapping[str, np.ndarray], ...],
     metrics: Mapping[str, float],
     output_type: str,
-    feature_refs: tuple[str, ...],
+    feature_refs: tuple[str | None, ...],
 ) -> ForwardBackwardOutput:
     if isinstance(packed, _PackedOutputs):
         packed = tuple(records_of(*packed))

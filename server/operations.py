@@ -3,7 +3,9 @@ is Run's; the reasons for failing are the dispatch's, the checkpoints' and the r
 """
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -29,6 +31,7 @@ from ..schemas.sampling import SampleRequest
 from ..schemas.training import (
     AdamParams,
     Datum,
+    FeaturePlace,
     ForwardBackwardOutput,
     ForwardBackwardRequest,
     OptimStepRequest,
@@ -53,6 +56,8 @@ from .sessions import Sessions
 from .store import CheckpointKind, CheckpointRecord, RunRecord, Store
 from .trouble import room_for
 from .vocabulary import most_frequent
+
+logger = logging.getLogger(__name__)
 
 Find = Callable[[], Awaitable[CheckpointRecord]]
 
@@ -303,25 +308,33 @@ class Operations:
     async def _captured_beside(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
     ) -> ForwardBackwardOutput:
-        """A pass of a policy, and references for one use by the draft."""
+        """A pass of a policy, and references for one use by the draft: none to what could not be kept, for which the
+        policy learns no less."""
         draft = await self._store.get_run(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
         self._check_live(draft)
-        async with self._features.capturing(run.tenant_id) as place:
-            place = for_draft(place, draft)
+        async with AsyncExitStack() as held:
+            try:
+                place = for_draft(await self._capturing(run, held), draft)
+            except OperationError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
+                output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
+                return replace(output, feature_refs=(None,) * len(operation.data))
             output = await self._dispatch.forward_backward(replace(operation, features=place))
+            kept = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
             once = CaptureRequest.model_construct(uses=1, ttl_seconds=None)
-            kept = await self._features.keep(draft, f"{run.run_id}:{operation.seq_id}", once, output)
-        if kept is None:
-            raise OperationError("what was captured is gone already: send it again", "server")
-        try:
-            self._check_live(draft)
-        except OperationError:  # its end may have come before these references
-            await self._features.release(draft, kept.feature_refs)
-            raise
+            found = await self._features.keep(
+                draft, f"{run.run_id}:{operation.seq_id}", once, replace(output, loss_fn_outputs=kept)
+            )
+        if found is not None and not self._sessions.is_open(draft.session_id):  # its end may have come before these
+            await self._features.release(draft, found.feature_refs)
+            found = None
+        # Where some are gone already, none is told of.
+        refs = iter(found.feature_refs if found is not None else [None] * len(kept))
         told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
-        return replace(output, loss_fn_outputs=tuple(told), feature_refs=tuple(kept.feature_refs))
+        of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
+        return replace(output, loss_fn_outputs=tuple(told), feature_refs=of_each)
 
     def _check_live(self, draft: RunRecord) -> None:
         """Raises OperationError."""
@@ -478,7 +491,8 @@ class Operations:
         if run.role != "draft":
             raise OperationError(f"a {run.role} has no target: capture is of draft models")
         data = tuple(Datum(np.asarray(each.tokens, np.int32)) for each in operation.data)
-        async with self._features.capturing(run.tenant_id) as place:
+        async with AsyncExitStack() as held:
+            place = await self._capturing(run, held)
             request = ForwardBackwardRequest(
                 run.run_id, seq_id, data, operation.type, forward_only=True, features=place
             )
@@ -486,6 +500,16 @@ class Operations:
                 output = await self._dispatch.forward_backward(request)
                 if (kept := await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)) is not None:
                     return _json(kept)
+
+    async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:
+        """Until `held` ends, see Features. Raises OperationError where nothing can be written."""
+        try:
+            return await held.enter_async_context(self._features.capturing(run.tenant_id))
+        except OSError as error:
+            raise OperationError(
+                f"features cannot be written: {error}: make room on this disk, and see that the server may write there",
+                "server",
+            ) from None
 
     async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
         """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""

@@ -137,12 +137,13 @@ def _part_of(part: Part, indices: list[int]) -> Part:
 
 
 def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:
-    """Ranks agree on what failed; each has the outputs of its share."""
+    """Ranks agree on what failed; each has the outputs of its share, of those with the same one some tell more."""
     outputs: dict[int, Mapping[str, Any]] = {}
     for answer in answers:
         if not isinstance(answer, SharedOutput):
             return answer
-        outputs |= answer.outputs
+        for number, output in answer.outputs.items():
+            outputs[number] = {**outputs.get(number, {}), **output}
     assert isinstance(answers[0], SharedOutput)
     return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), answers[0].metrics)
 

@@ -27,8 +27,9 @@ from .values import JsonObject
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
     """Protobuf. All datums must have the same output names."""
+    refs = [ref or "" for ref in output.feature_refs]
     message = wire.ForwardBackwardOutput(
-        loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics, feature_refs=output.feature_refs
+        loss_fn_output_type=output.loss_fn_output_type, metrics=output.metrics, feature_refs=refs
     )
     for num_datums, columns in _records(output.loss_fn_outputs):
         record = message.loss_fn_outputs.add()
@@ -56,7 +57,7 @@ def decode_forward_backward_output(body: bytes) -> ForwardBackwardOutput:
     message = wire.ForwardBackwardOutput()
     parse_protobuf(message, body)
     outputs = [datum for record in message.loss_fn_outputs for datum in _read_record(record)]
-    refs = tuple(message.feature_refs)
+    refs = tuple(ref or None for ref in message.feature_refs)
     return ForwardBackwardOutput(tuple(outputs), dict(message.metrics), message.loss_fn_output_type, refs)
 
 

@@ -4,8 +4,9 @@ The workers are real ones: what is answered with stored features is what the tar
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import resource
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -506,6 +507,83 @@ async def test_policy_and_draft_learn_from_one_forward(server: Server) -> None:
     assert "of features of target" in await refused(draft, referring)
     released = await server.post("release_features", {"model_id": draft.model_id})
     assert released["num_released"] == 3, "they are the draft's"
+
+
+def tenant_directory(server: Server) -> Path:
+    """Of the only one."""
+    (directory,) = (server.services.config.state_dir / "features").iterdir()
+    return directory
+
+
+@contextmanager
+def full_disk(server: Server, file_bytes: int) -> Iterator[None]:
+    """Inside, the worker writes no file beyond so many bytes."""
+    (pid,) = server.services.dispatch.pids(MODEL)
+    before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (file_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
+
+
+async def test_a_policy_learns_though_the_disk_is_full(server: Server) -> None:
+    """What could not be kept has no reference, and its target runs."""
+    policy, twin = [await create_policy(server, 3) for _ in range(2)]
+    path = (await policy.do("save_weights_for_sampler", path="a"))["path"]
+    draft = await create_draft(server, target_path=path)
+    data = scored(some_data(1, 9))
+    shorter = [4, 7]
+    for number in shorter:
+        data[number] = scored([{"model_input": data[number]["model_input"][:3]}])[0]
+        data[number]["loss_fn_inputs"]["weights"] = [1.0] * 3
+    body = {"data": data, "loss_fn": "cross_entropy"}
+    wanted = await twin.do("forward_backward", **body)
+    with full_disk(server, await size_of(server) // 2):
+        output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+        failed = await draft.do("capture", data=some_data(2))
+    refs = output.pop("feature_refs")
+    assert output == wanted and await policy.optim_step() == await twin.optim_step()
+    assert [number for number, ref in enumerate(refs) if ref is not None] == shorter
+    assert (await stock(server))["num_sequences"] == 2 and not [name for name in files(server) if "staging" in name]
+    referring = [one | {"feature_ref": ref} for one, ref in zip(data, refs, strict=True)]
+    found, online = await learned(draft, referring), await learned(draft, data)
+    assert found["metrics"] == pytest.approx(online["metrics"], rel=1e-4, abs=1e-4)
+    assert failed["category"] == "server" and "are free there: make room on this disk" in failed["error"]
+    assert failed["error"].startswith(f"features cannot be written to {tenant_directory(server)}")
+    assert len(await captured(draft, some_data(2))) == 3, "once there is room"
+
+
+async def test_a_policy_learns_where_there_is_no_directory_for_features(server: Server) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+    await captured(draft, some_data(2))
+    await server.post("release_features", {"model_id": draft.model_id})
+    directory = tenant_directory(server)
+    directory.rmdir()
+    directory.write_text("in the way")
+    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+    failed = await draft.do("capture", data=some_data(2))
+    assert failed["category"] == "server" and f"'{directory}': make room on this disk" in failed["error"]
+
+
+async def test_a_policy_learns_though_what_was_captured_is_gone_at_once(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+    forward_backward = server.services.dispatch.forward_backward
+
+    async def cleaned_behind(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await forward_backward(request)
+        for path in (server.services.config.state_dir / "features").glob("*/*"):
+            path.unlink()
+        return output
+
+    monkeypatch.setattr(server.services.dispatch, "forward_backward", cleaned_behind)
+    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
 
 
 async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:

@@ -27,6 +27,7 @@ from .blocks import Blocks
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features, TargetHead
 from .modules import normed, rotated, rotation, swiglu_mlp
+from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
@@ -125,10 +126,11 @@ class DFlashNetwork:
         self.shape, self.parameters, self._team = shape, parameters, team
         self.block_size = shape.block_size
 
-    def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "DFlashPass":
+    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "DFlashPass":
         assert features.head is not None
         blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
-        own = blocks.some(features.shared.every)
+        own, depth = blocks.some(features.shared.every), self.block_size - 1
+        chunk_rows = room.rows_of(depth, depth * self.shape.target_vocabulary)
         return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows, self._team)
 
     def guessed(self, features: Features, blocks: Blocks) -> Tensor:
@@ -232,7 +234,9 @@ class DFlashPass:
     def __init__(
         self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int, team: Team = ALONE
     ) -> None:
-        self._outputs, self._head, self._labels, self._chunk_rows = outputs, head, labels, chunk_rows
+        self._outputs, self._head, self._labels = outputs, head, labels
+        # All guesses of a block are scored at once.
+        self.chunk_rows = chunk_rows
         self._places, self._exists = blocks.places(), blocks.exists()
         self._depth = blocks.size - 1
         self._team, self._scored = team, stretch_of(len(outputs), team.index, team.size)
@@ -244,11 +248,6 @@ class DFlashPass:
     @property
     def num_rows(self) -> int:
         return self._scored.stop - self._scored.start
-
-    @property
-    def chunk_rows(self) -> int:
-        """All guesses of a block are scored at once."""
-        return max(1, self._chunk_rows // self._depth)
 
     def scores(self, rows: slice) -> DraftScores:
         self._rows = rows = self._among_all(rows)

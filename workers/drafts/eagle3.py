@@ -27,6 +27,7 @@ from .features import Features
 from .guesses import Distribution, GuessChunk, Survival
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .recompute import Run, run_again, run_once
+from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .strategy import Labels, Options, Tensors
@@ -121,8 +122,9 @@ class Eagle3Network:
         self._run: Run = run_again if recomputes else run_once
         self._kind = AttentionKind(0, shape.scaling)
 
-    def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> "Eagle3Pass":
-        depth = int(options["ttt_length"])
+    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "Eagle3Pass":
+        depth, shape = int(options["ttt_length"]), self.shape
+        chunk_rows = room.rows_of(depth, max(depth * shape.vocabulary, shape.target_vocabulary))
         return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
 
     def unrolled(self, features: Features, depth: int) -> list[Tensor]:
@@ -233,7 +235,8 @@ class Eagle3Pass:
         self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
         self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
         self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
-        self._chunk_rows, self._first = chunk_rows, features.shared.own.start
+        # All guesses of a row are scored at once.
+        self.chunk_rows, self._first = chunk_rows, features.shared.own.start
         # Of the outputs those that this rank scores.
         self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
         self._survival = Survival(len(outputs[0]), outputs[0])
@@ -244,11 +247,6 @@ class Eagle3Pass:
     @property
     def num_rows(self) -> int:
         return len(self._counting)
-
-    @property
-    def chunk_rows(self) -> int:
-        """All guesses of a row are scored at once."""
-        return max(1, self._chunk_rows // len(self._outputs))
 
     def scores(self, rows: slice) -> DraftScores:
         self._rows = rows

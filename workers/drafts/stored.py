@@ -86,10 +86,10 @@ class Stored:
         try:
             save_file({name: each.cpu().contiguous() for name, each in tensors.items()}, staging, kind.metadata())
             staging.rename(_path(directory, address))
+            return Stored(_path(directory, address))
         except (OSError, SafetensorError) as error:
             staging.unlink(missing_ok=True)
             raise error if isinstance(error, OSError) else OSError(str(error)) from None
-        return Stored(_path(directory, address))
 
     def tensor(self, name: str) -> Tensor | None:
         """[T, ...], of these tokens; None where it was not kept."""

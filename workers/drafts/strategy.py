@@ -14,6 +14,7 @@ from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
+from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape
 
@@ -67,8 +68,8 @@ class DraftPass(Protocol):
 class Network(Protocol):
     """A draft's modules, of given tensors. What is learned may want gradients."""
 
-    def over(self, features: Features, labels: Labels, options: Options, chunk_rows: int) -> DraftPass:
-        """options: the loss's. chunk_rows: rows of logits that may exist at a time."""
+    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> DraftPass:
+        """options: the loss's. room: for logits."""
         ...
 
     def take_in(self, told: Told, ends: Ends) -> None:

@@ -1,5 +1,6 @@
 """TokenShare: which tokens of a micro-batch a rank runs, and which of their hidden states it scores."""
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -29,6 +30,11 @@ class TokenShare:
     @property
     def is_all(self) -> bool:
         return self._scorers.size == 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this is the first of the ranks that run these tokens."""
+        return self._scorers.index == 0
 
     @property
     def hidden(self) -> slice:
@@ -62,12 +68,21 @@ class TokenShare:
 
     def joined(self, own: Tensor) -> Tensor:
         """What each rank has of its rows [rows, ...] -> [num_tokens, ...]."""
-        by_stripe = self._scorers.joined(own).unflatten(0, (self._ring, -1))
-        return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
+        return self._in_order(self._scorers.joined(own))
+
+    def joined_at_first(self, own: Tensor) -> Tensor | None:
+        """As `joined`, for the first of the ranks that run these tokens; None elsewhere."""
+        parts = self._scorers.at_first(own)
+        return None if parts is None else self._in_order(torch.cat(parts))
 
     def joined_to_hidden(self, own: Tensor) -> Tensor:
         """What each rank has of its rows -> of the hidden states that this rank has."""
         return own if self._sharded else self._among_tokens.joined(own)
+
+    def _in_order(self, of_ranks: Tensor) -> Tensor:
+        """[num_filled, ...], what one rank has behind what the one before has -> [num_tokens, ...]."""
+        by_stripe = of_ranks.unflatten(0, (self._ring, -1))
+        return by_stripe.transpose(0, 1).flatten(0, 1)[: self.num_tokens]
 
     def _rows_of(self, some: slice) -> slice:
         """This rank's rows among `some` of the tokens, counted from their first."""

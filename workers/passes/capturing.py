@@ -1,9 +1,11 @@
 """Capturing: what passes put aside for drafts: in those of a capture nothing else; in those of policies, whose forward
 then serves both, beside what they are for."""
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
+from shutil import disk_usage
 from weakref import WeakKeyDictionary
 
 import torch
@@ -14,34 +16,51 @@ from ...schemas.training import FeaturePlace
 from ..batch import MicroBatch, MicroBatchSegment
 from ..drafts.stored import LAST, FeatureKind, Stored
 from ..drafts.teacher import Inside
+from ..drafts.version import version_of_parts
+from ..footprint import gigabytes
 from ..learner import Learner
-from ..lora import Adapter
 from ..model import BaseModel
 from ..models import Models
+from ..parallel.rows import TokenShare
 from ..programs import PROGRAMS
-from ..verbs import Failure
 from .progress import Task
 
+logger = logging.getLogger(__name__)
 
-def keep_features(directory: Path, kind: FeatureKind, task: Task, part: MicroBatchSegment, inside: Inside) -> None:
-    """Of the segment's rows, where there are none yet. inside: of the micro-batch. Fails the operation where there is
-    no room."""
-    for row, (start, stop) in zip(part.datums, pairwise(part.bounds), strict=True):
+
+def keep_features(
+    directory: Path, kind: FeatureKind, task: Task, part: MicroBatchSegment, inside: Inside | None
+) -> OSError | None:
+    """Of the segment's rows, where there are none yet. inside: of the micro-batch; None: another rank keeps them.
+    Returns what was wrong with the last that could not be kept."""
+    trouble: OSError | None = None
+    for row, tokens in _rows_of(part):
         features = task.stored.get(row)
-        if features is None:
-            kept = inside.stored(slice(part.start + start, part.start + stop), LAST in kind.layers)
-            address = kind.address(task.operation.rows[row].tokens)
-            try:
-                features = Stored.keep(directory, address, kind, kept)
-            except OSError as error:
-                task.fail(Failure(f"no room for features in {directory}: {error}", "server"))
-                return
-        task.kept(row, features.address, features.num_bytes)
+        try:
+            if features is None and inside is not None:
+                address = kind.address(task.operation.rows[row].tokens)
+                features = Stored.keep(directory, address, kind, inside.stored(tokens, LAST in kind.layers))
+            task.kept(row, features if inside is not None else None)
+        except OSError as error:
+            trouble = error
+    return trouble
+
+
+def no_room(directory: Path, error: OSError) -> str:
+    """What is to be said of it."""
+    try:
+        free = f"{gigabytes(disk_usage(directory).free)} are free there"
+    except OSError:
+        free = "it is not there"
+    return (
+        f"features cannot be written to {directory}: {error}; {free}: make room on this disk, release_features of what"
+        " is not needed, or serve with --feature-bytes for which it has room"
+    )
 
 
 class CapturingBeside:
-    """Of policies that are adapters. What they put aside is of their weights of now: of the version that a draft is
-    aimed at whose target was saved with these."""
+    """Of policies. What they put aside is of their weights of now: of the version that a draft is aimed at whose target
+    was saved with these. What cannot be kept is not there, and nothing else is different."""
 
     def __init__(self, base: BaseModel, models: Models) -> None:
         self._base, self._models = base, models
@@ -49,16 +68,16 @@ class CapturingBeside:
 
     def check(self, run_id: str, place: FeaturePlace) -> None:
         """Raises OperationError."""
-        model = self._models.get(run_id)
-        if not (model.program.samples and isinstance(model, Adapter)):
-            raise OperationError("capture_for is of policies that train LoRA: leave it out, and capture with the draft")
-        if self._base.spec.tp * self._base.spec.sp * self._base.spec.ep > 1:
-            raise OperationError(
-                f"ranks that run {self._base.spec} capture nothing beside a pass: leave out capture_for, and capture"
-                " with the draft"
-            )
+        program = self._models.get(run_id).program
+        if not program.samples:
+            raise OperationError(f"capture_for is of policies, and this is a {program.role}: leave it out")
         num_layers = int(self._base.config.get_text_config().num_hidden_layers)
         assert all(layer < num_layers for layer in place.layers), "a draft of the same base model has no others"
+
+    def versions(self, tasks: Sequence[Task]) -> dict[str, str]:
+        """By run, of this rank's parts of those that put features aside, which are on the device."""
+        run_ids = {task.run_id for task in tasks if task.captures_beside is not None}
+        return {run_id: self._version(self._models.get(run_id)) for run_id in run_ids}
 
     def wanted(self, micro_batch: MicroBatch, tasks: list[Task]) -> dict[int, Tensor] | None:
         """By layer, what is to be captured: see FusedTrunk.hidden_states."""
@@ -67,24 +86,36 @@ class CapturingBeside:
         return dict.fromkeys(sorted(layers), torch.empty(0)) if layers else None
 
     def keep(
-        self, micro_batch: MicroBatch, tasks: list[Task], captured: Mapping[int, Tensor] | None, hidden: Tensor
+        self,
+        micro_batch: MicroBatch,
+        tasks: list[Task],
+        captured: Mapping[int, Tensor] | None,
+        hidden: Tensor,
+        share: TokenShare,
     ) -> None:
-        """hidden: the last ones, of all tokens."""
-        for part in micro_batch.segments if captured is not None else ():
-            task = tasks[part.operation]
-            if (place := task.captures_beside) is not None and captured is not None:
-                of_layers = torch.cat([captured[layer].detach() for layer in place.layers], dim=-1)
-                # Embeddings are not kept: they are frozen.
-                inside = Inside(of_layers, of_layers, hidden.detach())
-                keep_features(Path(place.directory), self._kind(task, place), task, part, inside)
+        """hidden: the last ones. captured and they are of `share.hidden`; of ranks that share out tokens the first one
+        gets those of all, and all of them ask at once."""
+        if captured is None:
+            return
+        places = [tasks[part.operation].captures_beside for part in micro_batch.segments]
+        hidden_states = {str(layer): each for layer, each in captured.items()}
+        if any(place is not None and LAST in _layers(place) for place in places):
+            hidden_states[LAST] = hidden
+        told = {name: _at_first(each, share) for name, each in hidden_states.items()}
+        here = {name: each for name, each in told.items() if each is not None}
+        for part, place in zip(micro_batch.segments, places, strict=True):
+            if place is not None and here:
+                self._keep(tasks[part.operation], place, part, here)
 
-    def _kind(self, task: Task, place: FeaturePlace) -> FeatureKind:
-        assert place.algorithm is not None
-        strategy = PROGRAMS[place.algorithm].strategy
-        assert strategy is not None
-        layers = *map(str, place.layers), *([LAST] if strategy.hears_target else [])
-        dtype = str(self._base.dtype).removeprefix("torch.")
-        return FeatureKind(self._version(self._models.get(task.run_id)), layers, dtype)
+    def _keep(self, task: Task, place: FeaturePlace, part: MicroBatchSegment, told: Mapping[str, Tensor]) -> None:
+        """told: by layer, of all tokens."""
+        of_layers, directory = torch.cat([told[str(layer)] for layer in place.layers], dim=-1), Path(place.directory)
+        # Embeddings are not kept: a draft has those of its target.
+        inside = Inside(of_layers, of_layers, told.get(LAST))
+        kind = FeatureKind(task.version, _layers(place), str(self._base.dtype).removeprefix("torch."))
+        if (trouble := keep_features(directory, kind, task, part, inside)) is not None:
+            message = no_room(directory, trouble)
+            logger.warning("run %s goes on without what it was to capture: %s", task.run_id, message)
 
     def _version(self, model: Learner) -> str:
         """Made anew only after a change."""
@@ -93,3 +124,30 @@ class CapturingBeside:
             version = self._models.drafts.version_of(model)
             self._versions[model] = model.num_changes, version
         return version
+
+
+def take_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) -> None:
+    """of_ranks: what each says of the parts that it has (CapturingBeside.versions)."""
+    for task in tasks:
+        if task.captures_beside is not None:
+            task.version = version_of_parts([versions[task.run_id] for versions in of_ranks])
+
+
+def _layers(place: FeaturePlace) -> tuple[str, ...]:
+    """What the draft is to be told of its target."""
+    assert place.algorithm is not None
+    strategy = PROGRAMS[place.algorithm].strategy
+    assert strategy is not None
+    return *map(str, place.layers), *([LAST] if strategy.hears_target else [])
+
+
+def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:
+    """Each row, and its tokens in the micro-batch."""
+    for row, (start, stop) in zip(part.datums, pairwise(part.bounds), strict=True):
+        yield row, slice(part.start + start, part.start + stop)
+
+
+def _at_first(hidden: Tensor, share: TokenShare) -> Tensor | None:
+    """Of `share.hidden` -> of all tokens, for the first of the ranks that run them; None elsewhere."""
+    scored = share.scored(hidden.detach())
+    return scored if share.is_all else share.joined_at_first(scored)

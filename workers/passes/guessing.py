@@ -15,6 +15,7 @@ from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
 from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
+from ..drafts.room import LogitRoom
 from ..drafts.scores import Slopes
 from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass
@@ -27,7 +28,8 @@ from ..model import BaseModel
 from ..models import Models
 from ..operation import Operation
 from ..parallel.rows import TokenShare
-from .capturing import keep_features
+from ..verbs import Failure
+from .capturing import keep_features, no_room
 from .progress import Scores, Task, Totals
 
 
@@ -54,6 +56,7 @@ class Guessing:
     ) -> None:
         """head: of what the target says. share_of: which tokens of a micro-batch are this rank's."""
         self._base, self._models, self._head, self._share_of = base, models, head, share_of
+        self._room = LogitRoom.on(base.device, head.chunk_rows)
 
     def stored(self, request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
         """By row, the features that data of a draft refer to and that there are; of a capture, those that there are
@@ -81,7 +84,10 @@ class Guessing:
         inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
         for part in micro_batch.segments:
             if (directory := tasks[part.operation].captures_to) is not None:
-                keep_features(directory, draft.feature_kind, tasks[part.operation], part, inside)
+                own = inside if self._share_of(micro_batch).is_first else None
+                trouble = keep_features(directory, draft.feature_kind, tasks[part.operation], part, own)
+                if trouble is not None:
+                    tasks[part.operation].fail(Failure(no_room(directory, trouble), "server"))
         if all(task.captures_to is not None for task in tasks):
             return
         if is_of_all and draft.groups.num_micro_batches > 1:
@@ -150,7 +156,7 @@ class Guessing:
     ) -> None:
         labels = taken.labels()
         with torch.set_grad_enabled(trains):
-            guesses = draft.network(trains).over(features, labels, operation.config, self._head.chunk_rows)
+            guesses = draft.network(trains).over(features, labels, operation.config, self._room)
         for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
             _score(guesses, chunk, operation, found, trains)
         if trains:

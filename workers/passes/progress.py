@@ -125,7 +125,8 @@ class Scores:
 class Task:
     """A part of an operation, in the pass that runs it.
 
-    failure: why it contributes nothing. computed: whether nothing more is to be computed of it.
+    failure: why it contributes nothing. computed: whether nothing more is to be computed of it. version: what features
+    that it puts aside besides are of.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class Task:
         self.progress = progress
         self.stored = stored or {}
         self.computed = False
+        self.version = ""
         self.begin()
 
     @property
@@ -165,7 +167,7 @@ class Task:
         # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
         self._totals: dict[int, Totals] = {}
         self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
-        self._features: dict[int, np.ndarray] = {}
+        self._features: dict[int, np.ndarray | None] = {}
 
     def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
         """Refuses the operation where its loss is not finite."""
@@ -178,9 +180,10 @@ class Task:
         for datum, of_datum in cut(segment, scores.scores, self.operation):
             self._scores[datum] = of_datum
 
-    def kept(self, row: int, address: str, num_bytes: int) -> None:
-        """The row's features are there."""
-        self._features[row] = np.frombuffer(f"{address} {num_bytes}".encode(), np.uint8)
+    def kept(self, row: int, features: Stored | None) -> None:
+        """The row's features are there. None: another rank tells where."""
+        told = None if features is None else f"{features.address} {features.num_bytes}".encode()
+        self._features[row] = None if told is None else np.frombuffer(told, np.uint8)
 
     def refuse(self, reason: str) -> None:
         self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
@@ -225,7 +228,7 @@ class Task:
         self.progress.num_data += self.part.share.num_data
         for row, number in enumerate(self.operation.numbers):
             scores, features = self._scores[row], self._features.get(row)
-            assert scores is not None or features is not None, "a datum was in no micro-batch"
+            assert scores is not None or row in self._features, "a datum was in no micro-batch"
             if scores is not None:
                 self.progress.scores[number] = scores
             if features is not None:

@@ -30,7 +30,7 @@ from ..parallel.mesh import Mesh
 from ..parallel.rows import TokenShare, overlap
 from ..scoring import Heads, Scored, scored, scored_with_gradient
 from ..verbs import Failure, Part
-from .capturing import CapturingBeside
+from .capturing import CapturingBeside, take_versions
 from .guessing import Guessing, Needed
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
@@ -43,11 +43,13 @@ RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
 
 @dataclass(frozen=True)
 class Outlook:
-    """What a rank says before a round to those that it cannot go on without. failures: by part."""
+    """What a rank says before a round to those that it cannot go on without. failures: by part. versions: by run, see
+    CapturingBeside."""
 
     failures: list[Failure | None]
     num_micro_batches: int
     needed: Needed
+    versions: Mapping[str, str]
 
 
 class PassRunner:
@@ -155,13 +157,15 @@ class PassRunner:
             by_run = self._bring(tasks, held)
             self._refuse_diverged([task for task in tasks if not task.computed], by_run)
             usable = [task for task in tasks if not task.computed]
-            own = Outlook([_failure_of(each) for each in begun], self._num_micro_batches(usable), _needed(usable))
+            failures, versions = [_failure_of(each) for each in begun], self._capturing.versions(usable)
+            own = Outlook(failures, self._num_micro_batches(usable), _needed(usable), versions)
             told = self._mesh.exchange(own)
             _take_failures([each.failures for each in told], begun)
             usable = [task for task in usable if not task.computed]
             if usable:
                 most = max(each.num_micro_batches for each in told)
                 needed = Needed.by_any([each.needed for each in told])
+                take_versions(usable, [each.versions for each in told])
                 self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most, needed)
             self._end_computed(usable, by_run)
 
@@ -200,6 +204,7 @@ class PassRunner:
                 by_run = dict(zip(run_ids, models, strict=True))
                 self._refuse_diverged(tasks, by_run)
                 usable = [task for task in tasks if not task.computed]
+                take_versions(usable, [self._capturing.versions(usable)])
                 self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
                 self._end_computed(usable, by_run)
         except Exception as error:
@@ -342,7 +347,7 @@ class PassRunner:
                 return
             of_rows = within(segments, share.rows)
             _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
-        self._capturing.keep(micro_batch, tasks, captured, hidden)
+        self._capturing.keep(micro_batch, tasks, captured, hidden, share)
 
     def _run_forward_backward(
         self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
@@ -352,7 +357,7 @@ class PassRunner:
         captured = self._capturing.wanted(micro_batch, tasks)
         with self._models.adapters.applied(within(segments, share.tokens), company):
             hidden = self._base.shared_hidden_states(micro_batch, share, captured)
-            self._capturing.keep(micro_batch, tasks, captured, hidden)
+            self._capturing.keep(micro_batch, tasks, captured, hidden, share)
             own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
             of_own = torch.empty_like(own)
             with _in_use(heads, tasks):

@@ -9,6 +9,7 @@ from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.attention import Packing, pack_lengths
 from trainhouse.workers.drafts.eagle3 import Eagle3, Eagle3Pass
 from trainhouse.workers.drafts.features import Features
+from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.drafts.scores import DraftScores, Slopes
 from trainhouse.workers.drafts.shape import DraftShape
 from trainhouse.workers.drafts.strategy import Labels
@@ -69,12 +70,17 @@ class Case:
         silent = Told(drawn(length, HIDDEN), drawn(length, self.shape.captured * HIDDEN), drawn(0), drawn(length).abs())
         features = packed([silent])[0]
         (guessed,) = Eagle3().network(self.shape, self.parameters, self.vocabulary).unrolled(features, 1)
-        logits = drawn(length, TARGET_VOCABULARY)
+        logits = drawn(length, self.shape.target_vocabulary)
         logits[1:, self.vocabulary] += 2.0 * guessed[:-1] @ self.parameters["lm_head.weight"].t()
         return replace(silent, logits=logits)
 
 
-def some_case(kv_heads: int = 2, vocabulary: Sequence[int] = range(TARGET_VOCABULARY), seed: int = 0) -> Case:
+def some_case(
+    kv_heads: int = 2,
+    vocabulary: Sequence[int] = range(TARGET_VOCABULARY),
+    seed: int = 0,
+    target_vocabulary: int = TARGET_VOCABULARY,
+) -> Case:
     target = LlamaConfig(
         hidden_size=HIDDEN,
         intermediate_size=24,
@@ -82,10 +88,10 @@ def some_case(kv_heads: int = 2, vocabulary: Sequence[int] = range(TARGET_VOCABU
         num_attention_heads=HEADS,
         num_key_value_heads=kv_heads,
         head_dim=HEAD_DIM,
-        vocab_size=TARGET_VOCABULARY,
+        vocab_size=target_vocabulary,
     )
     asked = DraftConfig(algorithm="eagle3", draft_vocab_size=len(vocabulary))
-    shape = DraftShape.of(Eagle3().resolved(asked, target, TARGET_VOCABULARY), target, TARGET_VOCABULARY)
+    shape = DraftShape.of(Eagle3().resolved(asked, target, target_vocabulary), target, target_vocabulary)
     generator = torch.Generator().manual_seed(seed)
     parameters = {each.key: _drawn(each.shape, generator) for each in Eagle3().parameters(shape)}
     return Case(shape, parameters, torch.tensor(vocabulary))
@@ -122,18 +128,20 @@ def trained(
     case: Case,
     sequences: Sequence[Told],
     depth: int,
-    chunk_rows: int = 10_000,
+    room: LogitRoom | int = 10_000,
     objective: Objective = both,
     dtype: torch.dtype = torch.float64,
 ) -> Trained:
-    """By one pass over all of them, in their order. dtype: of weights and features; gradients are float32 at least."""
+    """By one pass over all of them, in their order. room: for logits, or how many guesses at a time. dtype: of weights
+    and features; gradients are float32 at least."""
     parameters, gradients = learnable(case.parameters, dtype)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
     features, labels = packed(sequences, dtype)
     outputs = [each.detach() for each in network.unrolled(features, depth)]
     by_sequence = [output.split([len(each) for each in sequences]) for output in outputs]
     states = [rows[: max(0, len(rows) - 1 - i)] for i, parts in enumerate(by_sequence) for rows in parts]
-    draft = network.over(features, labels, {"ttt_length": float(depth)}, chunk_rows)
+    room = LogitRoom(room) if isinstance(room, int) else room
+    draft = network.over(features, labels, {"ttt_length": float(depth)}, room)
     loss, scores = run(draft, objective)
     return Trained(loss, torch.cat(states), scores, gradients)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
 from trainhouse.workers.drafts.drafting import Told
+from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.kv_cache import Chunk, Shelf
 
 from .test_dflash import (
@@ -88,7 +89,7 @@ def trained_distributions(anchors: Sequence[int], of: Sequence[Sample]) -> list[
     wanted = []
     for sample, anchor in zip(of, anchors, strict=True):
         alone = replace(sample, weights=torch.eye(len(sample.weights), dtype=torch.float64)[anchor])
-        told = network(new_weights()).over(features([alone]), labels([alone]), OPTIONS, 100)
+        told = network(new_weights()).over(features([alone]), labels([alone]), OPTIONS, LogitRoom(100))
         assert told.num_rows == 1
         told.scores(slice(0, 1))
         wanted.append(told._log_draft.exp())

@@ -17,6 +17,7 @@ from trainhouse.workers.drafts.block_attention import Memory, attend_blocks
 from trainhouse.workers.drafts.blocks import Blocks, Lots, drawn_anchors
 from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
 from trainhouse.workers.drafts.features import Features
+from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.drafts.scores import DraftScores, Slopes
 from trainhouse.workers.drafts.shape import DraftShape
 from trainhouse.workers.drafts.strategy import Labels, Options
@@ -153,7 +154,7 @@ def trained(
     for weight in weights.values():
         weight.grad = None
     for packed in batches:
-        going = network(weights).over(features(packed, dtype), labels(packed), options, chunk_rows)
+        going = network(weights).over(features(packed, dtype), labels(packed), options, LogitRoom(chunk_rows))
         names = [(each.number, at) for each in packed for at in range(len(each.weights))]
         for start in range(0, going.num_rows, going.chunk_rows):
             rows = slice(start, min(start + going.chunk_rows, going.num_rows))
@@ -307,7 +308,7 @@ def test_a_sequence_that_is_wrong_stays_by_itself() -> None:
 def test_without_an_anchor_there_is_no_row_and_no_gradient() -> None:
     weights = new_weights()
     nothing = [replace(each, weights=torch.zeros_like(each.weights)) for each in samples()]
-    going = network(weights).over(features(nothing), labels(nothing), OPTIONS, 10)
+    going = network(weights).over(features(nothing), labels(nothing), OPTIONS, LogitRoom(10))
     assert going.num_rows == 0
     going.close()
     assert all(weight.grad is None or not weight.grad.any() for weight in weights.values())
@@ -315,7 +316,7 @@ def test_without_an_anchor_there_is_no_row_and_no_gradient() -> None:
 
 def test_greedy_and_sampled_are_products_along_a_block() -> None:
     weights, packed = new_weights(), samples()
-    going = network(weights).over(features(packed), labels(packed), OPTIONS, 1000)
+    going = network(weights).over(features(packed), labels(packed), OPTIONS, LogitRoom(1000))
     scores = going.scores(slice(0, going.num_rows))
     for row in range(going.num_rows):
         greedy = sampled = 1.0
@@ -332,7 +333,7 @@ def test_greedy_and_sampled_are_products_along_a_block() -> None:
 def test_gradients_of_any_loss_are_those_of_guesses_that_there_are(name: str) -> None:
     """Here of the plain sum, which is made of the others, too."""
     weights, packed = new_weights(), samples()
-    going = network(weights).over(features(packed), labels(packed), OPTIONS, 1000)
+    going = network(weights).over(features(packed), labels(packed), OPTIONS, LogitRoom(1000))
     scores, leaves = going.scores(slice(0, going.num_rows)).leaves()
     going.backward(Slopes.of(getattr(scores, name), leaves))
     going.close()
@@ -354,7 +355,7 @@ def test_what_does_not_count_has_no_gradient_whatever_its_logits_are(options: Op
     for weight in weights.values():
         weight.grad = None
     head = Head(HEAD.weight, wrong=~counts.flatten())
-    going = network(weights).over(replace(given, head=head), labels(packed), options, 1000)
+    going = network(weights).over(replace(given, head=head), labels(packed), options, LogitRoom(1000))
     rows = slice(0, going.num_rows)
     scores, leaves = going.scores(rows).leaves()
     going.backward(Slopes.of(DFLASH.function(scores, {"weights": going.weights(rows)}, options).losses, leaves))

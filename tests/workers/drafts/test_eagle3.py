@@ -14,6 +14,7 @@ from trainhouse.workers.drafts import eagle3
 from trainhouse.workers.drafts.eagle3 import Eagle3
 from trainhouse.workers.drafts.guesses import Distribution
 from trainhouse.workers.drafts.modules import rotated, rotation
+from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.drafts.scores import DraftScores
 from trainhouse.workers.drafts.shape import DraftShape
 from trainhouse.workers.losses.eagle3 import EAGLE3
@@ -64,7 +65,7 @@ def sequences(case: Case) -> list[Told]:
 def test_a_pass_is_a_rollout_from_every_token(depth: int, kv_heads: int, vocabulary: Sequence[int]) -> None:
     case = some_case(kv_heads, vocabulary)
     sequences = case.sequences(LENGTHS)
-    found = trained(case, sequences, depth, chunk_rows=5)
+    found = trained(case, sequences, depth, 5)
     wanted = naively_trained(case, sequences, depth)
     differences = found.differences(wanted)
     assert differences.keys() == {"loss", "states", *FIELDS, *case.parameters}
@@ -286,7 +287,7 @@ def test_what_is_broken_in_a_sequence_stays_there(case: Case, sequences: list[To
 def test_a_pass_without_gradients_scores_alike(case: Case, sequences: list[Told]) -> None:
     wanted = trained(case, sequences, DEPTH).scores
     network = Eagle3().network(case.shape, case.parameters, case.vocabulary)
-    draft = network.over(*packed(sequences), {"ttt_length": float(DEPTH)}, 10_000)
+    draft = network.over(*packed(sequences), {"ttt_length": float(DEPTH)}, LogitRoom(10_000))
     rows = slice(0, draft.num_rows)
     scores = draft.scores(rows)
     assert all(torch.equal(getattr(scores, name), wanted[name]) for name in FIELDS)
@@ -424,7 +425,7 @@ def test_passes_add_to_gradients_in_float32(case: Case, sequences: list[Told]) -
     features, labels = packed(sequences, torch.bfloat16)
     num_passes, narrow = 32, {name: each.bfloat16() for name, each in once.items()}
     for _ in range(num_passes):
-        run(network.over(features, labels, {"ttt_length": float(DEPTH)}, 10_000), both)
+        run(network.over(features, labels, {"ttt_length": float(DEPTH)}, LogitRoom(10_000)), both)
     for _ in range(num_passes - 1):
         narrow = {name: each + once[name].bfloat16() for name, each in narrow.items()}
     wanted = {name: num_passes * each for name, each in once.items()}

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig
+from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.drafts.stored import Stored
+from trainhouse.workers.drafts.version import sums_of
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
 from trainhouse.workers.worker import Worker
 
@@ -182,6 +183,25 @@ def test_features_are_of_one_target_alone(tiny_models: dict[str, Path], tmp_path
     assert captured(full, data, tmp_path / "features") != [found["base"]]
 
 
+def test_sums_tell_vectors_apart_as_their_bytes_do() -> None:
+    """By which a GPU's weights are known."""
+    vector = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+
+    def changed(*places: int, by: float = -1.0) -> Tensor:
+        other = vector.clone()
+        other[list(places)] *= by
+        return other
+
+    swapped = vector.clone()
+    swapped[[3, 70_000]] = vector[[70_000, 3]]
+    ulp = vector.clone()
+    ulp[99_999] = torch.nextafter(ulp[99_999], torch.tensor(9.0))
+    others = [changed(5), changed(5, 6), changed(5, 99_999), changed(7, by=2.0), swapped, ulp, vector[:-1], -vector]
+    told = [sums_of(each) for each in (vector, *others)]
+    assert torch.equal(told[0], sums_of(vector.clone())) and told[0].shape == (2, 2)
+    assert len({str(each.tolist()) for each in told}) == len(told)
+
+
 def refused(worker: Worker, asked: ForwardBackwardRequest) -> str:
     (answer,) = worker.run_pass(Pass((Part(0, asked),)))
     assert isinstance(answer, Failure) and answer.category == "user", answer
@@ -254,7 +274,7 @@ def test_no_room_fails_the_capture_alone(tiny_models: dict[str, Path], tmp_path:
     place = FeaturePlace(str(tmp_path / "none"), captures=True)
     asked = ForwardBackwardRequest("draft", 1, some_data(1), "capture", forward_only=True, features=place)
     failure, output = worker.run_pass(Pass((Part(0, asked), Part(1, request(some_data(1), forward_only=True)))))
-    assert isinstance(failure, Failure) and failure.category == "server" and "no room for features" in failure.message
+    assert isinstance(failure, Failure) and failure.category == "server" and "cannot be written to" in failure.message
     assert isinstance(output, ForwardBackwardOutput)
 
 
@@ -284,16 +304,18 @@ def test_what_is_captured_of_a_token_is_known_before(tiny_models: dict[str, Path
 
 # One forward of the target for policy and draft
 
+LORA, FULL = LoraConfig(rank=4, seed=1), FullConfig()
+
 
 class Pair:
     """A policy, as it learns, and a draft that is aimed at what was saved of it."""
 
-    def __init__(self, worker: Worker, algorithm: Algorithm, tmp_path: Path) -> None:
+    def __init__(self, worker: Worker, algorithm: Algorithm, tmp_path: Path, training: TrainingConfig = LORA) -> None:
         self.worker, self.algorithm, self.features = worker, algorithm, tmp_path / "features"
         self.features.mkdir()
-        worker.create_run(RunSpec("policy", LoraConfig(rank=4, seed=1)))
-        adapter = worker._models.get("policy")
-        adapter.weights.add_(0.2 * torch.randn(adapter.weights.shape, generator=torch.Generator().manual_seed(1)))
+        worker.create_run(RunSpec("policy", training))
+        policy, scale = worker._models.get("policy"), 0.2 if training is LORA else 0.02
+        policy.weights.add_(scale * torch.randn(policy.weights.shape, generator=torch.Generator().manual_seed(1)))
         created(worker, algorithm=algorithm)
         self._saved = tmp_path / "saved"
         self.aim()
@@ -332,10 +354,16 @@ def _ones(datum: Datum) -> np.ndarray:
 @each_algorithm
 @pytest.mark.parametrize("knobs", [{}, SMALL, {"activations": "recompute"}], ids=["one", "micro-batches", "recompute"])
 @pytest.mark.parametrize("forward_only", [False, True], ids=["forward_backward", "forward"])
+@pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
 def test_one_forward_of_a_policy_serves_its_draft(
-    algorithm: Algorithm, knobs: dict[str, Any], forward_only: bool, tiny_models: dict[str, Path], tmp_path: Path
+    algorithm: Algorithm,
+    knobs: dict[str, Any],
+    forward_only: bool,
+    training: TrainingConfig,
+    tiny_models: dict[str, Path],
+    tmp_path: Path,
 ) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path)
+    pair = Pair(a_worker(tiny_models["qwen3"], **knobs), algorithm, tmp_path, training)
     worker, data = pair.worker, some_data(1, (9, 30, 4, 17))
     # Beside another run's data in the same micro-batches, for which nothing is captured.
     worker.create_run(RunSpec("other", LoraConfig(rank=4, seed=2)))
@@ -367,8 +395,11 @@ def test_one_forward_of_a_policy_serves_its_draft(
         assert "datum 0: its feature_ref is of features of target" in message
 
 
-def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
+@pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
+def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(
+    training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path, training)
     data = some_data(1)
     (output,) = run(pair.worker, pair.of_policy(data))
     addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]
@@ -377,8 +408,19 @@ def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(tiny_models: d
         assert not runs
 
 
-def test_only_policies_that_are_adapters_capture_beside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_what_draws_no_tokens_captures_nothing_beside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path)
-    pair.worker.create_run(RunSpec("full", FullConfig()))
-    asked = replace(pair.of_policy(some_data(1)), model_id="full")
-    assert "capture_for is of policies that train LoRA" in refused(pair.worker, asked)
+    pair.worker.create_run(RunSpec("critic", LORA, "critic"))
+    data = [replace(each, loss_fn_inputs={"returns": _ones(each)}) for each in pair.of_policy(some_data(1)).data]
+    asked = replace(pair.of_policy(()), model_id="critic", loss_fn="value_mse", data=tuple(data))
+    assert refused(pair.worker, asked) == "capture_for is of policies, and this is a critic: leave it out"
+
+
+def test_a_policy_goes_on_where_nothing_can_be_written(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    pair = Pair(a_worker(tiny_models["qwen3"], **SMALL), "eagle3", tmp_path)
+    data = some_data(1, (9, 30, 4, 17))
+    wanted, gradient = learned(pair.worker, pair.of_policy(data, beside=False), "policy")
+    pair.features.rmdir()
+    output, found = learned(pair.worker, pair.of_policy(data), "policy")
+    assert output.metrics == wanted.metrics and torch.equal(found, gradient)
+    assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)

@@ -5,10 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
+from safetensors.numpy import load_file
+from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import Failure, RunSpec, Step
+from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.passes.progress import FEATURES
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Share, Step
 
 from .case import Case
 from .test_drafts import SHAPES, guessed
@@ -114,41 +116,117 @@ def test_a_capture_and_a_forward_share_a_pass(case: Case, tiny_models: dict[str,
         assert len(list((tmp_path / "features").iterdir())) == len(captured.loss_fn_outputs) == len(LENGTHS)
 
 
-@pytest.mark.parametrize("case", APART, ids=str)
+LORA, FULL = LoraConfig(rank=4, seed=11), FullConfig()
+BESIDE = [
+    (Case("fsdp=2"), FULL),
+    (Case("tp=2"), LORA),
+    (Case("sp=2"), LORA),
+    *(
+        pytest.param(case, training, marks=pytest.mark.full)
+        for case, training in (
+            *((Case(spec), LORA) for spec in ("fsdp=2", "replicas=2", "sp=2,tp=2", "fsdp=2,sp=2", "fsdp=2,tp=2")),
+            *((Case(spec), FULL) for spec in ("tp=2", "sp=2", "replicas=2", "fsdp=2,tp=2")),
+            *((Case("ep=2", "qwen3_moe"), training) for training in (LORA, FULL)),
+            (Case("tp=2", tp_activations="whole"), LORA),
+            (Case("sp=2", heads="6x3-96"), LORA),
+            (Case("fsdp=2,tp=2", draft="sp=2,tp=2"), LORA),
+        )
+    ),
+]
+
+
+class Beside:
+    """A policy, which has learned, and a draft that is aimed at it."""
+
+    def __init__(self, where: Layout, training: TrainingConfig) -> None:
+        self.where, self.online = where, guessed("eagle3", 1, *LENGTHS)
+        created(where, "eagle3")
+        where.call("create_run", RunSpec("policy", training))
+        inputs = [{"target_tokens": np.roll(datum.tokens, -1), **datum.loss_fn_inputs} for datum in self.online.data]
+        data = tuple(replace(datum, loss_fn_inputs=each) for datum, each in zip(self.online.data, inputs, strict=True))
+        self.asked = ForwardBackwardRequest("policy", 1, data, "cross_entropy")
+        for _ in range(2):  # its weights are no longer the base model's
+            where.run_pass(self.asked)
+            self.step()
+        where.call("set_target", "draft", str(where.saved("policy")))
+
+    def capturing(self, directory: Path) -> ForwardBackwardRequest:
+        return replace(self.asked, features=FeaturePlace(str(directory), algorithm="eagle3", layers=(0, 1)))
+
+    def step(self) -> float:
+        (metrics,) = self.where.call("apply_steps", (Step("policy", ADAM),))
+        assert isinstance(metrics, dict), metrics
+        return metrics["grad_norm"]
+
+
+def contents(directory: Path) -> dict[str, dict[str, np.ndarray]]:
+    return {path.name: load_file(path) for path in directory.iterdir()}
+
+
+@pytest.mark.parametrize(("case", "training"), BESIDE, ids=lambda value: getattr(value, "training", None) or str(value))
 def test_what_a_policys_ranks_put_aside_their_draft_learns_from(
+    case: Case, training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Lora or full: as of the draft's own capture, whatever ranks share out."""
+    beside, captured = tmp_path / "features", tmp_path / "captured"
+    beside.mkdir()
+    with layout(case.model(tiny_models, tmp_path), case.parallel, tmp_path, **case.knobs) as where:
+        pair = Beside(where, training)
+        (output,) = where.run_pass(pair.capturing(beside))
+        assert isinstance(output, ForwardBackwardOutput), output
+        referring(where, pair.online, captured)
+        found, wanted = contents(beside), contents(captured)
+        assert found.keys() == wanted.keys() and len(found) == len(LENGTHS), "of the same target, each once"
+        for name, features in wanted.items():
+            assert features.keys() == found[name].keys() == {"captured", "last"}
+            for each, values in features.items():
+                assert close(found[name][each], values, 1e-5)
+                assert not close(np.roll(found[name][each], 1, axis=0), values, 1e-3), "tells tokens apart"
+        offline = with_addresses(pair.online, output, beside)
+        losses = learned(where, pair.online)
+        assert close(learned(where, offline), losses) and not close(losses, [1.001 * each for each in losses])
+        (failure,) = where.run_pass(with_addresses(guessed("eagle3", 2, *LENGTHS), output, beside))
+        assert isinstance(failure, Failure) and "of other tokens" in failure.message
+        pair.step()
+        (output,) = where.run_pass(pair.capturing(beside))
+        assert isinstance(output, ForwardBackwardOutput), output
+        (failure,) = where.run_pass(with_addresses(pair.online, output, beside))
+        assert isinstance(failure, Failure) and "of features of target" in failure.message, "it has learned since"
+
+
+@pytest.mark.parametrize("case", [Case("tp=2"), pytest.param(Case("sp=2,tp=2"), marks=pytest.mark.full)], ids=str)
+def test_one_of_the_ranks_that_run_a_sequence_writes_it(
     case: Case, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    model, online = case.model(tiny_models, tmp_path), guessed("eagle3", 1, *LENGTHS)
-    with layout(model, case.parallel, tmp_path, **case.knobs) as where:
-        created(where, "eagle3")
-        where.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=11)))
-        inputs = [{"target_tokens": np.roll(datum.tokens, -1), **datum.loss_fn_inputs} for datum in online.data]
-        data = tuple(replace(datum, loss_fn_inputs=each) for datum, each in zip(online.data, inputs, strict=True))
-        asked = ForwardBackwardRequest("policy", 1, data, "cross_entropy")
-        for _ in range(2):  # its weights are no longer the base model's
-            where.run_pass(asked)
-            where.call("apply_steps", (Step("policy", ADAM),))
-        where.call("set_target", "draft", str(where.saved("policy")))
-        (tmp_path / "features").mkdir()
-        place = FeaturePlace(str(tmp_path / "features"), algorithm="eagle3", layers=(0, 1))
-        (output,) = where.run_pass(replace(asked, features=place))
+    (tmp_path / "captured").mkdir()
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+        pair = Beside(where, LORA)
+        captures = FeaturePlace(str(tmp_path / "captured"), captures=True)
+        capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=captures)
+        share = Share(range(len(LENGTHS)), len(LENGTHS))
+        for request in (pair.capturing(tmp_path), capture):
+            told = where.answers("run_pass", Pass((Part(where._new_operation(), request, shared=share),)))
+            by_rank = [sum(FEATURES in each for each in output.outputs.values()) for (output,) in told]
+            assert by_rank == [len(LENGTHS), *[0] * (case.parallel.num_ranks - 1)]
+
+
+@pytest.mark.parametrize(
+    "case", [Case("tp=2"), *(pytest.param(Case(spec), marks=pytest.mark.full) for spec in ("fsdp=2", "sp=2"))], ids=str
+)
+def test_what_one_rank_cannot_write_harms_nothing_of_the_policy(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    with layout(tiny_models["qwen3"], case.parallel, tmp_path, **case.knobs) as where:
+        pair = Beside(where, LORA)
+        (wanted,) = where.run_pass(pair.asked)
+        assert isinstance(wanted, ForwardBackwardOutput)
+        where.call("clear_gradients", "policy")
+        (output,) = where.run_pass(pair.capturing(tmp_path / "none"))
         assert isinstance(output, ForwardBackwardOutput), output
-        offline = with_addresses(online, output, tmp_path / "features")
-        wanted, found = learned(where, online), learned(where, offline)
-        assert close(found, wanted) and not close(found, [1.001 * each for each in wanted])
-        (failure,) = where.run_pass(with_addresses(guessed("eagle3", 2, *LENGTHS), output, tmp_path / "features"))
-        assert isinstance(failure, Failure) and "of other tokens" in failure.message
-
-
-def test_ranks_that_share_out_tokens_put_nothing_aside(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    with layout(tiny_models["qwen3"], ParallelSpec.parse("tp=2"), tmp_path) as where:
-        where.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=11)))
-        data = tuple(replace(each, loss_fn_inputs={}) for each in guessed("eagle3", 1, 9).data)
-        inputs = {"target_tokens": data[0].tokens, "weights": np.ones(9, np.float32)}
-        place = FeaturePlace(str(tmp_path), algorithm="eagle3", layers=(0, 1))
-        asked = (replace(data[0], loss_fn_inputs=inputs),)
-        (failure,) = where.run_pass(ForwardBackwardRequest("policy", 1, asked, "cross_entropy", features=place))
-        assert isinstance(failure, Failure)
-        assert failure.message == (
-            "ranks that run tp=2 capture nothing beside a pass: leave out capture_for, and capture with the draft"
-        )
+        assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs) and output.metrics == wanted.metrics
+        assert pair.step() > 0
+        place = FeaturePlace(str(tmp_path / "none"), captures=True)
+        capture = replace(pair.online, loss_fn="capture", loss_fn_config={}, forward_only=True, features=place)
+        (failure,) = where.run_pass(capture)
+        assert isinstance(failure, Failure) and f"cannot be written to {tmp_path / 'none'}" in failure.message
+        assert isinstance(where.run_pass(pair.asked)[0], ForwardBackwardOutput), "nobody waits"

@@ -1,0 +1,111 @@
+"""How much of distributions exists at a time: no more of a large vocabulary, and the same numbers."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+from trainhouse.schemas.models import DraftConfig
+from trainhouse.workers.drafts.dflash import DFlash
+from trainhouse.workers.drafts.eagle3 import Eagle3
+from trainhouse.workers.drafts.room import LogitRoom
+from trainhouse.workers.drafts.scores import Slopes
+from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.drafts.strategy import DraftPass
+from transformers import LlamaConfig
+
+from ..parallel.live_bytes import LiveBytes
+from .eagle3_case import HIDDEN, learnable, packed, some_case, trained
+from .naive_eagle3 import FIELDS
+
+DEPTH, LENGTHS = 3, (70, 30)
+ROOM, ENDLESS = 1 << 20, 1 << 40
+VOCABULARIES = (512, 8192, 65536)
+TENSORS = 6
+
+
+def peak(going: DraftPass) -> int:
+    """Bytes that scoring all rows takes at most, there and back, with gradients by acceptance too."""
+    with LiveBytes() as live:
+        for start in range(0, going.num_rows, going.chunk_rows):
+            scores = going.scores(slice(start, min(start + going.chunk_rows, going.num_rows)))
+            going.backward(Slopes(torch.ones_like(scores.acceptance), torch.ones_like(scores.acceptance)))
+            del scores
+    return live.peak
+
+
+def eagle3(vocabulary: Sequence[int], target_vocabulary: int, room: LogitRoom) -> DraftPass:
+    case = some_case(vocabulary=vocabulary, target_vocabulary=target_vocabulary)
+    parameters, _ = learnable(case.parameters, torch.float32)
+    features, labels = packed(case.sequences(LENGTHS), torch.float32)
+    told = replace(features, logits=lambda rows: features.logits(rows).clone())
+    return Eagle3().network(case.shape, parameters, case.vocabulary).over(told, labels, {"ttt_length": DEPTH}, room)
+
+
+class Head:
+    """See TargetHead."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self._weight = torch.randn(vocabulary, HIDDEN)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return hidden @ self._weight.t()
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        return gradient @ self._weight
+
+
+def dflash(vocabulary: int, room: LogitRoom) -> DraftPass:
+    target = LlamaConfig(
+        hidden_size=HIDDEN, intermediate_size=24, num_hidden_layers=8, num_attention_heads=4, vocab_size=vocabulary
+    )
+    config = DFlash().resolved(DraftConfig(algorithm="dflash", block_size=DEPTH + 1), target, vocabulary)
+    shape = DraftShape.of(config, target, vocabulary)
+    parameters, _ = learnable({each.key: torch.randn(each.shape) for each in DFlash().parameters(shape)}, torch.float32)
+    case = some_case()
+    features, labels = packed(case.sequences(LENGTHS), torch.float32)
+    told = replace(
+        features,
+        captured=torch.randn(sum(LENGTHS), shape.captured * HIDDEN),
+        mask=torch.randn(HIDDEN),
+        head=Head(vocabulary),
+    )
+    options = {"num_anchors": 50.0, "seed": 1.0}
+    return DFlash().network(shape, parameters, torch.arange(vocabulary)).over(told, labels, options, room)
+
+
+PASSES = {
+    "eagle3": lambda size, room: eagle3(range(size), size, room),
+    "eagle3, pruned": lambda size, room: eagle3(range(0, size, size // 256), size, room),
+    "dflash": dflash,
+}
+
+
+@pytest.mark.parametrize("name", PASSES)
+def test_no_more_logits_exist_of_a_larger_vocabulary(name: str) -> None:
+    for size in VOCABULARIES:
+        assert peak(PASSES[name](size, LogitRoom(512, ROOM))) < TENSORS * ROOM, size
+    assert peak(PASSES[name](VOCABULARIES[-1], LogitRoom(512, ENDLESS))) > 3 * TENSORS * ROOM
+
+
+def test_of_a_small_vocabulary_as_many_guesses_are_scored_at_a_time_as_there_may_be() -> None:
+    assert eagle3(range(512), 512, LogitRoom(60, ROOM)).chunk_rows == 60 // DEPTH
+    assert eagle3(range(8192), 8192, LogitRoom(60, ROOM)).chunk_rows == ROOM // (4 * 8192 * DEPTH)
+    assert eagle3(range(512), 65536, LogitRoom(60, ROOM)).chunk_rows == ROOM // (4 * 65536), "the teacher's are most"
+    assert eagle3(range(8192), 8192, LogitRoom(60, 1)).chunk_rows == 1, "one row there has to be"
+
+
+@pytest.mark.parametrize("vocabulary", [range(300), range(0, 300, 7)], ids=["all", "pruned"])
+def test_distributions_in_chunks_are_those_of_all_rows_at_once(vocabulary: Sequence[int]) -> None:
+    """Losses, metrics and gradients, in float64."""
+    case = some_case(vocabulary=vocabulary, target_vocabulary=300)
+    sequences = case.sequences((9, 1, 14))
+    whole = trained(case, sequences, DEPTH, LogitRoom(10_000, ENDLESS))
+    for num_rows in (1, 2, 5):
+        found = trained(case, sequences, DEPTH, LogitRoom(10_000, 4 * num_rows * max(300, DEPTH * len(vocabulary))))
+        differences = found.differences(whole)
+        assert differences.keys() >= {"loss", *FIELDS, *case.parameters} and max(differences.values()) < 1e-9
+    shifted = [replace(each, logits=each.logits + 1e-6 * torch.arange(300)) for each in sequences]
+    moved = trained(case, shifted, DEPTH, LogitRoom(10_000, 1)).differences(whole)
+    assert min(moved[name] for name in ("loss", "cross_entropy", "acceptance", "lm_head.weight")) > 1e-8

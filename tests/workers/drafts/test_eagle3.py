@@ -242,7 +242,7 @@ def test_what_counts_and_leads_there_alone_is_scored(case: Case, sequences: list
     leading = {row - ahead for row in of_all.nonzero().flatten().tolist() for ahead in range(DEPTH)}
     parameters, _ = learnable(case.parameters, torch.float64)
     network = Eagle3().network(case.shape, parameters, case.vocabulary)
-    draft = network.over(*packed(told), {"ttt_length": float(DEPTH)}, chunk_rows)
+    draft = network.over(*packed(told), {"ttt_length": float(DEPTH)}, LogitRoom(chunk_rows))
     places = draft.places(slice(0, draft.num_rows))[:, 0]
     assert set(places.tolist()) == {row for row in leading if row >= 0} and draft.num_rows < len(of_all) / 1.5
 

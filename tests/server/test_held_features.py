@@ -4,8 +4,11 @@ The workers are real ones.
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -15,7 +18,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import Run, Server, running_server, server_config, started_dispatch
 from .test_drafts import create_draft
-from .test_features import captured, config_of, files, learned, refused, some_data, stock
+from .test_features import LOSS, captured, config_of, files, learned, refused, some_data, stock
 from .test_loaded import until
 
 pytestmark = pytest.mark.anyio
@@ -199,3 +202,48 @@ async def test_what_was_only_looked_at_is_not_held_by_the_next_server(
     async with running_server(config, dispatch) as server:
         assert "error" not in await server.result(accepted["request_id"])
         await until(lambda: server.services.features.stock().num_held == 0)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seed", range(8))
+async def test_uses_are_counted_through_whatever_comes_between(
+    config: ServerConfig, dispatch: WorkerDispatch, seed: int
+) -> None:
+    """Passes, steps that end well or clear, snapshots, and restarts, also with all of these under way."""
+    random = Random(seed)
+    left, waiting, batches = Counter(dict.fromkeys(range(3), 12)), Counter[int](), {}
+    async with AsyncExitStack() as stack:
+        server = await stack.enter_async_context(running_server(config, dispatch))
+        draft = await create_draft(server)
+        for number in left:
+            batches[number] = await captured(draft, some_data(number, 2), uses=12)
+        for _ in range(30):
+            under_way, ends_well = [], random.random() < 0.7
+            for _ in range(random.randrange(4)):
+                number = random.randrange(3)
+                if waiting[number] < left[number]:
+                    waiting[number] += 1
+                    under_way.append(await draft.submit("forward_backward", data=batches[number], **LOSS))
+            is_step = random.random() < 0.5 and waiting.total() > 0
+            if is_step and not ends_well:
+                await draft.submit("forward_backward", status=400, data=[], loss_fn="eagle3")
+            if is_step:
+                under_way.append(await draft.submit("optim_step", adam_params={}))
+            if random.random() < 0.5:
+                await asyncio.sleep(random.choice([0, 0.01, 0.05]))
+                await stack.aclose()
+                server = draft.server = await stack.enter_async_context(running_server(config, dispatch))
+            answers = [await server.result(each["request_id"]) for each in under_way]
+            assert ["error" in each for each in answers[:-1]] == [False] * len(answers[:-1])
+            assert not answers or ("error" in answers[-1]) == (is_step and not ends_well)
+            if is_step:
+                left -= waiting if ends_well else Counter()
+                waiting.clear()
+            assert await held(server) == 2 * len(+waiting)
+            assert _uses_left(server) == sorted(2 * [left[number] for number in +left])
+            if random.random() < 0.4:
+                await server.services.runs.settle(0)
+
+
+def _uses_left(server: Server) -> list[int]:
+    return sorted(reference.uses or 0 for _, reference in server.services.features._references())

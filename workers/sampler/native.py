@@ -32,6 +32,7 @@ from .batch import AdapterRun, Batch, Decoding, GuessPart, PromptPart, runs_of
 from .burst import Burst
 from .cache import Cache
 from .choice import Choice, Chosen, chances, choose, logprobs_of
+from .draft_caches import DraftCaches
 from .drawing import Drawing
 from .jobs import NOWHERE, Job, Row, check_request
 from .namespaces import Namespaces
@@ -75,8 +76,10 @@ class NativeSampler:
         cache: Cache | None = None,
         namespaces: Namespaces | None = None,
         text: Text | None = None,
+        draft_caches: DraftCaches | None = None,
     ) -> None:
-        """mesh: None = there is one rank. cache, namespaces, text: None = those that no other sampler shares."""
+        """mesh: None = there is one rank. cache, namespaces, text, draft_caches: None = those that no other sampler
+        shares; caches of drafts are within the same budget."""
         self._base = base
         self._together = Together(mesh or Mesh())
         self._models = models
@@ -84,7 +87,8 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        self._speculation = Speculation(base, models, self._head, self._together, cache.budget)
+        draft_caches = draft_caches or DraftCaches(base, cache.budget)
+        self._speculation = Speculation(base, models, self._head, self._together, draft_caches)
         threads = base.threads.most
         self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
         self._captured: dict[int, Tensor] = {}

@@ -59,10 +59,10 @@ class GuessingWorker(WatchedWorker):
         return number
 
     def disturb(self, rank: int, draft_id: str) -> None:
-        """From now on that rank's draft has other weights."""
-        if self._mesh.rank == rank:
-            with self._models.resident([draft_id], FORWARD) as (draft,):
-                draft.weights.add_(torch.randn(draft.weights.shape, generator=torch.Generator().manual_seed(1)))
+        """From now on that rank's draft has other weights. They count as changed on all, which find nothing kept."""
+        with self._models.resident([draft_id], FORWARD) as (draft,):
+            noise = torch.randn(draft.weights.shape, generator=torch.Generator().manual_seed(1))
+            draft.weights.add_(noise, alpha=float(self._mesh.rank == rank))
 
     def decide_alone(self, decision: str) -> None:
         """From now on each rank takes its own answers of this method of Together; "" = of none."""

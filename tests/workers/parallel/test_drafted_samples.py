@@ -171,6 +171,18 @@ def test_at_temperature_0_tokens_are_those_without_a_draft(many: Layout) -> None
     assert not guessed(plain)
 
 
+@pytest.mark.parametrize("draft_id", DRAFTS)
+def test_a_prompt_that_was_run_before_is_not_run_again_on_any_rank(alone: Alone, many: Layout, draft_id: str) -> None:
+    prompt = np.random.default_rng(9).integers(3, 500, 70)
+    one = job("one", prompt, temperature=0.9, max_tokens=20, draft_id=draft_id, num_draft_tokens=3)
+    forget(many)
+    found = [sampled(where, one)["one"] for where in (alone.where, many) for _ in range(2)]
+    assert [each.prompt_cache_hit_tokens for each in found] == [0, 64, 0, 64]
+    assert len({str(tokens_of({"one": each})) for each in found}) == 1
+    assert found[0].guesses is not None and all(each.guesses == found[0].guesses for each in found)
+    assert many.answers("num_overruled") == [0] * many.spec.num_ranks
+
+
 def test_a_draft_that_is_right_all_the_time_gives_all_its_guesses_and_a_token_more(alone: Alone, many: Layout) -> None:
     num, prompt = 3, [5, 6, 7, 8]
     wanted = job("text", prompt, temperature=0.0, max_tokens=4 * (num + 1) + 1)

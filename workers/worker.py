@@ -242,12 +242,6 @@ class Worker:
 
     def load_draft(self, draft_id: str, directory: str) -> None:
         """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
-        spec = self._config.parallel
-        if spec.tp * spec.sp > 1:
-            raise OperationError(
-                f"workers that run {spec} sample with no drafts yet: sample without one, or by workers of their own"
-                " (--sampler-workers)"
-            )
         self._put(draft_id, partial(read_draft, self._models, Path(directory)))
 
     def drop_adapter(self, adapter_id: str) -> None:

@@ -158,11 +158,14 @@ def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: Se
     assert stale < 0.85 * of_old and restored > 0.9 * of_old, (of_old, stale, restored)
 
 
-def test_ranks_that_train_parts_of_a_draft_guess_with_all_of_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("parallel", "draft_parallel"), [("fsdp=2", "tp=2"), ("tp=2", None), ("sp=2", None)])
+def test_ranks_that_train_a_draft_together_guess_with_all_of_it(
+    tmp_path: Path, parallel: str, draft_parallel: str | None
+) -> None:
     model = tiny_model("llama", tmp_path / "model", initializer_range=0.02, **SHAPE)
-    layouts: dict[str, Any] = {"parallel": "fsdp=2", "draft_parallel": "tp=2"}
+    layout: dict[str, Any] = {"parallel": parallel} | ({"draft_parallel": draft_parallel} if draft_parallel else {})
     with (
-        live_server({MODEL: model}, tmp_path / "server", **layouts) as server,
+        live_server({MODEL: model}, tmp_path / "server", **layout) as server,
         ServiceClient(server.url, "tml-draft") as client,
     ):
         draft = client.create_draft_client(MODEL, "eagle3", seed=1, intermediate_size=64)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from itertools import count
+from operator import itemgetter
 from typing import Protocol
 from weakref import WeakValueDictionary
 
@@ -19,9 +20,11 @@ class Spender(Protocol):
 
     def tensors(self) -> Iterator[Tensor]: ...
 
-    def drop_oldest_prefix(self) -> bool:
-        """Whether there was one."""
+    def oldest_prefix(self) -> int | None:
+        """When it was last of use, by the budget's clock; None where there is none."""
         ...
+
+    def drop_oldest_prefix(self) -> None: ...
 
     def shrink(self) -> None:
         """Gives up slots that nobody uses."""
@@ -29,11 +32,11 @@ class Spender(Protocol):
 
 
 class Budget:
-    """num_bytes: that all may have. Those that nobody else keeps leave it."""
+    """num_bytes: that all may have. Those that nobody else keeps leave it. clock: counts uses of prefixes."""
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
-        self._numbers = count()
+        self.clock, self._numbers = count(), count()
         # In the order in which they came: ranks that sample together are to drop the same.
         self._spenders: WeakValueDictionary[int, Spender] = WeakValueDictionary()
 
@@ -54,9 +57,12 @@ class Budget:
         return self.num_bytes - self.used_bytes()
 
     def drop_prefixes(self, num_bytes: int) -> None:
-        """Until so much is free, or none is left."""
-        while self.free_bytes() < num_bytes and any(each.drop_oldest_prefix() for each in self._all()):
-            pass
+        """The least recently used of all, until so much is free or none is left."""
+        while self.free_bytes() < num_bytes:
+            by_age = [(age, each) for each in self._all() if (age := each.oldest_prefix()) is not None]
+            if not by_age:
+                return
+            min(by_age, key=itemgetter(0))[1].drop_oldest_prefix()
 
     def shrink(self, num_bytes: int) -> None:
         """Gives up slots that nobody uses, until there is room."""

@@ -53,12 +53,14 @@ class Seat:
 
 class Cache:
     """budget: of the slots, used or not, and the prefixes together, and of other caches' with it. num_ranks: those that
-    share out the heads.
+    share out the heads. num_ahead: see Prefixes.
 
     num_moves: how often a row has come to another slot because some other left its own, which may be another sampler's.
     """
 
-    def __init__(self, config: PreTrainedConfig, bytes_per_value: int, budget: Budget, num_ranks: int = 1) -> None:
+    def __init__(
+        self, config: PreTrainedConfig, bytes_per_value: int, budget: Budget, num_ranks: int = 1, num_ahead: int = 0
+    ) -> None:
         heads, self._num_layers = config.num_attention_heads, config.num_hidden_layers
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
         kv_heads = getattr(config, "num_key_value_heads", None) or heads
@@ -66,7 +68,8 @@ class Cache:
         self.bytes_per_token = self._numbers_per_token * self._num_layers * bytes_per_value
         self.budget = budget
         self.num_moves = 0
-        self.prefixes = Prefixes()
+        self._num_ahead = num_ahead
+        self.prefixes = Prefixes(budget.clock, num_ahead)
         self._seats: dict[int, Seats] = {}
         self._seat_of: dict[Row, Seat] = {}
         budget.join(self)
@@ -105,7 +108,7 @@ class Cache:
             yield from (keys, values)
 
     def clear(self) -> None:
-        self.prefixes = Prefixes()
+        self.prefixes = Prefixes(self.budget.clock, self._num_ahead)
         self._seats = {}
         self._seat_of = {}
 
@@ -179,9 +182,11 @@ class Cache:
             self.budget.drop_prefixes(num_bytes)
             self.prefixes.add(digests, self._seat_of[row].shelf, self._seat_of[row].slot, first)
 
-    def drop_oldest_prefix(self) -> bool:
-        """Whether there was one."""
-        return self.prefixes.drop_oldest()
+    def oldest_prefix(self) -> int | None:
+        return self.prefixes.oldest
+
+    def drop_oldest_prefix(self) -> None:
+        self.prefixes.drop_oldest()
 
     def shrink(self) -> None:
         """Gives up slots that nobody uses."""

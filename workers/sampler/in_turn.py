@@ -15,6 +15,7 @@ from ..operation import ModelLimits
 from ..parallel.mesh import Mesh
 from ..verbs import Failure, SampleJob, Slice, SliceResult
 from .cache import Cache
+from .draft_caches import DraftCaches
 from .namespaces import Namespaces
 from .native import NativeSampler
 from .text import Text
@@ -45,6 +46,7 @@ class InTurn:
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()
         self._cache = Cache.of(base, config)
+        self._draft_caches = DraftCaches(base, self._cache.budget)
         self._namespaces = Namespaces(models)
         self._text = Text(config.model.source, base)
         self._of_base = self._new_sampler()
@@ -160,7 +162,15 @@ class InTurn:
 
     def _new_sampler(self) -> NativeSampler:
         return NativeSampler(
-            self._base, self._models, self._limits, self._config, self._mesh, self._cache, self._namespaces, self._text
+            self._base,
+            self._models,
+            self._limits,
+            self._config,
+            self._mesh,
+            self._cache,
+            self._namespaces,
+            self._text,
+            self._draft_caches,
         )
 
 

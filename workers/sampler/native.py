@@ -32,6 +32,7 @@ from .batch import AdapterRun, Batch, Decoding, GuessPart, PromptPart, runs_of
 from .burst import Burst
 from .cache import Cache
 from .choice import Choice, Chosen, chances, choose, logprobs_of
+from .draft_caches import DraftCaches
 from .drawing import Drawing
 from .jobs import NOWHERE, Job, Row, check_request
 from .namespaces import Namespaces
@@ -41,7 +42,7 @@ from .schedule import NoRoom, Schedule
 from .speculation import Guesses, Speculation, may_be_guessed, verify
 from .table import End, Table
 from .text import Text
-from .together import Together, Trouble
+from .together import Together, Trouble, Verified
 
 
 @dataclass(frozen=True)
@@ -75,8 +76,10 @@ class NativeSampler:
         cache: Cache | None = None,
         namespaces: Namespaces | None = None,
         text: Text | None = None,
+        draft_caches: DraftCaches | None = None,
     ) -> None:
-        """mesh: None = there is one rank. cache, namespaces, text: None = those that no other sampler shares."""
+        """mesh: None = there is one rank. cache, namespaces, text, draft_caches: None = those that no other sampler
+        shares; caches of drafts are within the same budget."""
         self._base = base
         self._together = Together(mesh or Mesh())
         self._models = models
@@ -84,7 +87,8 @@ class NativeSampler:
         self._config = config
         self._limits = limits
         cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
-        self._speculation = Speculation(base, models, self._head, self._together, cache.budget)
+        draft_caches = draft_caches or DraftCaches(base, cache.budget)
+        self._speculation = Speculation(base, models, self._head, self._together, draft_caches)
         threads = base.threads.most
         self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
         self._captured: dict[int, Tensor] = {}
@@ -352,29 +356,29 @@ class NativeSampler:
         lines = np.repeat([part.row.line for _, part in placed], [part.length for _, part in placed])
         settings = self._schedule.table.settings(lines)
         of_model = chances(logits, Choice.of(settings, self._limits.vocab_size, self._base.device))
+        stops = np.cumsum([part.length for _, part in placed]).tolist()
+        places = [slice(stop - part.length, stop) for stop, (_, part) in zip(stops, placed, strict=True)]
+        own = [self._verify(part.row, guesses, of_model[here]) for (_, part), here in zip(placed, places, strict=True)]
         taken: list[Taken] = []
-        first = 0
-        for start, part in placed:
-            here = slice(first, first + part.length)
-            taken.append(self._take_guesses(part, guesses[part.row], start, logits[here], of_model[here]))
-            first += part.length
+        for (start, part), here, verified in zip(placed, places, self._together.verified(own), strict=True):
+            taken.append(self._take_guesses(part, start, logits[here], verified))
         self._append_several(taken)
         for row in self._schedule.guessed():
             if row.goes_alone:
                 self._schedule.decode(row)
 
-    def _take_guesses(self, part: GuessPart, guesses: Guesses, start: int, logits: Tensor, of_model: Tensor) -> "Taken":
-        row, table = part.row, self._schedule.table
-        vocabulary = self._speculation.vocabulary(row)
-        key, length = table.noise_key[row.line], int(table.length[row.line])
-        verified = self._together.verified(verify(guesses, of_model, vocabulary, key, length))
-        num = verified.num_accepted
-        self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
-        row.guessed.add(len(guesses.tokens), num)
-        row.goes_alone = not self._speculation.pays(row)
-        return Taken(row, np.append(guesses.tokens[:num], verified.token), logits[: num + 1])
+    def _verify(self, row: Row, guesses: Mapping[Row, Guesses], of_model: Tensor) -> Verified:
+        key, length = self._schedule.table.noise_key[row.line], int(self._schedule.table.length[row.line])
+        return verify(guesses[row], of_model, self._speculation.vocabulary(row), key, length)
 
-    def _append_several(self, taken: Sequence["Taken"]) -> None:
+    def _take_guesses(self, part: GuessPart, start: int, logits: Tensor, verified: Verified) -> Taken:
+        row, num = part.row, verified.num_accepted
+        self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
+        row.guessed.add(part.length - 1, num)
+        row.goes_alone = not self._speculation.pays(row)
+        return Taken(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])
+
+    def _append_several(self, taken: Sequence[Taken]) -> None:
         """Of each row a token after the other, until it ends."""
         for number in range(max(len(each.tokens) for each in taken)):
             going = [each for each in taken if number < len(each.tokens) and each.row.line != NOWHERE]

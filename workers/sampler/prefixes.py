@@ -42,9 +42,13 @@ class Stretch:
 class Prefixes:
     """The least recently used go first. namespace: of the weights that made the keys and values."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:
+        """clock: by which uses are counted, of other caches' prefixes with these. num_ahead: tokens behind its own on
+        which what is stored of a token hangs, too; a block is known by these as well."""
         self.num_bytes = 0
-        self._stored: OrderedDict[StoredBlocks, None] = OrderedDict()
+        self._clock, self._num_ahead = clock, num_ahead
+        # When each was last of use.
+        self._stored: OrderedDict[StoredBlocks, int] = OrderedDict()
         self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
 
     def layers(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -55,7 +59,7 @@ class Prefixes:
     def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
         """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
         places = []
-        for digest in _digests(namespace, tokens[:most]):
+        for digest in self._digests(namespace, tokens[: most + self._num_ahead]):
             place = self._places.get(digest)
             if place is None:
                 break
@@ -66,12 +70,13 @@ class Prefixes:
         ]
         # The beginning is of use without what follows it, so it is to stay longer.
         for stretch in reversed(stretches):
+            self._stored[stretch.stored] = next(self._clock)
             self._stored.move_to_end(stretch.stored)
         return stretches
 
     def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
         """Of tokens int64 [n]: the first block that is not known, and the digests of the whole blocks from there."""
-        digests = list(_digests(namespace, tokens))
+        digests = list(self._digests(namespace, tokens))
         first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
         return first, digests[first:]
 
@@ -79,25 +84,44 @@ class Prefixes:
         """Copies the blocks from where the slot has them."""
         part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
         stored = StoredBlocks(tuple(digests), shelf.copies(slot, part))
-        self._stored[stored] = None
+        self._stored[stored] = next(self._clock)
         self.num_bytes += stored.num_bytes
         self._places |= {digest: (stored, number) for number, digest in enumerate(digests)}
 
-    def drop_oldest(self) -> bool:
-        """Whether there was one."""
-        if not self._stored:
-            return False
+    @property
+    def oldest(self) -> int | None:
+        """When those were last of use that go first; None where there are none."""
+        return next(iter(self._stored.values()), None)
+
+    def drop_oldest(self) -> None:
+        """Of some."""
         stored, _ = self._stored.popitem(last=False)
         self.num_bytes -= stored.num_bytes
         for digest in stored.digests:
             if self._places[digest][0] is stored:
                 del self._places[digest]
-        return True
+
+    def _digests(self, namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
+        """Of each whole block."""
+        digest, length = namespace.to_bytes(8, "little"), BLOCK + self._num_ahead
+        for start in range(0, len(tokens) - length + 1, BLOCK):
+            digest = blake2b(digest + tokens[start : start + length].tobytes(), digest_size=16).digest()
+            yield digest
 
 
 def length_of(stretches: Sequence[Stretch]) -> int:
     """In tokens."""
     return BLOCK * sum(stretch.stop - stretch.first for stretch in stretches)
+
+
+def beginning(stretches: Sequence[Stretch], num_tokens: int) -> list[Stretch]:
+    """So many tokens of them, in whole blocks."""
+    found, left = [], num_tokens // BLOCK
+    for stretch in stretches:
+        num = min(left, stretch.stop - stretch.first)
+        found += [Stretch(stretch.stored, stretch.first, stretch.first + num)] if num else []
+        left -= num
+    return found
 
 
 def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
@@ -110,11 +134,3 @@ def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
                 cached[slot, :, stop : stop + part.shape[1]] = part
                 stop += part.shape[1]
             cached[slot, :, stop:] = 0
-
-
-def _digests(namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
-    """Of each whole block."""
-    digest = namespace.to_bytes(8, "little")
-    for start in range(0, len(tokens) - BLOCK + 1, BLOCK):
-        digest = blake2b(digest + tokens[start : start + BLOCK].tobytes(), digest_size=16).digest()
-        yield digest

@@ -6,7 +6,7 @@ prefilled again later.
 """
 
 from collections import deque
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ from .batch import Batch, Decoding, GuessPart, Prefill, PromptPart
 from .cache import SHORTEST, Cache
 from .jobs import NOWHERE, Job, Row
 from .namespaces import Namespaces
-from .prefixes import length_of
+from .prefixes import Stretch, beginning, length_of
 from .speculation import Guesses, Speculation
 from .table import Table
 
@@ -75,6 +75,9 @@ class Schedule:
     def decode(self, row: Row) -> None:
         """One that was guessed takes one token at a time from now on."""
         del self._guessed_rows[row]
+        if row.namespace == self._namespaces.of(row.job):
+            self.table.note(row)
+            self._speculation.keep(row, row.namespace, row.sequence())
         self._speculation.forget(row)
         self._decoding_rows[row] = None
         self._decoding = None
@@ -115,7 +118,7 @@ class Schedule:
         leader, *others = prefill.rows
         if prefill.cached:
             if prefill.namespace == self._namespaces.of(prefill.job):
-                self.cache.keep(leader, prefill.namespace, prefill.sequence)
+                self._keep(leader, prefill.namespace, prefill.sequence)
             self.cache.fork(leader, [row for row in others if row.needs_cache])
         self._speculation.fork(leader, [row for row in others if row.needs_cache])
         for row in prefill.rows:
@@ -129,7 +132,7 @@ class Schedule:
         if self.cache.seat(row) is not None and row.namespace == self._namespaces.of(row.job):
             self.table.note(row)
             # The newest token has not run yet.
-            self.cache.keep(row, row.namespace, row.sequence()[:-1])
+            self._keep(row, row.namespace, row.sequence()[:-1])
         self._release(row)
 
     def remove(self, job: Job) -> None:
@@ -150,6 +153,11 @@ class Schedule:
 
     def _is_served(self, row: Row) -> bool:
         return row.job.adapter_id is None or row.job.adapter_id in self._served
+
+    def _keep(self, row: Row, namespace: int, sequence: np.ndarray) -> None:
+        """What the model has at its sequence int64, and what its draft was told of it."""
+        self.cache.keep(row, namespace, sequence)
+        self._speculation.keep(row, namespace, sequence)
 
     def _release(self, row: Row) -> None:
         """Rows that are not under way are ignored."""
@@ -277,13 +285,20 @@ class Schedule:
         # Its newest token is the first of those that run with the next guesses.
         draws = not (len(row.tokens) and self._is_guessed(row))
         sequence = row.sequence() if draws else row.sequence()[:-1]
-        known = self.cache.prefixes.find(namespace, sequence, self._num_reusable(row))
+        known = self.cache.prefixes.find(namespace, sequence, self._num_reusable(row, len(sequence)))
+        told: Sequence[Stretch] = ()
+        if self._is_guessed(row):
+            # The draft must be told what the model has at each of the others.
+            told = self._speculation.known(row, namespace, sequence, length_of(known))
+            known = beginning(known, length_of(told))
         needs_slot = row.needs_cache or self._is_long(len(sequence) - length_of(known), len(sequence))
         cached = (needs_slot or bool(known)) and self._place(row)
         if needs_slot and not cached:
             return False
         if cached and known:
             self.cache.restore(row, known)
+        if cached and told:
+            self._speculation.restore(row, told)
         prefill = Prefill([row], sequence, cached, namespace, length_of(known) if cached else 0, draws)
         if row.job.num_cache_hits is None:
             row.job.num_cache_hits = prefill.computed
@@ -295,12 +310,10 @@ class Schedule:
         """Whether it is to run in chunks, as all do that are not longer than the whole cache."""
         return num_tokens > self._prefill_budget() and self.cache.fits_alone(length)
 
-    def _num_reusable(self, row: Row) -> int:
-        """Tokens of its sequence that need not be run again: the last one must. Who has tokens has a scored prompt. A
-        draft must be told what the model has at each of them."""
-        if self._speculation.wants(row):
-            return 0
-        return min(row.length - 1, row.job.num_reusable + len(row.tokens))
+    def _num_reusable(self, row: Row, length: int) -> int:
+        """Tokens of its sequence, of so many, that need not be run again: the last one must. Who has tokens has a
+        scored prompt."""
+        return min(length - 1, row.job.num_reusable + len(row.tokens))
 
     def _place(self, row: Row) -> bool:
         if self._is_guessed(row):

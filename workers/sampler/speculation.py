@@ -5,8 +5,7 @@ https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
 """
 
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from weakref import WeakKeyDictionary
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -20,11 +19,11 @@ from ..learner import Learner
 from ..lora import Segment
 from ..model import BaseModel
 from ..models import Models
-from .budget import Budget
-from .cache import Cache
 from .choice import Choice, Settings, chances, invert_cdf
+from .draft_caches import DraftCaches
 from .jobs import Row
 from .noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
+from .prefixes import Stretch, length_of
 from .table import Table
 from .together import Together, Verified
 
@@ -46,10 +45,12 @@ class Guesses:
 
 @dataclass(eq=False)
 class _State:
-    """Of a row. num_told: tokens of its sequence that the draft has in its cache. waiting: [m, layers * hidden], what
-    the target had at those behind them, up to the last but one."""
+    """Of a row. num_changes: the draft's (see Learner) when it was placed. num_told: tokens of its sequence that the
+    draft has in its cache. waiting: [m, layers * hidden], what the target had at those behind them, up to the last but
+    one."""
 
     draft: DraftModel
+    num_changes: int
     num_told: int = 0
     waiting: list[Tensor] = field(default_factory=list)
 
@@ -62,12 +63,12 @@ class _State:
 class Speculation:
     """Of one sampler. A row takes part from its first token on, as long as its draft has room for it."""
 
-    def __init__(self, base: BaseModel, models: Models, head: LogprobHead, together: Together, budget: Budget) -> None:
-        """budget: in which the drafts' keys and values are, too."""
+    def __init__(
+        self, base: BaseModel, models: Models, head: LogprobHead, together: Together, caches: DraftCaches
+    ) -> None:
         self._base, self._models, self._together = base, models, together
-        self._head, self._budget = head, budget
+        self._head, self._caches = head, caches
         self._served: Collection[str] = ()
-        self._caches: WeakKeyDictionary[DraftModel, Cache] = WeakKeyDictionary()
         self._states: dict[Row, _State] = {}
 
     def serve(self, draft_ids: Collection[str]) -> None:
@@ -109,15 +110,34 @@ class Speculation:
     def num_bytes(self, row: Row, count: int) -> int:
         """That its draft has to have then."""
         draft = self._draft(row)
-        return self._cache(draft).num_bytes_for(self._num_cached(row, draft, count))
+        return self._caches.of(draft).num_bytes_for(self._num_cached(row, draft, count))
 
     def place(self, row: Row, count: int) -> bool:
         """As has_room, of one that has no place: then it is to be told of all that comes before."""
         draft = self._draft(row)
-        if not self._cache(draft).place(row, self._num_cached(row, draft, count)):
+        if not self._caches.of(draft).place(row, self._num_cached(row, draft, count)):
             return False
-        self._states[row] = _State(draft)
+        self._states[row] = _State(draft, draft.num_changes)
         return True
+
+    def known(self, row: Row, namespace: int, sequence: np.ndarray, most: int) -> list[Stretch]:
+        """The beginning of its sequence int64, of at most so many tokens, that its draft was told of for a row before.
+        namespace: of what is sampled."""
+        draft = self._draft(row)
+        return self._caches.of(draft).prefixes.find(_namespace(draft, namespace), sequence, most)
+
+    def restore(self, row: Row, stretches: Sequence[Stretch]) -> None:
+        """It is to be told of what comes behind these alone."""
+        state = self._states[row]
+        self._caches.of(state.draft).restore(row, stretches)
+        state.num_told = length_of(stretches)
+
+    def keep(self, row: Row, namespace: int, sequence: np.ndarray) -> None:
+        """For later rows, what its draft was told of its sequence int64."""
+        state = self._states.get(row)
+        if state is not None and state.num_changes == state.draft.num_changes:
+            known = sequence[: state.num_told + 1]
+            self._caches.of(state.draft).keep(row, _namespace(state.draft, namespace), known)
 
     def tell(self, row: Row, first: int, part: slice, captured: Mapping[int, Tensor], sequence: np.ndarray) -> None:
         """A part of its sequence int64 has run, from token `first` on. A row of which it has not been told all before
@@ -144,9 +164,9 @@ class Speculation:
             for row in placed:
                 self.forget(row)
             return
-        self._cache(state.draft).fork(leader, placed)
+        self._caches.of(state.draft).fork(leader, placed)
         for row in placed:
-            self._states[row] = _State(state.draft, state.num_told, list(state.waiting))
+            self._states[row] = replace(state, waiting=list(state.waiting))
 
     def num_next(self, row: Row, count: int) -> int:
         """How many are guessed behind so many tokens of it; its last one never is."""
@@ -155,7 +175,7 @@ class Speculation:
     def has_room(self, row: Row, count: int) -> bool:
         """Whether its draft has, to guess what follows so many tokens of it."""
         state = self._states[row]
-        length, cache = self._num_cached(row, state.draft, count), self._cache(state.draft)
+        length, cache = self._num_cached(row, state.draft, count), self._caches.of(state.draft)
         seat = cache.seat(row)
         assert seat is not None
         return length <= seat.capacity or cache.grow(row, length)
@@ -190,9 +210,10 @@ class Speculation:
         state = self._states.pop(row, None)
         if state is None:
             return
-        self._cache(state.draft).remove(row)
-        if all(each.draft is not state.draft for each in self._states.values()):
-            del self._caches[state.draft]
+        cache = self._caches.of(state.draft)
+        cache.remove(row)
+        if not cache.held_bytes():
+            cache.shrink()
 
     def clear(self) -> None:
         self._states = {}
@@ -207,11 +228,6 @@ class Speculation:
         draft_id = row.job.request.draft_id
         assert draft_id is not None
         return self._models.drafts.get(draft_id)
-
-    def _cache(self, draft: DraftModel) -> Cache:
-        if draft not in self._caches:
-            self._caches[draft] = Cache(draft.shape.config, self._base.dtype.itemsize, self._budget)
-        return self._caches[draft]
 
     def _drawn(self, draft: DraftModel, rows: list[Row], num: int, table: Table) -> list[Guesses]:
         waiting = [torch.cat(self._states[row].waiting) for row in rows]
@@ -240,7 +256,7 @@ class Speculation:
         return None if row.job.adapter_id is None else self._models.get(row.job.adapter_id)
 
     def _chunk(self, row: Row, start: int, stop: int, cached: int) -> Chunk:
-        seat = self._cache(self._states[row].draft).seat(row)
+        seat = self._caches.of(self._states[row].draft).seat(row)
         assert seat is not None
         return Chunk(start, stop, seat.shelf, seat.slot, cached)
 
@@ -321,6 +337,11 @@ def verify(guesses: Guesses, target: Tensor, vocabulary: Tensor, key: np.uint64,
     noise = uniforms(np.array([key]), positions[number : number + 1])
     token = invert_cdf(left[None], torch.from_numpy(noise).to(left)[:, None])
     return Verified(number, int(token))
+
+
+def _namespace(draft: DraftModel, of_target: int) -> int:
+    """See Prefixes: of what the draft, with its weights of now, makes of its target's features."""
+    return of_target << 32 | draft.num_changes
 
 
 def _features(draft: DraftModel, captured: Mapping[int, Tensor], part: slice) -> Tensor:

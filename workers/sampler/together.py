@@ -1,7 +1,7 @@
 """Together: ranks that decode the same samples, each with its part of the model, decide as the first of them does."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -37,10 +37,11 @@ class Together:
         self.speaks = self._team.index == 0
 
     def trouble(self, own: Trouble) -> Trouble:
-        """Of all ranks. All ask at once, whatever they decode."""
+        """Of those that decode with this one. All ask at once, whatever they decode."""
         if self._team.size == 1:
             return own
-        told = self._mesh.exchange(own)
+        of_all = self._mesh.exchange(own)
+        told = [of_all[rank] for rank in self._team.ranks]
         failures = {job_id: failure for each in told for job_id, failure in each.failures.items()}
         return Trouble(failures, frozenset().union(*(each.lacking for each in told)))
 
@@ -55,11 +56,12 @@ class Together:
         """The first rank's."""
         return integers if self._team.size == 1 else self._team.from_first(integers)
 
-    def verified(self, own: Verified) -> Verified:
-        """The first rank's."""
+    def verified(self, own: Sequence[Verified]) -> list[Verified]:
+        """The first rank's, of the same rows."""
         if self._team.size == 1:
-            return own
-        return Verified(*self._team.from_first(torch.tensor([own.num_accepted, own.token])).tolist())
+            return list(own)
+        told = self._team.from_first(torch.tensor([(each.num_accepted, each.token) for each in own]))
+        return [Verified(num_accepted, token) for num_accepted, token in told.tolist()]
 
     def agreed(self, chosen: Chosen) -> Chosen:
         """The first rank's tokens: were a single one another elsewhere, its sequence would go apart for good."""

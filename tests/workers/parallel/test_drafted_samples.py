@@ -1,68 +1,268 @@
-"""Samples that drafts guess, on ranks that decode them together."""
+"""Samples that drafts guess, under every layout: those of one rank, the same on all ranks that decode together."""
 
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
-from trainhouse.schemas.models import Algorithm, DraftConfig
+from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import RunSpec
+from trainhouse.workers.pools import WorkerDied
+from trainhouse.workers.verbs import RunSpec, SampleJob, Step
 
 from ..jobs import job
-from .training import Layout, layout
-from .watched_worker import WATCHED
+from .case import Case
+from .guessing_worker import GUESSING
+from .training import ADAM, Layout, layout, supervised
 
-KIND, EP = "qwen3_moe", ParallelSpec.parse("ep=2")
 DRAFTS: dict[str, Algorithm] = {"chain": "eagle3", "block": "dflash"}
+ADAPTER = "adapter"
+TP = ParallelSpec(tp=2)
+
+CASES = [
+    Case("tp=2"),
+    Case("sp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *map(Case, ("replicas=2,tp=2", "fsdp=2,tp=2", "sp=2,tp=2", "fsdp=2,sp=2")),
+            Case("tp=2", replicated=("self_attn",)),
+            Case("tp=2", "gemma3"),
+            *(Case(spec, "qwen3_moe") for spec in ("ep=2", "ep=2,tp=2")),
+        )
+    ),
+]
 
 
-def load_drafts(where: Layout, directory: Path) -> None:
+@dataclass(frozen=True)
+class Alone:
+    """One rank, what it has saved by the names of drafts and of the adapter, and what it has sampled by temperature."""
+
+    where: Layout
+    directory: Path
+    samples: Mapping[float, Mapping[str, SampleResponse]]
+
+
+@pytest.fixture(scope="module", params=CASES, ids=str)
+def case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def alone(case: Case, tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Alone]:
+    directory = tmp_path_factory.mktemp("alone")
+    with layout(tiny_models[case.kind], SINGLE, directory) as where:
+        save_all(where, directory)
+        load_all(where, directory)
+        yield Alone(where, directory, {temperature: drawn(where, temperature) for temperature in (0.0, 0.9)})
+
+
+@pytest.fixture(scope="module")
+def many(case: Case, alone: Alone, tiny_models: dict[str, Path]) -> Iterator[Layout]:
+    with layout(tiny_models[case.kind], case.parallel, alone.directory, GUESSING, full_slots=2) as where:
+        load_all(where, alone.directory)
+        yield where
+
+
+def save_all(where: Layout, directory: Path) -> None:
+    """Drafts as they begin, and an adapter that has learned."""
     for draft_id, algorithm in DRAFTS.items():
-        if not (directory / draft_id).exists():
-            where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=3), "draft"))
-            (directory / draft_id).mkdir()
-            where.call("save_run", "draft", str(directory / draft_id), False)
-            where.call("drop_run", "draft")
+        where.call("create_run", RunSpec("draft", DraftConfig(algorithm=algorithm, seed=3), "draft"))
+        save(where, "draft", directory / draft_id)
+    where.call("create_run", RunSpec("policy", LoraConfig(rank=4, seed=5)))
+    for number in range(3):
+        where.run_pass(supervised("policy", number, 9, 30))
+        where.call("apply_steps", (Step("policy", ADAM),))
+    save(where, "policy", directory / ADAPTER)
+
+
+def save(where: Layout, run_id: str, directory: Path) -> None:
+    directory.mkdir()
+    where.call("save_run", run_id, str(directory), False)
+    where.call("drop_run", run_id)
+
+
+def load_all(where: Layout, directory: Path) -> None:
+    where.call("load_adapter", ADAPTER, str(directory / ADAPTER))
+    for draft_id in DRAFTS:
         where.call("load_draft", draft_id, str(directory / draft_id))
 
 
-def drawn(where: Layout, temperature: float) -> dict[str, SampleResponse]:
-    """By each draft, and by none."""
-    options = {"temperature": temperature, "max_tokens": 20}
-    jobs = [
-        job(f"{draft_id} {seed}", [5, 6, 7, 8 + seed], seed=seed, draft_id=draft_id, **options)
+def jobs_at(temperature: float) -> list[SampleJob]:
+    """Of the base and of the adapter, by each draft and by none, that outgrow their slots and are several of a
+    prompt."""
+    random = np.random.default_rng(0)
+    return [
+        replace(
+            job(f"{draft_id} {number}", random.integers(3, 500, 4 + 23 * number), temperature=temperature, seed=number,
+                max_tokens=20 + 9 * number, num_samples=1 + number % 2, draft_id=draft_id, num_draft_tokens=3),
+            adapter_id=ADAPTER if number == 2 else None,
+        )
+        for number in range(3)
         for draft_id in (*DRAFTS, None)
-        for seed in range(2)
-    ]
+    ]  # fmt: skip
+
+
+def drawn(where: Layout, temperature: float) -> dict[str, SampleResponse]:
+    return sampled(where, *jobs_at(temperature))
+
+
+def sampled(where: Layout, *jobs: SampleJob) -> dict[str, SampleResponse]:
     answers = where.sample(*jobs)
     found = {job_id: each for job_id, each in answers.items() if isinstance(each, SampleResponse)}
     assert found.keys() == answers.keys(), answers
     return found
 
 
-def tokens_of(found: dict[str, SampleResponse]) -> dict[str, list[int]]:
-    return {job_id: each.sequences[0].tokens.tolist() for job_id, each in found.items()}
+def tokens_of(found: Mapping[str, SampleResponse]) -> dict[str, list[list[int]]]:
+    return {job_id: [each.tokens.tolist() for each in answer.sequences] for job_id, answer in found.items()}
 
 
-def guessed(found: dict[str, SampleResponse]) -> set[str]:
+def guessed(found: Mapping[str, SampleResponse]) -> set[str]:
     """By which drafts."""
     return {job_id.split()[0] for job_id, each in found.items() if each.guesses is not None}
 
 
+def teams_of(where: Layout) -> list[list[int]]:
+    """Ranks that decode together."""
+    return [list(ranks) for ranks in where.spec.groups(("ep", "tp"))]
+
+
+def forget(where: Layout) -> None:
+    """What ranks have kept to tell."""
+    for told in ("sampled", "num_overruled"):
+        where.answers(told)
+
+
+def sampled_on_teams(where: Layout) -> list[list[dict[str, list[list[int]]]]]:
+    on_ranks = where.answers("sampled")
+    return [[on_ranks[rank] for rank in team] for team in teams_of(where)]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_what_ranks_draw_with_drafts_is_what_one_draws_on_all_that_decode_together(
+    alone: Alone, many: Layout, temperature: float
+) -> None:
+    """And as much of what is guessed is right: the drafts are told the same."""
+    wanted = alone.samples[temperature]
+    forget(many)
+    found = drawn(many, temperature)
+    assert tokens_of(found) == tokens_of(wanted)
+    assert {job_id: each.guesses for job_id, each in found.items()} == {
+        job_id: each.guesses for job_id, each in wanted.items()
+    }
+    assert guessed(found) == {*DRAFTS}
+    whole: dict[str, list[list[int]]] = {}
+    for team in sampled_on_teams(many):
+        assert all(of_rank == team[0] for of_rank in team)
+        assert team[0], "all teams have some"
+        whole |= team[0]
+    assert whole == tokens_of(found)
+    assert many.answers("num_overruled") == [0] * many.spec.num_ranks, "not in the last bit is one another"
+
+
+def test_at_temperature_0_tokens_are_those_without_a_draft(many: Layout) -> None:
+    jobs = jobs_at(0.0)
+    plain = sampled(many, *(replace(each, draft_id=None) for each in jobs))
+    assert tokens_of(plain) == tokens_of(drawn(many, 0.0))
+    assert not guessed(plain)
+
+
+@pytest.mark.parametrize("draft_id", DRAFTS)
+def test_a_prompt_that_was_run_before_is_not_run_again_on_any_rank(alone: Alone, many: Layout, draft_id: str) -> None:
+    prompt = np.random.default_rng(9).integers(3, 500, 70)
+    one = job("one", prompt, temperature=0.9, max_tokens=20, draft_id=draft_id, num_draft_tokens=3)
+    forget(many)
+    found = [sampled(where, one)["one"] for where in (alone.where, many) for _ in range(2)]
+    assert [each.prompt_cache_hit_tokens for each in found] == [0, 64, 0, 64]
+    assert len({str(tokens_of({"one": each})) for each in found}) == 1
+    assert found[0].guesses is not None and all(each.guesses == found[0].guesses for each in found)
+    assert many.answers("num_overruled") == [0] * many.spec.num_ranks
+
+
+def test_a_draft_that_is_right_all_the_time_gives_all_its_guesses_and_a_token_more(alone: Alone, many: Layout) -> None:
+    num, prompt = 3, [5, 6, 7, 8]
+    wanted = job("text", prompt, temperature=0.0, max_tokens=4 * (num + 1) + 1)
+    text = tokens_of(sampled(alone.where, wanted))["text"][0]
+    jobs = [replace(wanted, job_id=f"{i}", draft_id=each, num_draft_tokens=num) for i, each in enumerate(DRAFTS)]
+    many.call("know", {each.job_id: [*prompt, *text] for each in jobs})
+    found = sampled(many, *jobs)
+    many.call("know", {})
+    for answer in found.values():
+        assert answer.sequences[0].tokens.tolist() == text
+        assert answer.guesses is not None
+        assert (answer.guesses.passes, answer.guesses.acceptance_length) == (4, num + 1)
+
+
+def test_a_rank_that_cannot_have_a_draft_has_those_that_decode_with_it_go_on_without(
+    alone: Alone, many: Layout
+) -> None:
+    wanted = tokens_of(alone.samples[0.0])
+    last = many.spec.num_ranks - 1
+    for rank, lacked, rest in ((last, ["chain"], {"block"}), (0, ["block"], {"chain"}), (last, [*DRAFTS], set())):
+        many.call("lack", rank, *lacked)
+        forget(many)
+        found = drawn(many, 0.0)
+        assert tokens_of(found) == wanted
+        (its_team,) = (team for team in teams_of(many) if rank in team)
+        on_ranks = many.answers("sampled")
+        assert guessed({job_id: found[job_id] for job_id in on_ranks[rank]}) == rest
+        others = [job_id for other in range(last + 1) if other not in its_team for job_id in on_ranks[other]]
+        assert guessed({job_id: found[job_id] for job_id in others}) == ({*DRAFTS} if others else set())
+    many.call("lack", 0)
+    assert guessed(drawn(many, 0.0)) == {*DRAFTS}
+
+
+def test_a_draft_that_one_rank_cannot_read_comes_to_none(alone: Alone, many: Layout) -> None:
+    for rank in (0, many.spec.num_ranks - 1):
+        with pytest.raises(OperationError):
+            many.call("call_unreadable", rank, "load_draft", "other", str(alone.directory / "chain"))
+    jobs = [replace(each, draft_id="other") for each in jobs_at(0.0)[:2]]
+    assert not guessed(sampled(many, *jobs))
+
+
+def test_where_a_draft_has_other_numbers_on_one_rank_the_first_of_those_that_decode_together_decides(
+    alone: Alone, many: Layout
+) -> None:
+    """Of ranks that decode each for itself, tokens drawn hang on their own draft."""
+    last = many.spec.num_ranks - 1
+    decodes_alone = teams_of(many)[-1] == [last]
+    for draft_id in DRAFTS:
+        many.call("disturb", last, draft_id)
+    forget(many)
+    found = drawn(many, 0.9)
+    assert (tokens_of(found) != tokens_of(alone.samples[0.9])) == decodes_alone
+    assert all(of_rank == team[0] for team in sampled_on_teams(many) for of_rank in team)
+    assert (many.answers("num_overruled")[last] > 10) != decodes_alone
+    load_all(many, alone.directory)
+
+
 @pytest.mark.full
-def test_ranks_decide_together_what_guesses(tiny_models: dict[str, Path], tmp_path: Path) -> None:
-    """One that cannot have a draft on its device has all of them go on without; what they draw is what one draws."""
-    with layout(tiny_models[KIND], SINGLE, tmp_path) as alone:
-        load_drafts(alone, tmp_path)
-        wanted = {temperature: drawn(alone, temperature) for temperature in (0.0, 0.9)}
-    with layout(tiny_models[KIND], EP, tmp_path, WATCHED, full_slots=2) as where:
-        load_drafts(where, tmp_path)
-        for temperature, of_one in wanted.items():
-            found = drawn(where, temperature)
-            assert tokens_of(found) == tokens_of(of_one) and guessed(found) == {"chain", "block"}
-        for rank, lacked, rest in ((1, ["chain"], {"block"}), (0, ["block"], {"chain"}), (1, [*DRAFTS], set())):
-            where.call("lack", rank, *lacked)
-            found = drawn(where, 0.0)
-            assert tokens_of(found) == tokens_of(wanted[0.0]) and guessed(found) == rest
-        where.call("lack", 0)
-        assert guessed(drawn(where, 0.0)) == {"chain", "block"}
+def test_ranks_that_decide_each_for_itself_are_found(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """Where they draw other guesses their tokens part; where they keep another number of them, one waits for good."""
+    jobs = [each for each in jobs_at(0.9) if each.draft_id == "chain"]
+    with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING, hang_seconds=10) as where:
+        save_all(where, tmp_path)
+        load_all(where, tmp_path)
+        where.call("disturb", 1, "chain")
+        where.call("decide_alone", "same")
+        sampled(where, *jobs)
+        one, other = where.answers("sampled")
+        assert one.keys() == other.keys() and one != other
+        where.call("decide_alone", "verified")
+        with pytest.raises(WorkerDied):
+            sampled(where, *jobs)
+
+
+@pytest.mark.full
+def test_trouble_of_one_rank_that_guesses_leaves_nobody_waiting(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+    """The others are in the midst of a pass: all end, and the dispatch starts them anew."""
+    with layout(tiny_models["qwen3"], TP, tmp_path, GUESSING) as where:
+        save_all(where, tmp_path)
+        load_all(where, tmp_path)
+        where.call("break_guessing", 1, "out of memory")
+        with pytest.raises(WorkerDied, match=r"rank 1|no memory"):
+            sampled(where, *jobs_at(0.0))

@@ -1,0 +1,95 @@
+"""A worker that tells what each rank has sampled, and whose ranks can be made to guess otherwise, or for themselves."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor
+from trainhouse.schemas.sampling import SampleResponse
+from trainhouse.workers.learner import FORWARD
+from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.sampler.speculation import Guesses, Speculation
+from trainhouse.workers.sampler.together import Together, Verified
+from trainhouse.workers.verbs import Slice, SliceResult
+
+from .watched_worker import ERRORS, WatchedWorker
+
+GUESSING = "trainhouse.tests.workers.parallel.guessing_worker:GuessingWorker"
+
+
+class GuessingWorker(WatchedWorker):
+    def _load(self, mesh: Mesh) -> None:
+        super()._load(mesh)
+        self._sampled: dict[str, list[list[int]]] = {}
+        self._num_overruled = 0
+        self._of_base = self._sampler._of_base
+        self._together = self._of_base._together
+        same, verified = self._together.same, self._together.verified
+
+        def counted_same(integers: Tensor) -> Tensor:
+            own = integers.clone()
+            told = same(integers)
+            self._num_overruled += int((told != own).sum())
+            return told
+
+        def counted_verified(own: Sequence[Verified]) -> list[Verified]:
+            told = verified(own)
+            self._num_overruled += sum(mine != theirs for mine, theirs in zip(own, told, strict=True))
+            return told
+
+        vars(self._together).update(same=counted_same, verified=counted_verified)
+
+    def sample_slice(self, work: Slice) -> SliceResult:
+        result = super().sample_slice(work)
+        for job_id, answer in self._of_base._finished.items():
+            if isinstance(answer, SampleResponse):
+                self._sampled[job_id] = [each.tokens.tolist() for each in answer.sequences]
+        return result
+
+    def sampled(self) -> dict[str, list[list[int]]]:
+        """By job, the tokens of its samples as this rank has them, since it was last asked."""
+        found, self._sampled = self._sampled, {}
+        return found
+
+    def num_overruled(self) -> int:
+        """How many guesses and decisions of this rank were others than the first's, since it was last asked."""
+        number, self._num_overruled = self._num_overruled, 0
+        return number
+
+    def disturb(self, rank: int, draft_id: str) -> None:
+        """From now on that rank's draft has other weights. They count as changed on all, which find nothing kept."""
+        with self._models.resident([draft_id], FORWARD) as (draft,):
+            noise = torch.randn(draft.weights.shape, generator=torch.Generator().manual_seed(1))
+            draft.weights.add_(noise, alpha=float(self._mesh.rank == rank))
+
+    def decide_alone(self, decision: str) -> None:
+        """From now on each rank takes its own answers of this method of Together; "" = of none."""
+        for name in ("same", "verified"):
+            own = getattr(Together, name).__get__(self._together) if name != decision else _own
+            setattr(self._together, name, own)
+
+    def break_guessing(self, rank: int, error: str) -> None:
+        """From now on one of ERRORS where that rank's drafts are to guess."""
+        if self._mesh.rank == rank:
+            self._of_base._speculation.guess = mock.Mock(side_effect=ERRORS[error])
+
+    def know(self, texts: Mapping[str, Sequence[int]]) -> None:
+        """From now on drafts guess the tokens of these, by job; prompts are among them. Of none: by themselves."""
+
+        def perfect(draft: Any, rows: list[Any], num: int, table: Any) -> list[Guesses]:
+            found = as_drawn(draft, rows, num, table)
+            for each, row in zip(found, rows, strict=True):
+                first = int(table.length[row.line])
+                each.tokens[:] = texts[row.job.request.job_id][first : first + num]
+                assert each.chances is not None
+                each.chances.zero_()[np.arange(num), each.tokens] = 1
+            return found
+
+        as_drawn = Speculation._drawn.__get__(self._of_base._speculation)
+        self._of_base._speculation._drawn = perfect if texts else as_drawn
+
+
+def _own(answers: Any) -> Any:
+    return answers

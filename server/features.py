@@ -452,9 +452,12 @@ class Features:
         async with usage.writing:
             if usage.num_capturing:
                 return
-            usage.has_unknown = False
             known = {address for of_tenant, address in self._kept if of_tenant == tenant_id}
-            await asyncio.to_thread(_delete_others, self._of(tenant_id), known)
+            try:
+                await asyncio.to_thread(_delete_others, self._of(tenant_id), known)
+                usage.has_unknown = False
+            except OSError as error:
+                logger.error("files in %s that nobody knows cannot be deleted: %s", self._of(tenant_id), error)
 
     def _read_earlier(self) -> list[_Kept]:
         found = []

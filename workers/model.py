@@ -29,7 +29,7 @@ from .kernels import kernels_for
 from .layer_inputs import Again, HostMemory, LayerInputs
 from .memory import available_bytes
 from .parallel.checks import keeps_all
-from .parallel.families import LOGIT_SCALES
+from .parallel.families import logit_scale_of
 from .parallel.fsdp import Buffers, ShardedLayer, ShardedLayers
 from .parallel.lookup import SharedEmbedding
 from .parallel.mesh import Mesh, Team
@@ -107,9 +107,8 @@ class BaseModel:
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
-        setting = LOGIT_SCALES.get(self.config.model_type)
         # Hidden states carry it, and so do the logits, those of adapters of the head among them.
-        self._logit_scale = 1.0 if setting is None else float(getattr(self.config, setting))
+        self._logit_scale = logit_scale_of(self.config)
         if self._fused is None and mesh.is_coupled:
             raise ValueError(
                 f"{config.model.source}: {self.config.model_type} models do not run with {mesh.spec}: use replicas"

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainhouse.schemas.models import Algorithm, DraftConfig
-from trainhouse.workers.config import WorkerConfig
+from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.parallel.spec import ParallelSpec
 
 from ..tiny import tiny_model
@@ -25,9 +25,9 @@ SHAPE = {
     "vocab_size": 2048,
     "max_position_embeddings": 65536,
 }
-LARGE_VOCAB = 32768
+LARGE_VOCAB = 131072
 TTT_LENGTHS = (1, 3, 7)
-VOCABULARIES = (2048, 8192, LARGE_VOCAB)
+VOCABULARIES = (2048, 32768, LARGE_VOCAB)
 LENGTH = 4096
 LENGTHS = (8192, 16384, 32768)
 LONGEST = LENGTHS[-1]
@@ -40,7 +40,7 @@ DRAFTS: dict[Algorithm, DraftConfig] = {
 # What docs/performance.md states for this model.
 KIB_PER_TOKEN = {"eagle3": 45, "dflash": 10}
 KIB_PER_GUESS = 12
-CHUNKS_OF_LOGITS = 10
+ROOMS_OF_LOGITS = 10
 
 
 def drafts(_: Path, scratch: Path, pool: str, rounds: int) -> Section:
@@ -74,12 +74,11 @@ def _by_vocabulary(scratch: Path) -> tuple[list[Row], list[Line]]:
     costs = [_alone(model, scratch, LENGTH, draft_vocab_size=size) for size in VOCABULARIES]
     growth = costs[-1].growth - costs[0].growth
     more = 4 * (VOCABULARIES[-1] - VOCABULARIES[0])
-    chunk = WorkerConfig.head_chunk_tokens * more
     logits = LENGTH * TTT_LENGTH * more
     what = f"draft_vocab_size {VOCABULARIES[-1]}, growth above {VOCABULARIES[0]} over the bytes of"
     lines = [
-        Line(f"{what} a chunk of logits", growth / chunk, "at most", CHUNKS_OF_LOGITS),
-        Line(f"{what} all logits", growth / logits, "at most", 0.5),
+        Line(f"{what} a chunk of logits", growth / LogitRoom.num_bytes, "at most", ROOMS_OF_LOGITS),
+        Line(f"{what} all logits", growth / logits, "at most", 0.2),
     ]
     named = [f"draft_vocab_size {size}" for size in VOCABULARIES]
     return [_row(name, LENGTH, cost) for name, cost in zip(named, costs, strict=True)], lines

@@ -153,7 +153,7 @@ class DFlashNetwork:
                 return attend_blocks(query, memory, own, blocks, self.shape.scaling)
 
             state = self._behind(state, f"layers.{layer}", turn, attended)
-        return self._normed(state, "norm").unflatten(0, (-1, blocks.size))
+        return self._said(state).unflatten(0, (-1, blocks.size))
 
     def take_in(self, told: Told, ends: Ends) -> None:
         context = self._context(told.captured)
@@ -188,7 +188,7 @@ class DFlashNetwork:
                 return row.attend(query, *own, kind)
 
             state = self._behind(state, f"layers.{layer}", turn, attended)
-        return self._normed(state, "norm").unflatten(0, (-1, size))
+        return self._said(state).unflatten(0, (-1, size))
 
     def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
         """[m * size, hidden]: of each block the anchor, known [m, hidden], and then masks."""
@@ -207,6 +207,11 @@ class DFlashNetwork:
         state = state + summed(linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team)
         x = self._normed(state, f"{prefix}.post_attention_layernorm")
         return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
+
+    def _said(self, state: Tensor) -> Tensor:
+        """What the target's output head reads, whose hidden states carry the scale of its logits."""
+        normed, scale = self._normed(state, "norm"), self.shape.logit_scale
+        return normed if scale == 1 else normed * scale
 
     def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
         """The target's features and the blocks' tokens go through the same projections."""

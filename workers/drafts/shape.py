@@ -11,13 +11,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
+from ..parallel.families import logit_scale_of
 
 
 @dataclass(frozen=True)
 class DraftShape:
     """hidden: the target's, whose embeddings and features it reads. captured: layers of the target. vocabulary: tokens
     that it can say, of target_vocabulary. config: of transformers, for its rotations and its export. block_size,
-    mask_token: of dflash."""
+    mask_token: of dflash. logit_scale: what the target multiplies its logits by."""
 
     hidden: int
     intermediate: int
@@ -32,6 +33,7 @@ class DraftShape:
     config: LlamaConfig
     block_size: int | None = None
     mask_token: int | None = None
+    logit_scale: float = 1.0
     _rotations: dict[torch.device, tuple[Tensor, float]] = field(default_factory=dict, compare=False, repr=False)
 
     @staticmethod
@@ -53,6 +55,7 @@ class DraftShape:
             config=config,
             block_size=draft.block_size,
             mask_token=draft.mask_token_id,
+            logit_scale=logit_scale_of(target),
         )
 
     @property

@@ -5,7 +5,7 @@ Imports no torch.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 
 @dataclass(frozen=True)
@@ -194,3 +194,9 @@ LOGIT_SCALES: Mapping[str, str] = {"cohere": "logit_scale", "cohere2": "logit_sc
 
 # Layers of other kinds carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
+
+
+def logit_scale_of(config: Any) -> float:
+    """config: of transformers. What its model multiplies logits by."""
+    setting = LOGIT_SCALES.get(config.model_type)
+    return 1.0 if setting is None else float(getattr(config, setting))

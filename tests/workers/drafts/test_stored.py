@@ -395,11 +395,12 @@ def test_one_forward_of_a_policy_serves_its_draft(
         assert "datum 0: its feature_ref is of features of target" in message
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("training", [LORA, FULL], ids=["lora", "full"])
 def test_what_a_policy_puts_aside_is_what_its_draft_would_capture(
-    training: TrainingConfig, tiny_models: dict[str, Path], tmp_path: Path
+    training: TrainingConfig, dtype: str, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
-    pair = Pair(a_worker(tiny_models["qwen3"]), "eagle3", tmp_path, training)
+    pair = Pair(a_worker(tiny_models["qwen3"], dtype=dtype), "eagle3", tmp_path, training)
     data = some_data(1)
     (output,) = run(pair.worker, pair.of_policy(data))
     addresses = [each["features"].tobytes().decode().split()[0] for each in output.loss_fn_outputs]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.sampler import draft_caches
 from trainhouse.workers.sampler.cache import Cache
@@ -183,6 +183,35 @@ def test_what_is_kept_belongs_to_a_draft_and_to_the_weights_of_both(worker: Work
     assert [hits("trained", "adapter"), hits("trained", "adapter"), hits("trained")] == [0, 96, 96]
     worker.load_draft("trained", str(target.directory / "random"))
     assert [hits("trained"), hits("trained"), hits("blocks"), hits(None)] == [0, 96, 96, 96]
+
+
+def test_samplers_of_models_with_weights_of_their_own_find_what_they_had_kept_before(worker: Worker) -> None:
+    """They come with their jobs, and go."""
+    worker.create_run(RunSpec("policy", FullConfig()))
+    worker.copy_adapter("policy", "full")
+    one = replace(asked("trained", text(100)), adapter_id="full")
+    first = answer(worker, one)
+    assert not worker._sampler._of_models
+    again = answer(worker, one)
+    assert (first.prompt_cache_hit_tokens, again.prompt_cache_hit_tokens) == (0, 96)
+    assert first.guesses is not None
+    assert_same(again, first)
+
+
+@pytest.mark.parametrize("draft_id", DRAFTS)
+def test_prompts_in_chunks_beside_others_go_on_from_what_is_known(
+    worker: Worker, target: Target, draft_id: str
+) -> None:
+    chunked = Worker(replace(worker._config, prefill_chunk_tokens=16))
+    load_drafts(chunked, target)
+    other = replace(asked(draft_id, text(5, 7), max_tokens=150, seed=3), job_id="other")
+    found = []
+    for prompt in (text(100), np.concatenate([text(100), text(90, 1)])):
+        chunked.sample_slice(Slice((other,), (), 0))
+        found.append(run(chunked, asked(draft_id, prompt)))
+        assert_same(found[-1]["a"], answer_afresh(worker, asked(draft_id, prompt)))
+        assert_same(found[-1]["other"], answer_afresh(worker, other))
+    assert [each["a"].prompt_cache_hit_tokens for each in found] == [0, 96]
 
 
 def test_a_sample_that_began_before_its_draft_changed_leaves_nothing_to_the_new_one(

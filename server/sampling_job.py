@@ -78,6 +78,7 @@ class SamplingJob:
             streams=streams,
             owner=self.sampler.record.tenant_id,
             num_draft_tokens=request.num_draft_tokens,
+            seed_is_drawn=self.drawn_seed is not None,
         )
 
 

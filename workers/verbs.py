@@ -145,11 +145,11 @@ class SampleJob:
     """One sampling request.
 
     adapter_id: a sampler adapter (see Worker.copy_adapter, load_adapter), None = the bare base model.
-    prompt: int32 [T]. params.seed is already drawn. target_prompt_tokens: int64 [T - 1, K], -1 = nothing.
-    stop: token ids that end a sample, and strings (matched over token borders); both empty = max_tokens alone.
-    streams: whether what each slice adds is told as it comes. owner: whose it is; nobody is told by
-    prompt_cache_hit_tokens what others have sent. draft_id: a draft (see Worker.load_adapter) whose guesses are tried,
-    num_draft_tokens at a time, None = as many as it usually does.
+    prompt: int32 [T]. params.seed is already drawn; seed_is_drawn: whether nobody asked for this one.
+    target_prompt_tokens: int64 [T - 1, K], -1 = nothing. stop: token ids that end a sample, and strings (matched over
+    token borders); both empty = max_tokens alone. streams: whether what each slice adds is told as it comes. owner:
+    whose it is; nobody is told by prompt_cache_hit_tokens what others have sent. draft_id: a draft (see
+    Worker.load_adapter) whose guesses are tried, num_draft_tokens at a time, None = as many as it usually does.
     """
 
     job_id: str
@@ -169,6 +169,7 @@ class SampleJob:
     owner: str = ""
     draft_id: str | None = None
     num_draft_tokens: int | None = None
+    seed_is_drawn: bool = False
 
 
 @dataclass(frozen=True, eq=False)

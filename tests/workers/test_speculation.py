@@ -368,6 +368,27 @@ def test_guessing_ends_where_it_does_not_pay(target: Target) -> None:
     assert any(each.guesses is not None and each.guesses.passes > 8 for each in of_trained.values())
 
 
+def test_among_many_samples_guesses_pay_less(target: Target) -> None:
+    """Of those whose seed nobody asked for: the others are what they are alone. What is known of a draft goes for those
+    that come later, too."""
+    prompts = [target.rollouts[i % 12][:5] for i in range(30)]
+    jobs = [job(str(i), each, temperature=0.0, max_tokens=35) for i, each in enumerate(prompts)]
+    wanted = run(target.worker, *jobs)
+
+    def passes(*some: SampleJob) -> list[int]:
+        found = run(target.worker, *some)
+        assert_alike(found, {job_id: wanted[job_id] for job_id in found})
+        return [each.guesses.passes for each in found.values() if each.guesses is not None]
+
+    asked_for = guessed(jobs, "trained", 1)
+    drawn = [replace(each, seed_is_drawn=True) for each in asked_for]
+    assert max(passes(*drawn)) <= 2
+    assert max(passes(*asked_for)) > 8 and max(passes(drawn[0])) > 8
+    random = [replace(each, seed_is_drawn=True) for each in guessed(jobs, "random", 2)]
+    assert max(passes(*random[:8])) <= 2 and passes(random[8]) == [1]
+    assert passes(*guessed(jobs, "random", 2)[:8]) == [8] * 8
+
+
 def test_more_drafts_than_the_device_holds_take_turns(target: Target, tmp_path: Path) -> None:
     """One leaves in the middle of a prompt that it was told of: its sample goes on without, and nobody else fails."""
     worker = Worker(replace(target.worker._config, full_slots=2, prefill_chunk_tokens=16))

@@ -375,7 +375,7 @@ class NativeSampler:
         row, num = part.row, verified.num_accepted
         self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
         row.guessed.add(part.length - 1, num)
-        row.goes_alone = not self._speculation.pays(row)
+        row.goes_alone = not self._speculation.pays(row, self._schedule.num_sampled)
         return Taken(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])
 
     def _append_several(self, taken: Sequence[Taken]) -> None:

@@ -68,6 +68,11 @@ class Schedule:
         """Those of which several tokens are tried at a time."""
         return list(self._guessed_rows)
 
+    @property
+    def num_sampled(self) -> int:
+        """Rows of which tokens are drawn, one at a time or several."""
+        return len(self._decoding_rows) + len(self._guessed_rows)
+
     def is_to_come(self, row: Row) -> bool:
         """Whether it waits or has its sequence run."""
         return row.stop_reason is None and row not in self._decoding_rows and row not in self._guessed_rows

@@ -6,6 +6,7 @@ https://arxiv.org/abs/2211.17192: what comes out is distributed as without.
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -21,17 +22,17 @@ from ..model import BaseModel
 from ..models import Models
 from .choice import Choice, Settings, chances, invert_cdf
 from .draft_caches import DraftCaches
-from .jobs import Row
+from .jobs import Guessed, Row
 from .noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
 from .prefixes import Stretch, length_of
 from .table import Table
 from .together import Together, Verified
 
-# Of a row, before it is seen whether guessing pays.
-_PASSES_TO_JUDGE_BY = 8
+# Before it is seen whether guessing pays; and of a draft, before how it fared begins anew.
+_PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 1024
 
-# Of one more token in a pass, in passes of one token: less than that where weights are what a pass reads for long.
-_COST_TO_CHECK = 0.1
+# Tokens for which a pass computes as long as it reads weights, about, by the device's type.
+_TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +71,7 @@ class Speculation:
         self._head, self._caches = head, caches
         self._served: Collection[str] = ()
         self._states: dict[Row, _State] = {}
+        self._fared: WeakKeyDictionary[DraftModel, Guessed] = WeakKeyDictionary()
 
     def serve(self, draft_ids: Collection[str]) -> None:
         """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
@@ -83,15 +85,25 @@ class Speculation:
         """Whether a draft is to guess it, which is there."""
         return row.job.request.draft_id in self._served and may_be_guessed(row)
 
-    def pays(self, row: Row) -> bool:
-        """Whether its guesses are right often enough. By its own alone, and not by time: a seed gives the same tokens
-        however fast the machine is."""
-        guessed = row.guessed
-        if guessed.num_passes % _PASSES_TO_JUDGE_BY:
+    def pays(self, row: Row, num_sampled: int) -> bool:
+        """Whether guesses are right often enough for what it takes to check them. num_sampled: rows of a pass; the more
+        there are, the less it has to spare.
+
+        Of a row whose client gave the seed by its own guesses alone, as if it were sampled alone: a seed gives the same
+        tokens whatever else is sampled, and however fast the machine is.
+        """
+        draft, guessed = self._draft(row), row.guessed
+        if row.job.request.seed_is_drawn:
+            guessed = guessed if guessed.num_passes >= _PASSES_TO_JUDGE_BY else self._fared_so_far(draft)
+            is_seen = guessed.num_passes >= _PASSES_TO_JUDGE_BY
+        else:
+            num_sampled, is_seen = 1, guessed.num_passes % _PASSES_TO_JUDGE_BY == 0
+        if not is_seen:
             return True
-        draft, num = self._states[row].draft, guessed.num_guesses / guessed.num_passes
+        num = guessed.num_guesses / guessed.num_passes
         of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters
-        return guessed.acceptance_length >= 1 + of_draft + num * _COST_TO_CHECK
+        to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
+        return guessed.acceptance_length >= 1 + of_draft + num * to_check
 
     def num_guesses(self, row: Row) -> int:
         """At a time, of a row that is wanted; fewer at its end."""
@@ -200,6 +212,7 @@ class Speculation:
         state = self._states.get(row)
         if state is not None:
             state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
+            self._fared_so_far(state.draft).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, row: Row) -> Tensor:
         """int64, ascending: the tokens that its draft can say."""
@@ -223,6 +236,12 @@ class Speculation:
         """Tokens of it that its draft has in its cache when it guesses behind so many of its own."""
         num = self.num_next(row, count)
         return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
+
+    def _fared_so_far(self, draft: DraftModel) -> Guessed:
+        """All its guesses of late."""
+        if draft not in self._fared or self._fared[draft].num_passes >= _PASSES_TO_REMEMBER:
+            self._fared[draft] = Guessed()
+        return self._fared[draft]
 
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id

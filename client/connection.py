@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 import random
+import re
 import ssl
 import threading
 import time
@@ -33,7 +34,7 @@ LONG_POLLS = 256  # connections that wait for results; further results wait thei
 FAST_ANSWER_SECONDS = 0.5
 _TIMEOUT_SECONDS, _CONNECT_SECONDS = 60.0, 10.0
 SILENT_SECONDS = 1.0  # a request that fails for longer says that it is being tried again
-QUIET_SECONDS = 60.0  # between two lines about results that are waited for, however many these are
+QUIET_SECONDS = 60.0  # before a reason to wait is told again, however many results wait
 
 log = logging.getLogger("trainhouse")
 
@@ -52,7 +53,7 @@ class Connection:
             follow_redirects=True,
         )
         self._polls = asyncio.Semaphore(LONG_POLLS)
-        self._quiet_until = 0.0
+        self._told_at: dict[str, float] = {}  # by reason
         self._closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="trainhouse-client", daemon=True)
@@ -166,9 +167,10 @@ class Connection:
                 await asyncio.sleep(FAST_ANSWER_SECONDS)
 
     def _tell_wait(self, request_id: str, reason: str) -> None:
-        now = time.monotonic()
-        if now >= self._quiet_until:
-            self._quiet_until = now + QUIET_SECONDS
+        """Reasons that differ in their numbers are one."""
+        now, kind = time.monotonic(), re.sub(r"\d+", "", reason)
+        if now >= self._told_at.get(kind, -QUIET_SECONDS) + QUIET_SECONDS:
+            self._told_at[kind] = now
             log.warning("%s waits: %s", request_id, reason)
 
     async def once(self, path: str, body: Wire, timeout_seconds: float) -> None:

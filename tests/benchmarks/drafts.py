@@ -41,6 +41,7 @@ DRAFTS: dict[Algorithm, DraftConfig] = {
 KIB_PER_TOKEN = {"eagle3": 45, "dflash": 10}
 KIB_PER_GUESS = 12
 ROOMS_OF_LOGITS = 10
+LAYOUT_TRIES = 2
 
 
 def drafts(_: Path, scratch: Path, pool: str, rounds: int) -> Section:
@@ -146,21 +147,23 @@ def _by_layout(model: Path, scratch: Path) -> tuple[list[Row], list[Line]]:
     whole, halves = (LONGEST,), (LONGEST // 2,) * 2
     of_one = {lengths: _of_layout(model, scratch, "single", lengths) for lengths in (whole, halves)}
     table = [_row(f"one rank, {_named(lengths)}", LONGEST, cost) for lengths, cost in of_one.items()]
-    # Of as many tokens, and what the allocator takes beside them is more in one process than in another.
-    peak = max(cost.growth for cost in of_one.values())
     lines = []
-    for layout, lengths, share in (("sp=2", whole, 0.65), ("tp=2", halves, 0.65), ("tp=2", whole, 1.1)):
+    for layout, lengths, share in (("sp=2", whole, 0.65), ("tp=2", halves, 0.65), ("tp=2", whole, 1.25)):
         name, cost = f"{layout}, {_named(lengths)}", _of_layout(model, scratch, layout, lengths)
         table.append(_row(name, LONGEST, cost))
-        lines.append(Line(f"{name}, times one rank's peak", cost.growth / peak, "at most", share))
+        lines.append(Line(f"{name}, times one rank's peak", cost.growth / of_one[lengths].growth, "at most", share))
     return table, lines
 
 
 def _of_layout(model: Path, scratch: Path, layout: str, lengths: tuple[int, ...]) -> Cost:
-    """In one micro-batch, a thread for each rank."""
-    knobs = {"threads": 1, "micro_batch_tokens": LONGEST}
-    with student(model, scratch, DRAFTS["eagle3"], ParallelSpec.parse(layout), **knobs) as one:
-        return one.cost(lesson("eagle3", *lengths, ttt_length=TTT_LENGTH))
+    """In one micro-batch, a thread for each rank. The one that takes most of several: some allocators are lucky."""
+
+    def once() -> Cost:
+        knobs = {"threads": 1, "micro_batch_tokens": LONGEST}
+        with student(model, scratch, DRAFTS["eagle3"], ParallelSpec.parse(layout), **knobs) as one:
+            return one.cost(lesson("eagle3", *lengths, ttt_length=TTT_LENGTH))
+
+    return max((once() for _ in range(LAYOUT_TRIES)), key=lambda cost: cost.growth)
 
 
 def _alone(

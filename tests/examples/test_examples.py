@@ -102,11 +102,6 @@ class DraftRun:
         )
 
 
-# Ranks of a tensor-parallel layout train no drafts.
-of_one_rank = pytest.mark.parametrize("shared_server", ["local"], indirect=True)
-
-
-@of_one_rank
 @pytest.mark.parametrize("algorithm", ["eagle3", pytest.param("dflash", marks=pytest.mark.full)])
 def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     shared_server: LiveServer, short_text: Path, algorithm: str
@@ -131,7 +126,6 @@ def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
 
 
-@of_one_rank
 def test_a_draft_learns_of_captured_features_as_of_the_target(shared_server: LiveServer, short_text: Path) -> None:
     command = [*draft_command(shared_server, "dflash", short_text), "--steps", 3]
     online, offline = (DraftRun.told(run(*command, *more)) for more in ((), ("--captured",)))
@@ -143,7 +137,6 @@ def test_a_draft_learns_of_captured_features_as_of_the_target(shared_server: Liv
         assert features is not None and features.num_references == 0, "they went with their runs"
 
 
-@of_one_rank
 def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_server: LiveServer) -> None:
     resumed, on_the_way = None, []
     for steps, last in (((2, 4), 2), ((4, 6, 8), 6), ((7, 8, 9), 9)):

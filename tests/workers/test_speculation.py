@@ -384,8 +384,9 @@ def test_among_many_samples_guesses_pay_less(target: Target) -> None:
     drawn = [replace(each, seed_is_drawn=True) for each in asked_for]
     assert max(passes(*drawn)) <= 2
     assert max(passes(*asked_for)) > 8 and max(passes(drawn[0])) > 8
-    random = [replace(each, seed_is_drawn=True) for each in guessed(jobs, "random", 2)]
+    random = [replace(each, seed_is_drawn=True, owner="alice") for each in guessed(jobs, "random", 2)]
     assert max(passes(*random[:8])) <= 2 and passes(random[8]) == [1]
+    assert passes(replace(random[9], owner="bob")) == [8], "what others sample tells nothing"
     assert passes(*guessed(jobs, "random", 2)[:8]) == [8] * 8
 
 

@@ -28,8 +28,9 @@ from .prefixes import Stretch, length_of
 from .table import Table
 from .together import Together, Verified
 
-# Before it is seen whether guessing pays; and of a draft, before how it fared begins anew.
-_PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 1024
+# Before it is seen whether guessing pays; and of a draft, before that is to be seen anew.
+_PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
+_MOST_REMEMBERED = 1000
 
 # Tokens for which a pass computes as long as it reads weights, about, by the device's type.
 _TOKENS_FOR_WEIGHTS = {"cpu": 9, "cuda": 150}
@@ -71,7 +72,7 @@ class Speculation:
         self._head, self._caches = head, caches
         self._served: Collection[str] = ()
         self._states: dict[Row, _State] = {}
-        self._fared: WeakKeyDictionary[DraftModel, Guessed] = WeakKeyDictionary()
+        self._fared: WeakKeyDictionary[DraftModel, dict[int, Guessed]] = WeakKeyDictionary()
 
     def serve(self, draft_ids: Collection[str]) -> None:
         """From now on these guess, which are on the device. Rows of others would miss what the target has meanwhile,
@@ -94,7 +95,7 @@ class Speculation:
         """
         draft, guessed = self._draft(row), row.guessed
         if row.job.request.seed_is_drawn:
-            guessed = guessed if guessed.num_passes >= _PASSES_TO_JUDGE_BY else self._fared_so_far(draft)
+            guessed = guessed if guessed.num_passes >= _PASSES_TO_JUDGE_BY else self._fared_so_far(draft, row)
             is_seen = guessed.num_passes >= _PASSES_TO_JUDGE_BY
         else:
             num_sampled, is_seen = 1, guessed.num_passes % _PASSES_TO_JUDGE_BY == 0
@@ -212,7 +213,7 @@ class Speculation:
         state = self._states.get(row)
         if state is not None:
             state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self._fared_so_far(state.draft).add(part.stop - part.start - 1, num)
+            self._fared_so_far(state.draft, row).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, row: Row) -> Tensor:
         """int64, ascending: the tokens that its draft can say."""
@@ -237,11 +238,14 @@ class Speculation:
         num = self.num_next(row, count)
         return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
 
-    def _fared_so_far(self, draft: DraftModel) -> Guessed:
-        """All its guesses of late."""
-        if draft not in self._fared or self._fared[draft].num_passes >= _PASSES_TO_REMEMBER:
-            self._fared[draft] = Guessed()
-        return self._fared[draft]
+    def _fared_so_far(self, draft: DraftModel, row: Row) -> Guessed:
+        """All its guesses of late where this is sampled: of others' samples it tells nobody."""
+        fared = self._fared.setdefault(draft, {})
+        if row.namespace not in fared or fared[row.namespace].num_passes >= _PASSES_TO_REMEMBER:
+            if len(fared) > _MOST_REMEMBERED:
+                fared.clear()
+            fared[row.namespace] = Guessed()
+        return fared[row.namespace]
 
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id

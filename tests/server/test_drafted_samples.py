@@ -30,7 +30,7 @@ pytestmark = pytest.mark.anyio
 
 OTHER = "tiny/other"
 NUM_TOKENS = 40
-GREEDY = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "stop": []}
+GREEDY = {"max_tokens": NUM_TOKENS, "temperature": 0.0, "stop": [], "seed": 1}
 REQUEST = SampleRequest(prompt=ModelInput.from_ints([5]))
 PROMPTS = [[5, 6, 7], [9], list(range(20, 60))]
 

@@ -51,7 +51,8 @@ def loaded_by(description: dict[str, Any], directory: Path) -> str:
 def _with_draft(base: str, place: Path, algorithm: str, block_size: int | None) -> str:
     tokens = 3 if block_size is None else block_size - 1
     config = {"method": algorithm, "model": str(place), "num_speculative_tokens": tokens}
-    return f"vllm serve {base} --speculative-config {shlex.quote(json.dumps(config))}"
+    options = shlex.quote(json.dumps(config))
+    return f"vllm serve MODEL --speculative-config {options}, MODEL being where {base} comes from"
 
 
 if __name__ == "__main__":

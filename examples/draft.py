@@ -1,6 +1,6 @@
 """Training a draft model, which guesses what its target will say: its held-out acceptance length, and checkpoints.
 
-python examples/draft.py --base-url http://127.0.0.1:8000 --model SmolLM2-135M-Instruct --algorithm eagle3 --rollouts 1
+.venv/bin/python examples/draft.py --base-url http://127.0.0.1:8000 --algorithm eagle3 --rollouts 1
 Continue a run: the same arguments, and --resume tinker://.../weights/step-20-acceptance-2.4137
 
 What it takes to go on, and to know the best of all checkpoints, is in their names: the step, and the acceptance length.

@@ -1,6 +1,6 @@
 """The official Tinker SDK, unmodified, against this server: pip install tinker==0.38.0
 
-python examples/official_sdk.py http://127.0.0.1:8000 MODEL
+.venv/bin/python examples/official_sdk.py http://127.0.0.1:8000 MODEL
 TINKER_API_KEY is the key, where made-up ones do not work.
 """
 

@@ -1,6 +1,6 @@
 """PPO with a policy, a critic and a reference on one server. The toy reward is the share of even token ids.
 
-python examples/ppo.py --base-url http://127.0.0.1:8000 --model NAME
+.venv/bin/python examples/ppo.py --base-url http://127.0.0.1:8000 --model NAME
 
 Each iteration samples, scores what was sampled by reference and critic, and goes over it `--epochs` times in
 mini-batches, the last of which may be smaller: one optimizer step of policy and critic for each.

@@ -1,6 +1,6 @@
 """A remote RL loop: sample, reward, policy-gradient step. The toy reward is the share of even token ids.
 
-python examples/rl_loop.py --base-url http://127.0.0.1:8000 --model NAME [--loss ppo]
+.venv/bin/python examples/rl_loop.py --base-url http://127.0.0.1:8000 --model NAME [--loss ppo]
 """
 
 import argparse

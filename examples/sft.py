@@ -1,6 +1,6 @@
 """Supervised fine-tuning on question/answer pairs, with a learning-rate schedule, held-out loss and checkpoints.
 
-python examples/sft.py --base-url http://127.0.0.1:8000 --model SmolLM2-135M-Instruct
+.venv/bin/python examples/sft.py --base-url http://127.0.0.1:8000 --model SmolLM2-135M-Instruct
 Continue a run: add --resume tinker://.../weights/step-20
 """
 

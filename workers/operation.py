@@ -74,7 +74,8 @@ def read_operation(
     share = share or Share(range(len(request.data)), len(request.data))
     if request.loss_fn not in losses:
         if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
-            raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: one of {_listed(losses)}")
+            takes = _listed(losses)
+            raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: this one takes {takes}")
         raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}")
     if not share.num_data:
         raise OperationError("the batch is empty: send at least one datum")
@@ -282,8 +283,10 @@ def _num_counted(counts: np.ndarray) -> int:
 
 
 def _inputs(loss: Loss) -> str:
-    optional = f" and optionally {_listed(loss.optional)}" if loss.optional else ""
-    return _listed(_required(loss)) + optional
+    required, optional = _listed(_required(loss)), _listed(loss.optional)
+    if not required:
+        return f"{optional}, none of them needed"
+    return f"{required} and optionally {optional}" if optional else required
 
 
 def _allowed(config: Mapping[str, float]) -> str:

@@ -87,9 +87,9 @@ def test_what_a_role_cannot_do_is_refused_by_name(service: ServiceClient) -> Non
     reference = service.create_reference_client(base_model=MODEL)
     with pytest.raises(TrainhouseError, match="a reference is not trained: use forward"):
         reference.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="'cross_entropy' is of another kind of model: one of value_mse"):
+    with pytest.raises(TrainhouseError, match="'cross_entropy' is of another kind of model: this one takes value_mse"):
         critic.forward_backward([scored(TOKENS[0])], "cross_entropy").result(60)
-    with pytest.raises(TrainhouseError, match="'value_mse' is of another kind of model: one of cross_entropy"):
+    with pytest.raises(TrainhouseError, match="'value_mse' is of another kind of model: this one takes cross_entropy"):
         policy.forward_backward([valued(TOKENS[0])], "value_mse").result(60)
     for client in (critic, reference):
         with pytest.raises(TrainhouseError, match="draws no tokens: sample from a policy"):

@@ -153,7 +153,7 @@ async def test_features_of_another_target_are_refused_and_come_back_with_it(serv
     data = await captured(draft, some_data(1))
     await draft.do("set_target", path=await saved_policy(server, 3))
     reason = await refused(draft, data)
-    assert "datum 0: its feature_ref is of features of target" in reason and reason.endswith("capture them again")
+    assert "datum 0: its feature_ref is of features of target" in reason and "capture them again" in reason
     assert "error" not in await learned(draft, await captured(draft, some_data(1)))
     await draft.do("set_target", path=None)
     assert "error" not in await learned(draft, data)

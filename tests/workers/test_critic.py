@@ -219,10 +219,10 @@ def test_what_a_kind_does_not_take_is_refused_by_name(worker: Worker) -> None:
     data, tokens = some_values(6), some_policy_data(6)
     worker.create_run(RunSpec("reference", LoraConfig(rank=4, seed=0), "reference"))
     wrong = {
-        "loss_fn 'cross_entropy' is of another kind of model: one of value_mse": replace(
+        "loss_fn 'cross_entropy' is of another kind of model: this one takes value_mse": replace(
             of_values("critic", data), loss_fn="cross_entropy"
         ),
-        "loss_fn 'value_mse' is of another kind of model: one of cross_entropy": of_values("policy", data),
+        "loss_fn 'value_mse' is of another kind of model: this one takes cross_entropy": of_values("policy", data),
         "it reads returns and optionally weights, old_values": of_values("critic", tokens),
         "a reference is not trained": ForwardBackwardRequest("reference", 1, tokens, "cross_entropy"),
     }

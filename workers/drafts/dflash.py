@@ -336,5 +336,6 @@ def _spaced(num_layers: int, count: int) -> tuple[int, ...]:
 
 
 def _mask_token(text: PreTrainedConfig, vocab_size: int) -> int:
-    padding = getattr(text, "pad_token_id", None)
-    return padding if isinstance(padding, int) and 0 <= padding < vocab_size else vocab_size - 1
+    padding, ends = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
+    stands_in_texts = padding == ends or (isinstance(ends, list) and padding in ends)
+    return padding if isinstance(padding, int) and 0 <= padding < vocab_size and not stands_in_texts else vocab_size - 1

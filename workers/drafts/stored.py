@@ -100,7 +100,10 @@ class Stored:
         if self.address == address:
             return
         difference = kind.difference(FeatureKind.of(self._file.metadata())) or "of other tokens than its model_input"
-        raise OperationError(f"datum {number}: its feature_ref is of features {difference}: capture them again")
+        raise OperationError(
+            f"datum {number}: its feature_ref is of features {difference}: capture them again with this draft, or"
+            " set_target to a checkpoint of the weights that made them"
+        )
 
 
 def _path(directory: Path, address: str) -> Path:

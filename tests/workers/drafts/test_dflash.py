@@ -543,6 +543,13 @@ def test_without_a_padding_token_the_mask_is_the_last_one(padding: int | None) -
     assert DFlash().resolved(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == VOCABULARY - 1
 
 
+@pytest.mark.parametrize(("ends", "mask"), [(3, 4), (4, VOCABULARY - 1), ([3, 4], VOCABULARY - 1)])
+def test_the_mask_is_no_token_that_ends_texts(ends: int | list[int], mask: int) -> None:
+    target = tiny_config("qwen3", vocab_size=VOCABULARY)
+    target.pad_token_id, target.eos_token_id = 4, ends
+    assert DFlash().resolved(DraftConfig(algorithm="dflash"), target, VOCABULARY).mask_token_id == mask
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

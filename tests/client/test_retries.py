@@ -150,7 +150,7 @@ def test_of_all_results_that_are_waited_for_one_line_is_told(
         caplog.clear()
         with ServiceClient(server.url, "tml-retries") as service:
             sampler = service.create_sampling_client(base_model=MODEL)
-            params = trainhouse.SamplingParams(max_tokens=300, stop=[])
+            params = trainhouse.SamplingParams(max_tokens=100, stop=[])
             for future in [sampler.sample([5], 4, params) for _ in range(8)]:
                 future.result(120)
         return sum(" waits: " in message for message in caplog.messages)

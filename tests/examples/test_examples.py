@@ -126,6 +126,7 @@ def test_a_draft_learns_to_guess_and_goes_on_where_it_stopped(
     assert resumed.losses != pytest.approx(whole.losses[1:-1], abs=0.1), "the numbers of other steps are others"
 
 
+@pytest.mark.full
 def test_a_draft_learns_of_captured_features_as_of_the_target(shared_server: LiveServer, short_text: Path) -> None:
     command = [*draft_command(shared_server, "dflash", short_text), "--steps", 3]
     online, offline = (DraftRun.told(run(*command, *more)) for more in ((), ("--captured",)))

@@ -168,6 +168,7 @@ def test_no_more_than_two_versions_are_there_and_the_one_between_is_left_out(tin
     check(test)
 
 
+@pytest.mark.full
 def test_without_room_for_two_versions_requests_wait_for_the_end_of_the_old_ones(
     tiny_models: dict[str, Path], caplog: pytest.LogCaptureFixture
 ) -> None:

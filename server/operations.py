@@ -498,8 +498,9 @@ class Operations:
             )
             output = await self._dispatch.forward_backward(request)
             kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)
-        if kept is None:
-            raise OperationError(f"features are gone from {place.directory}, where they were: capture again", "server")
+            if kept is None:
+                what = f"features are gone from {place.directory}, where they were: capture again"
+                raise OperationError(what, "server")
         return _json(kept)
 
     async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:

@@ -219,7 +219,8 @@ class Features:
 
     @asynccontextmanager
     async def capturing(self, tenant_id: str) -> AsyncIterator[FeaturePlace]:
-        """Inside, nothing is deleted that nobody refers to yet."""
+        """Inside, nothing is deleted that nobody refers to yet, nor what nobody needs any more: it may be what a pass
+        has found there."""
         usage, directory = self._usage(tenant_id), self._of(tenant_id)
         usage.num_capturing += 1
         try:
@@ -231,6 +232,8 @@ class Features:
             raise
         finally:
             usage.num_capturing -= 1
+            if usage.let_go:
+                await self._settle(tenant_id)
             if usage.has_unknown:
                 await self._delete_unknown(tenant_id)
 
@@ -238,7 +241,7 @@ class Features:
         self, run: RunRecord, request_id: str, request: CaptureRequest, output: ForwardBackwardOutput
     ) -> CaptureResponse | None:
         """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
-        of it was there before, and has been deleted meanwhile."""
+        of it is not there, which is not the server's doing."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         most, usage = self._config.feature_ttl_seconds, self._usage(run.tenant_id)
         expires_at = self._clock() + min(most, request.ttl_seconds or most)
@@ -418,7 +421,7 @@ class Features:
     # Files
 
     async def _settle(self, tenant_id: str) -> None:
-        """Files are as references are; what is neither referred to nor held is deleted."""
+        """Files are as references are; what is neither referred to nor held is deleted, behind captures."""
         usage = self._usage(tenant_id)
         async with usage.writing:
             dropped = self._drop_unneeded(usage)
@@ -436,7 +439,7 @@ class Features:
 
     def _drop_unneeded(self, usage: _Usage) -> Sequence[str]:
         """Their addresses."""
-        if not self._is_swept:
+        if usage.num_capturing or not self._is_swept:
             return ()
         let_go, usage.let_go = usage.let_go, set()
         unneeded = [kept for kept in let_go if not (kept.references or kept.holders)]

@@ -496,10 +496,12 @@ class Operations:
             request = ForwardBackwardRequest(
                 run.run_id, seq_id, data, operation.type, forward_only=True, features=place
             )
-            while True:
-                output = await self._dispatch.forward_backward(request)
-                if (kept := await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)) is not None:
-                    return _json(kept)
+            output = await self._dispatch.forward_backward(request)
+            kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)
+            if kept is None:
+                what = f"features are gone from {place.directory}, where they were: capture again"
+                raise OperationError(what, "server")
+        return _json(kept)
 
     async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:
         """Until `held` ends, see Features. Raises OperationError where nothing can be written."""

@@ -261,7 +261,68 @@ async def test_what_is_released_is_gone_and_counted_by_reference(server: Server)
     assert (await stock(server))["num_bytes"] == 0, "what a run has captured ends with it"
 
 
+@pytest.mark.parametrize("meanwhile", ["released", "expired", "used up"])
+async def test_what_a_capture_has_found_is_there_until_its_answer(
+    server: Server, monkeypatch: pytest.MonkeyPatch, meanwhile: str
+) -> None:
+    """Though nobody else needs it any more; what nobody has captured again is deleted then."""
+    draft, other = [await create_draft(server) for _ in range(2)]
+    data = await captured(draft, some_data(1, 5), uses=1)
+    forward_backward, deleted = server.services.dispatch.forward_backward, []
+    now = server.services.features._clock()
+
+    async def ending(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await forward_backward(request)
+        if request.loss_fn != "capture":
+            return output
+        before = files(server)
+        if meanwhile == "released":
+            await server.post("release_features", {"model_id": draft.model_id})
+        elif meanwhile == "expired":
+            monkeypatch.setattr(server.services.features, "_clock", lambda: now + 1e6)
+            await server.services.features.expire()
+        else:
+            assert "error" not in await learned(draft, data) and "error" not in await draft.optim_step()
+        deleted.append(set(before) - set(files(server)))
+        assert "cannot be used" in await refused(draft, data)
+        return output
+
+    monkeypatch.setattr(server.services.dispatch, "forward_backward", ending)
+    again = await captured(other, some_data(1, 5)[:3])
+    assert deleted == [set()], "in one pass"
+    assert (await stock(server))["num_sequences"] == 3 and len(files(server)) == 6
+    assert "error" not in await learned(other, again)
+
+
 # Room
+
+
+async def test_room_that_is_made_while_others_capture_comes_behind_them(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    forward_backward, may_end = dispatch.forward_backward, asyncio.Event()
+
+    async def held_up(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await forward_backward(request)
+        await may_end.wait()
+        return output
+
+    options = {"tenant_feature_bytes": 2 * size + 100, "feature_wait_seconds": 30}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        draft, other = [await create_draft(server) for _ in range(2)]
+        await captured(draft, some_data(1))
+        monkeypatch.setattr(dispatch, "forward_backward", held_up)
+        under_way = await other.submit("capture", data=some_data(2))
+        waiting = asyncio.create_task(draft.submit("capture", data=some_data(3)))
+        await until(lambda: len(files(server)) == 6 + 3 and server.services.features.stock().num_waiting == 1)
+        await server.post("release_features", {"model_id": draft.model_id})
+        assert len(files(server)) == 6 + 3 and not waiting.done()
+        may_end.set()
+        for each in (under_way, await waiting):
+            assert "error" not in await server.result(each["request_id"])
+        assert (await stock(server))["num_sequences"] == 6
 
 
 async def test_a_capture_waits_for_room_and_is_then_put_off(
@@ -584,6 +645,22 @@ async def test_a_policy_learns_though_what_was_captured_is_gone_at_once(
     body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+
+
+async def test_a_capture_of_what_is_gone_at_once_says_so(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft, forward_backward = await create_draft(server), server.services.dispatch.forward_backward
+
+    async def cleaned_behind(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await forward_backward(request)
+        next(tenant_directory(server).iterdir()).unlink()
+        return output
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.services.dispatch, "forward_backward", cleaned_behind)
+        failed = await draft.do("capture", data=some_data(1))
+    assert failed["category"] == "server" and f"are gone from {tenant_directory(server)}" in failed["error"]
+    assert (await stock(server))["num_sequences"] == 0 and files(server) == [], "nobody knows the others"
+    assert len(await captured(draft, some_data(1))) == 3
 
 
 async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:

@@ -1,6 +1,6 @@
 """Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -165,6 +165,21 @@ class Guessing:
 
 def _halo(draft: DraftModel, task: Task) -> int:
     return 0 if task.captures_to is not None else draft.halo(task.operation.config)
+
+
+def rows_stored(begun: Sequence[Task | Failure]) -> dict[int, frozenset[int]]:
+    """By part, of those of drafts: the rows whose features this rank has found."""
+    tasks = ((number, each) for number, each in enumerate(begun) if isinstance(each, Task))
+    return {number: frozenset(task.stored) for number, task in tasks if task.stored}
+
+
+def keep_stored_of_all(begun: Sequence[Task | Failure], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
+    """What another rank of the same sequences has not found this one forgets: the target runs over it on all of them.
+    of_ranks: what each says (rows_stored)."""
+    for number, task in enumerate(begun):
+        if isinstance(task, Task) and task.stored:
+            of_all = frozenset.intersection(*(rows.get(number, frozenset()) for rows in of_ranks))
+            task.stored = {row: features for row, features in task.stored.items() if row in of_all}
 
 
 def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:

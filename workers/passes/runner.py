@@ -31,7 +31,7 @@ from ..parallel.rows import TokenShare, overlap
 from ..scoring import Heads, Scored, scored, scored_with_gradient
 from ..verbs import Failure, Part
 from .capturing import CapturingBeside, take_versions
-from .guessing import Guessing, Needed
+from .guessing import Guessing, Needed, keep_stored_of_all, rows_stored
 from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
 from .rounds import rounds
 from .trouble import Trouble, out_of_memory_message, trouble_of
@@ -44,12 +44,13 @@ RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
 @dataclass(frozen=True)
 class Outlook:
     """What a rank says before a round to those that it cannot go on without. failures: by part. versions: by run, see
-    CapturingBeside."""
+    CapturingBeside. stored: see rows_stored."""
 
     failures: list[Failure | None]
     num_micro_batches: int
     needed: Needed
     versions: Mapping[str, str]
+    stored: Mapping[int, frozenset[int]]
 
 
 class PassRunner:
@@ -158,9 +159,11 @@ class PassRunner:
             self._refuse_diverged([task for task in tasks if not task.computed], by_run)
             usable = [task for task in tasks if not task.computed]
             failures, versions = [_failure_of(each) for each in begun], self._capturing.versions(usable)
-            own = Outlook(failures, self._num_micro_batches(usable), _needed(usable), versions)
+            num_micro_batches = self._num_micro_batches(usable)
+            own = Outlook(failures, num_micro_batches, _needed(usable), versions, rows_stored(begun))
             told = self._mesh.exchange(own)
             _take_failures([each.failures for each in told], begun)
+            keep_stored_of_all(begun, [told[rank].stored for rank in self._mesh.along("sp", "tp").ranks])
             usable = [task for task in usable if not task.computed]
             if usable:
                 most = max(each.num_micro_batches for each in told)

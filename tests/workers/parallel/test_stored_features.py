@@ -15,6 +15,7 @@ from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Share, Step
 from .case import Case
 from .test_drafts import SHAPES, guessed
 from .training import ADAM, Layout, close, layout
+from .watched_worker import WATCHED
 
 LENGTHS = (9, 30, 4, 17, 11, 11)
 # Ranks with data of their own, and such as share out tokens.
@@ -58,6 +59,10 @@ def with_addresses(
     return replace(request, data=tuple(data), features=FeaturePlace(str(directory)))
 
 
+def refs_of(request: ForwardBackwardRequest) -> list[str | None]:
+    return [datum.feature_ref for datum in request.data]
+
+
 def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
     """What a pass tells, and the norm of its gradient; a step of no length leaves the draft as it is."""
     (output,) = where.run_pass(request)
@@ -97,6 +102,41 @@ def test_features_of_any_rank_are_those_of_all(
         assert not close(wanted, [1.001 * each for each in wanted])
         if case.spec == "fsdp=2":
             assert num_exchanged(many, offline) == num_exchanged(many, online) - 2, "the two layers are not gathered"
+
+
+SHARED = [
+    Case("tp=2"),
+    *(
+        pytest.param(case, marks=pytest.mark.full)
+        for case in (
+            *(Case(spec) for spec in ("sp=2", "sp=2,tp=2", "fsdp=2,tp=2")),
+            Case("fsdp=2,tp=2", draft="sp=2,tp=2"),
+        )
+    ),
+]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=str)
+def test_what_one_of_the_ranks_of_a_sequence_does_not_find_all_of_them_run(
+    case: Case, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Files may be deleted between two ranks' looks at them, and directories look different from other machines."""
+    model, online = case.model(tiny_models, tmp_path), guessed("eagle3", 1, *LENGTHS)
+    everything, last = range(len(LENGTHS)), case.parallel.num_ranks - 1
+    with layout(model, case.parallel, tmp_path, WATCHED, **case.knobs) as where:
+        created(where, "eagle3")
+        offline = referring(where, online, tmp_path / "features")
+        wanted = learned(where, offline)
+        for missed in ({0: everything}, {last: everything}, {0: (1, 2), last: (0, 2)}):
+            where.call("miss_features", missed)
+            where.call("num_micro_batches")
+            assert close(learned(where, offline), wanted)
+            assert where.call("num_micro_batches") > 0, "by all of them"
+            assert refs_of(referring(where, online, tmp_path / "features")) == refs_of(offline), "captured again"
+        where.call("miss_features", {})
+        where.call("num_micro_batches")
+        assert learned(where, offline) == wanted and where.call("num_micro_batches") == 0
+        assert not close(wanted, [1.001 * each for each in wanted])
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

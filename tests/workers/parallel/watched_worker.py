@@ -1,7 +1,7 @@
 """A worker that counts its micro-batches, and does on demand what ranks of a layout must not."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
@@ -11,8 +11,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
+from trainhouse.schemas.training import FeaturePlace, ForwardBackwardRequest
 from trainhouse.workers import optim, rank_memory
 from trainhouse.workers.checkpoint import Learned, tensor_files
+from trainhouse.workers.drafts.stored import Stored
 from trainhouse.workers.lora import Adapter, adapters
 from trainhouse.workers.optim import add_up
 from trainhouse.workers.pages import Page
@@ -142,6 +144,17 @@ class WatchedWorker(Worker):
         """Begins one where no rank has memory for what it would write."""
         with mock.patch.object(Learned, "with_window", side_effect=ERRORS["out of memory"]):
             self.begin_snapshot(1, run_id, directory)
+
+    def miss_features(self, rows: Mapping[int, Sequence[int]]) -> None:
+        """From now on ranks do not find what is stored of these rows of theirs, by rank."""
+        guessing = self._passes._guessing
+        vars(guessing).pop("stored", None)
+        find, missed = guessing.stored, rows.get(self._mesh.rank, ())
+
+        def others(request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
+            return {row: each for row, each in find(request, place, numbers).items() if row not in missed}
+
+        guessing.stored = others
 
     def cut_micro_batches(self, most_tokens: int) -> None:
         """From now on none has more tokens, unless a single sequence has."""

@@ -45,6 +45,7 @@ from .checkpoints import Checkpoints, full_path
 from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
 from .futures import Result
+from .history import Outcome
 from .journal import Journal
 from .journaled import Request, decode_entry
 from .loaded import Loaded, Part
@@ -103,6 +104,16 @@ async def read_operation(journal: Journal, place: Place) -> Operation:
             return request
 
 
+async def read_again(journal: Journal, place: Place, outcome: Outcome | None) -> Operation:
+    """As it is to be done once more. outcome: of the time before, None where nobody knows it. Raises as
+    `read_operation`."""
+    operation = await read_operation(journal, place)
+    if isinstance(operation, ForwardBackwardRequest) and outcome is Outcome.DONE:
+        # What it captured was answered for, and is there or gone. One that failed is to fail once more.
+        return replace(operation, capture_for=None)
+    return operation
+
+
 def kind_of(operation: Operation) -> str:
     match operation:
         case CreateRun():
@@ -153,11 +164,6 @@ def is_chained(operation: Operation) -> bool:
     if isinstance(operation, ForwardBackwardRequest):
         return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
     return isinstance(operation, OptimStepRequest)
-
-
-def without_capture(operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
-    """Of one that was answered: what it captured was answered for, and is there or gone."""
-    return replace(operation, capture_for=None)
 
 
 class Operations:
@@ -212,14 +218,13 @@ class Operations:
                 return await self._capture(run, operation, seq_id)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
-        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
+        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now.
+        operation: see `read_again`."""
         match operation:
             case LoadWeights(path=path):
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
             case SetTargetRequest(path=path):
                 await self._move_target(run, path, seq_id, self._known, again=True)
-            case ForwardBackwardRequest():
-                await self.perform(run, without_capture(operation), seq_id)
             case _:
                 await self.perform(run, operation, seq_id)
 

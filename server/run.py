@@ -27,7 +27,7 @@ from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
 from .journal import Header
-from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of, without_capture
+from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of
 from .quotas import Admission, Standing
 from .resuming import Inherited, Resuming, Undone
 from .run_services import RunServices
@@ -347,8 +347,6 @@ class Run:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
-        if isinstance(slot.content, ForwardBackwardRequest) and undone.earlier.outcome is not None:
-            slot.content = without_capture(slot.content)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
             slot.admission = self._room_again(undone.earlier.feature_bytes)

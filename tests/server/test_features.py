@@ -658,21 +658,53 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
         assert (await stock(server))["num_references"] == 0 and files(server) == []
 
 
+@contextmanager
+def unanswered(server: Server, request_id: str) -> Iterator[None]:
+    """Inside, the operation is done, and its answer is not written."""
+    futures, resolve = server.services.futures, server.services.futures.resolve
+    futures.resolve = lambda future, result: None if future.request_id == request_id else resolve(future, result)
+    yield
+    futures.resolve = resolve
+
+
 async def test_what_was_captured_and_answered_for_is_not_captured_again(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     """By a pass that is done again, since one before it was not answered."""
+    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
-        futures, resolve = server.services.futures, server.services.futures.resolve
-        unanswered = f"{policy.model_id}:1"
-        futures.resolve = lambda future, result: None if future.request_id == unanswered else resolve(future, result)
-        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
-        await policy.submit("forward_backward", **asked)
-        output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
+        with unanswered(server, first := f"{policy.model_id}:1"):
+            await policy.submit("forward_backward", **asked)
+            output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
         await server.post("release_features", {"model_id": draft.model_id, "feature_refs": output["feature_refs"]})
     async with running_server(config, dispatch) as server:
         policy.server = server
-        assert "error" not in await server.result(unanswered)
-        assert "error" not in await policy.optim_step()
+        assert "error" not in await server.result(first)
+        assert (await policy.optim_step())["metrics"]["num_tokens"] == 2 * 3 * LENGTH
         assert (await stock(server))["num_references"] == 0 and files(server) == []
+
+
+async def test_what_could_not_be_captured_for_fails_again(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+    """Its answer stays, and its gradients are in no step."""
+    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        run = server.services.runs._runs[policy.model_id]
+        run._may_begin = lambda slot: False
+        with unanswered(server, first := f"{policy.model_id}:1"):
+            await policy.submit("forward_backward", **asked)
+            second = await policy.submit("forward_backward", **asked, capture_for=draft.model_id)
+            await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+            await until(lambda: not server.services.runs._ending)
+            del run._may_begin
+            run._one_ended.set()
+            failed = await server.result(second["request_id"])
+        assert f"draft {draft.model_id}, to be captured for, has ended" in failed["error"]
+    async with running_server(config, dispatch) as server:
+        policy.server = server
+        assert "error" not in await server.result(first)
+        assert await server.result(second["request_id"]) == failed
+        assert "forward_backward with seq_id 2 failed" in (await policy.optim_step())["error"]
+        assert "error" not in await policy.do("forward_backward", **asked)
+        assert (await policy.optim_step())["metrics"]["num_tokens"] == 3 * LENGTH

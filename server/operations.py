@@ -328,10 +328,12 @@ class Operations:
                 return replace(output, feature_refs=(None,) * len(operation.data))
             output = await self._dispatch.forward_backward(replace(operation, features=place))
             kept = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
-            once = CaptureRequest.model_construct(uses=1, ttl_seconds=None)
-            found = await self._features.keep(
-                draft, f"{run.run_id}:{operation.seq_id}", once, replace(output, loss_fn_outputs=kept)
-            )
+            request_id = f"{run.run_id}:{operation.seq_id}"
+            try:
+                found = await self._features.keep(draft, request_id, replace(output, loss_fn_outputs=kept), uses=1)
+            except OSError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
+                found = None
         if found is not None and not self._sessions.is_open(draft.session_id):  # its end may have come before these
             await self._features.release(draft, found.feature_refs)
             found = None
@@ -503,7 +505,9 @@ class Operations:
             )
             while True:
                 output = await self._dispatch.forward_backward(request)
-                if (kept := await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)) is not None:
+                uses, seconds = operation.uses, operation.ttl_seconds
+                kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", output, uses, seconds)
+                if kept is not None:
                     return _json(kept)
 
     async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:

@@ -433,15 +433,15 @@ class Run:
             result = await self._perform(seq_id, operation, window, strikes)
         except OperationError as error:
             past.outcome = _outcome(error)
-            self._fail(seq_id, slot, window, error.message, error.category)
+            await self._fail(seq_id, slot, window, error.message, error.category)
         except RequestError as error:
             past.outcome = Outcome.FAILED
-            self._fail(seq_id, slot, window, error.message, "user")
+            await self._fail(seq_id, slot, window, error.message, "user")
         except Exception:
             logger.exception("%s failed", self.request_id(seq_id))
             past.outcome = Outcome.BROKE
             message = f"internal error in {past.kind} {self.request_id(seq_id)}: the server's log has it"
-            self._fail(seq_id, slot, window, message, "server")
+            await self._fail(seq_id, slot, window, message, "server")
         else:
             past.outcome = Outcome.DONE
             self._outage = None
@@ -564,12 +564,15 @@ class Run:
         strike = await self._services.journal.append(self._header(STRIKE, seq_id))
         self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
 
-    def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
+    async def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
         operation = slot.content
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
         if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
             window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
+        elif isinstance(operation, ForwardBackwardRequest):
+            # No step comes behind it that would.
+            await self._services.features.let_go(self.record, seq_id)
         if slot.future is not None:
             self._services.futures.fail(slot.future, message, category)
 

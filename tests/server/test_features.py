@@ -4,6 +4,7 @@ The workers are real ones: what is answered with stored features is what the tar
 """
 
 import asyncio
+import errno
 import resource
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.server import features as server_features
 from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -455,6 +457,25 @@ async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, d
         assert "error" not in await learned(draft, data)
 
 
+async def test_what_only_looks_at_features_lets_go_of_them_however_it_fails(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = await create_draft(server)
+    data = await captured(draft, some_data(1))
+
+    async def broken(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        raise RuntimeError(f"{request.loss_fn} is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.services.dispatch, "forward_backward", broken)
+        assert "internal error" in (await learned(draft, data, "forward"))["error"]
+        assert (await stock(server))["num_held"] == 0
+        assert "internal error" in (await learned(draft, data))["error"]
+        assert (await stock(server))["num_held"] == 3, "until the step that clears"
+    assert "error" in await draft.optim_step()
+    assert (await stock(server))["num_held"] == 0
+
+
 async def test_files_that_nobody_knows_are_looked_for_behind_what_fails_and_now_and_then(server: Server) -> None:
     """Not beside steps and captures, which look at their own alone."""
     draft = await create_draft(server)
@@ -584,6 +605,24 @@ async def test_a_policy_learns_though_what_was_captured_is_gone_at_once(
     body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+
+
+async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+
+    def stale(*_: object) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(server_features, "_are_there", stale)
+    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+    assert f"run {policy.model_id} captures nothing for {draft.model_id}: [Errno" in caplog.text
+    monkeypatch.undo()
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert None not in output["feature_refs"]
 
 
 async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:

@@ -101,6 +101,10 @@ class _Budget:
         return f"the limit of {self.limit} (the server's --{self.knob.replace('_', '-')})"
 
 
+class NoRoom(RequestError):
+    """For what is to be captured."""
+
+
 class Features:
     """clock: seconds since 1970."""
 
@@ -154,10 +158,10 @@ class Features:
 
     async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
         """Room for a capture, which may have to wait for it; what is returned gives it back, once it is done. Raises
-        RequestError: 413 for more than there can ever be, 429 where there is none in time."""
+        NoRoom: 413 for more than there can ever be, 429 where there is none in time."""
         for budget in self._budgets(tenant_id):
             if num_bytes > budget.limit:
-                raise RequestError(
+                raise NoRoom(
                     f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
                     413,
                 )
@@ -177,7 +181,7 @@ class Features:
         return release
 
     async def _wait_for_room(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
-        """Raises RequestError 429."""
+        """Raises NoRoom 429."""
         until = time.monotonic() + self._config.feature_wait_seconds
         self._num_waiting += 1
         try:
@@ -189,7 +193,7 @@ class Features:
                 seconds = min(until, time.monotonic() + _RETRY_SECONDS) - time.monotonic()
                 if seconds <= 0:
                     self._num_put_off += 1
-                    raise RequestError(reason, 429, retry_after_seconds=_RETRY_SECONDS)
+                    raise NoRoom(reason, 429, retry_after_seconds=_RETRY_SECONDS)
                 try:
                     await asyncio.wait_for(self._freed.wait(), seconds)
                 except TimeoutError:

@@ -97,7 +97,7 @@ async def read_operation(journal: Journal, place: Place) -> Operation:
         case LoadWeightsRequest(path=path, optimizer=optimizer):
             return CreateRun(path, optimizer, header.target_path)
         case ForwardBackwardRequest() as request:
-            return with_drawn(request, header.drawn)
+            return replace(with_drawn(request, header.drawn), has_room=header.feature_bytes is not None)
         case SampleRequest():
             raise ValueError(f"the journal's entry at {place} is a sampling request")
         case request:
@@ -154,6 +154,11 @@ def size_of(operation: Operation, received: Received) -> Size:
     arrays = (array for datum in operation.data for array in datum.loss_fn_inputs.values())
     num_bytes = sum(array.nbytes for array in arrays) + 4 * num_tokens
     return Size(max(num_bytes, len(received.body)), num_tokens)
+
+
+def has_room(operation: Operation) -> bool:
+    """For what it captures, if it captures anything."""
+    return not isinstance(operation, ForwardBackwardRequest) or operation.has_room
 
 
 def is_chained(operation: Operation) -> bool:
@@ -313,19 +318,20 @@ class Operations:
     async def _captured_beside(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
     ) -> ForwardBackwardOutput:
-        """A pass of a policy, and references for one use by the draft: none to what could not be kept, for which the
-        policy learns no less."""
+        """A pass of a policy, and references for one use by the draft: none to what there was no room for or could not
+        be kept, for which the policy learns no less."""
         draft = await self._store.get_run(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
         self._check_live(draft)
+        if not operation.has_room:
+            return await self._uncaptured(operation)
         async with AsyncExitStack() as held:
             try:
                 place = for_draft(await self._capturing(run, held), draft)
             except OperationError as error:
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
-                output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
-                return replace(output, feature_refs=(None,) * len(operation.data))
+                return await self._uncaptured(operation)
             output = await self._dispatch.forward_backward(replace(operation, features=place))
             kept = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
             request_id = f"{run.run_id}:{operation.seq_id}"
@@ -342,6 +348,10 @@ class Operations:
         told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
         of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
         return replace(output, loss_fn_outputs=tuple(told), feature_refs=of_each)
+
+    async def _uncaptured(self, operation: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
+        return replace(output, feature_refs=(None,) * len(operation.data))
 
     def _check_live(self, draft: RunRecord) -> None:
         """Raises OperationError."""

@@ -34,7 +34,7 @@ class Earlier:
     place: Place
     refused: Refused | None = None
     outcome: Outcome | None = None
-    feature_bytes: int = 0
+    feature_bytes: int | None = 0
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
 from .journal import Header
-from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of
+from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
 from .quotas import Admission, Standing
 from .resuming import Inherited, Resuming, Undone
 from .run_services import RunServices
@@ -299,7 +299,7 @@ class Run:
             drawn=drawn,
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
             target_path=operation.target_path if isinstance(operation, CreateRun) else None,
-            feature_bytes=admission.feature_bytes,
+            feature_bytes=admission.feature_bytes if has_room(operation) else None,
         )
         self._services.features.hold(self.record, seq_id, operation)
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
@@ -349,7 +349,7 @@ class Run:
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
-            slot.admission = self._room_again(undone.earlier.feature_bytes)
+            slot.admission = self._room_again(undone.earlier.feature_bytes or 0)
         if slot.future is not None or undone.earlier.kind in KEPT:
             self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
         return slot

@@ -27,6 +27,7 @@ from .test_loaded import until
 pytestmark = pytest.mark.anyio
 
 LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
+NOT = {"capture_for": None}
 LENGTH = 12
 
 
@@ -360,6 +361,52 @@ async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
         await until(lambda: not server.services.runs.is_busy)
         limits = (await server.clients[ALICE].get("limits")).json()
         assert limits["feature_bytes"]["used"] == (await stock(server))["num_bytes"] < 2 * size
+
+
+async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 1}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        policy, twin = [await create_policy(server, 3) for _ in range(2)]
+        draft = await create_draft(server)
+        asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        for seed, number, why in ((1, 3, ""), (2, 3, "captured features of yours have"), (3, 4, "more than the limit")):
+            data = scored(some_data(seed, number))
+            output = await policy.do("forward_backward", data=data, **asked)
+            refs, wanted = output.pop("feature_refs"), await twin.do("forward_backward", data=data, **asked | NOT)
+            assert output == wanted and [ref is None for ref in refs] == [bool(why)] * number
+            assert why in caplog.text
+        assert await policy.optim_step() == await twin.optim_step(), "none of them counts as refused"
+        assert f"run {policy.model_id} captures nothing for {draft.model_id}: " in caplog.text
+        waiting = asyncio.create_task(policy.do("forward", data=scored(some_data(2)), **asked))
+        await until(lambda: server.services.features.stock().num_waiting == 1)
+        await server.post("release_features", {"model_id": draft.model_id})
+        assert None not in (await waiting)["feature_refs"], "there is room in time"
+
+
+async def test_what_was_accepted_without_room_stays_without_it(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """In the next server, though there would be room by then."""
+    async with serving(dispatch, tiny_models, tmp_path) as server:
+        size = await size_of(server, 3)
+    options = {"tenant_feature_bytes": size + 100}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        await captured(draft, some_data(1))
+        server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+        asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        accepted = await policy.submit("forward_backward", data=scored(some_data(2)), **asked)
+        await server.post("release_features", {"model_id": draft.model_id})
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+        assert (await server.result(accepted["request_id"]))["feature_refs"] == [None] * 3
+        assert (await stock(server))["num_references"] == 0 and files(server) == []
+        policy.server = server
+        output = await policy.do("forward_backward", data=scored(some_data(2)), **asked)
+        assert None not in output["feature_refs"], "the next one has room"
 
 
 async def test_room_that_a_step_makes_is_waited_for(

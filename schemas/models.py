@@ -190,7 +190,7 @@ class Limits(Wire):
 class FeatureStock(Wire):
     """What is captured for drafts. num_bytes: on the server's disk. num_sequences: that are stored, num_references: to
     them, num_held: those that an unfinished step needs. num_waiting: captures that wait for room now; num_put_off:
-    that were answered 429, since the start."""
+    for which there was none in time, since the start."""
 
     num_bytes: int
     num_sequences: int

@@ -60,7 +60,8 @@ class ForwardBackwardRequest:
     loss_weight: multiplies the loss (ours; not on the SDK's wire).
     forward_only: same outputs, no gradient.
     capture_for: a draft by its id, which is to learn from this very pass of a policy (ours; see docs/drafts.md).
-    features: of those that data refer to; the server's to say, and on no wire.
+    features: of those that data refer to; has_room: whether what it captures is kept; both the server's to say, and on
+    no wire.
     """
 
     model_id: str
@@ -72,6 +73,7 @@ class ForwardBackwardRequest:
     loss_weight: float = 1.0
     capture_for: str | None = None
     features: FeaturePlace | None = None
+    has_room: bool = True
 
     def __reduce__(self) -> tuple[object, ...]:
         """Between processes its data are columns."""

@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from urllib.parse import quote, unquote
 
-from ..schemas.drafts import CaptureRequest, CaptureResponse
+from ..schemas.drafts import CaptureResponse
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import FeatureStock, Limit, draft_of
 from ..schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
@@ -101,6 +101,10 @@ class _Budget:
         return f"the limit of {self.limit} (the server's --{self.knob.replace('_', '-')})"
 
 
+class NoRoom(RequestError):
+    """For what is to be captured."""
+
+
 class Features:
     """clock: seconds since 1970."""
 
@@ -154,10 +158,10 @@ class Features:
 
     async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
         """Room for a capture, which may have to wait for it; what is returned gives it back, once it is done. Raises
-        RequestError: 413 for more than there can ever be, 429 where there is none in time."""
+        NoRoom: 413 for more than there can ever be, 429 where there is none in time."""
         for budget in self._budgets(tenant_id):
             if num_bytes > budget.limit:
-                raise RequestError(
+                raise NoRoom(
                     f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
                     413,
                 )
@@ -177,7 +181,7 @@ class Features:
         return release
 
     async def _wait_for_room(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
-        """Raises RequestError 429."""
+        """Raises NoRoom 429."""
         until = time.monotonic() + self._config.feature_wait_seconds
         self._num_waiting += 1
         try:
@@ -189,7 +193,7 @@ class Features:
                 seconds = min(until, time.monotonic() + _RETRY_SECONDS) - time.monotonic()
                 if seconds <= 0:
                     self._num_put_off += 1
-                    raise RequestError(reason, 429, retry_after_seconds=_RETRY_SECONDS)
+                    raise NoRoom(reason, 429, retry_after_seconds=_RETRY_SECONDS)
                 try:
                     await asyncio.wait_for(self._freed.wait(), seconds)
                 except TimeoutError:
@@ -238,13 +242,18 @@ class Features:
                 await self._delete_unknown(tenant_id)
 
     async def keep(
-        self, run: RunRecord, request_id: str, request: CaptureRequest, output: ForwardBackwardOutput
+        self,
+        run: RunRecord,
+        request_id: str,
+        output: ForwardBackwardOutput,
+        uses: int | None = None,
+        ttl_seconds: float | None = None,
     ) -> CaptureResponse | None:
         """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
-        of it is not there, which is not the server's doing."""
+        of it is not there, which is not the server's doing. Raises OSError where nobody can tell."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         most, usage = self._config.feature_ttl_seconds, self._usage(run.tenant_id)
-        expires_at = self._clock() + min(most, request.ttl_seconds or most)
+        expires_at = self._clock() + min(most, ttl_seconds or most)
         addresses = Counter(address for address, _ in found)
         async with usage.writing:
             if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):
@@ -256,8 +265,8 @@ class Features:
                     kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
                     usage.num_bytes += size
                 name = f"features-{address}-{_handle(request_id)}"
-                uses = None if request.uses is None else count * request.uses
-                kept.references.setdefault(name, Reference(name, run.run_id, expires_at, uses))
+                of_all = None if uses is None else count * uses
+                kept.references.setdefault(name, Reference(name, run.run_id, expires_at, of_all))
                 usage.changed.add(kept)
         num_bytes = sum(self._kept[run.tenant_id, address].num_bytes for address in addresses)
         await self._settle(run.tenant_id)
@@ -266,10 +275,11 @@ class Features:
 
     async def release(self, run: RunRecord, names: Sequence[str] | None) -> int:
         """Of what the run has captured. Returns how many there were."""
+        wanted = None if names is None else set(names)
         found = [
             (kept, reference)
             for kept, reference in self._references()
-            if reference.run_id == run.run_id and (names is None or reference.name in names)
+            if reference.run_id == run.run_id and (wanted is None or reference.name in wanted)
         ]
         for kept, reference in found:
             self._end(kept, reference, "it was released")

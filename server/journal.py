@@ -27,7 +27,7 @@ class Header:
     kind: the request's type. run_id: of a run or a sampler. drawn: seeds that the request left open.
     refused: why the operation was not accepted; its seq_id counts as done. reader: another tenant, in whose name the
     checkpoint may be read that is to be loaded. target_path: of the checkpoint that a new draft model guesses.
-    feature_bytes: for which it was given room, of what it captures.
+    feature_bytes: for which it was given room, of what it captures; None: there was none, and it captures nothing.
     """
 
     kind: str
@@ -41,7 +41,7 @@ class Header:
     refused: str | None = None
     reader: str | None = None
     target_path: str | None = None
-    feature_bytes: int = 0
+    feature_bytes: int | None = 0
     version: int = FORMAT_VERSION
 
 

@@ -45,6 +45,7 @@ from .checkpoints import Checkpoints, full_path
 from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
 from .futures import Result
+from .history import Outcome
 from .journal import Journal
 from .journaled import Request, decode_entry
 from .loaded import Loaded, Part
@@ -96,11 +97,21 @@ async def read_operation(journal: Journal, place: Place) -> Operation:
         case LoadWeightsRequest(path=path, optimizer=optimizer):
             return CreateRun(path, optimizer, header.target_path)
         case ForwardBackwardRequest() as request:
-            return with_drawn(request, header.drawn)
+            return replace(with_drawn(request, header.drawn), has_room=header.feature_bytes is not None)
         case SampleRequest():
             raise ValueError(f"the journal's entry at {place} is a sampling request")
         case request:
             return request
+
+
+async def read_again(journal: Journal, place: Place, outcome: Outcome | None) -> Operation:
+    """As it is to be done once more. outcome: of the time before, None where nobody knows it. Raises as
+    `read_operation`."""
+    operation = await read_operation(journal, place)
+    if isinstance(operation, ForwardBackwardRequest) and outcome is Outcome.DONE:
+        # What it captured was answered for, and is there or gone. One that failed is to fail once more.
+        return replace(operation, capture_for=None)
+    return operation
 
 
 def kind_of(operation: Operation) -> str:
@@ -145,6 +156,11 @@ def size_of(operation: Operation, received: Received) -> Size:
     return Size(max(num_bytes, len(received.body)), num_tokens)
 
 
+def has_room(operation: Operation) -> bool:
+    """For what it captures, if it captures anything."""
+    return not isinstance(operation, ForwardBackwardRequest) or operation.has_room
+
+
 def is_chained(operation: Operation) -> bool:
     """Whether it can be handed to the dispatch, which keeps a run's order, before what comes before it is done.
 
@@ -153,11 +169,6 @@ def is_chained(operation: Operation) -> bool:
     if isinstance(operation, ForwardBackwardRequest):
         return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
     return isinstance(operation, OptimStepRequest)
-
-
-def without_capture(operation: ForwardBackwardRequest) -> ForwardBackwardRequest:
-    """Of one that was answered: what it captured was answered for, and is there or gone."""
-    return replace(operation, capture_for=None)
 
 
 class Operations:
@@ -212,14 +223,13 @@ class Operations:
                 return await self._capture(run, operation, seq_id)
 
     async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
-        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now."""
+        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now.
+        operation: see `read_again`."""
         match operation:
             case LoadWeights(path=path):
                 await self._load(run, operation, seq_id, partial(self._known, path), again=True)
             case SetTargetRequest(path=path):
                 await self._move_target(run, path, seq_id, self._known, again=True)
-            case ForwardBackwardRequest():
-                await self.perform(run, without_capture(operation), seq_id)
             case _:
                 await self.perform(run, operation, seq_id)
 
@@ -308,25 +318,28 @@ class Operations:
     async def _captured_beside(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
     ) -> ForwardBackwardOutput:
-        """A pass of a policy, and references for one use by the draft: none to what could not be kept, for which the
-        policy learns no less."""
+        """A pass of a policy, and references for one use by the draft: none to what there was no room for or could not
+        be kept, for which the policy learns no less."""
         draft = await self._store.get_run(draft_id)
         check_captures(run, draft, draft_id)
         assert draft is not None
         self._check_live(draft)
+        if not operation.has_room:
+            return await self._uncaptured(operation)
         async with AsyncExitStack() as held:
             try:
                 place = for_draft(await self._capturing(run, held), draft)
             except OperationError as error:
                 logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
-                output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
-                return replace(output, feature_refs=(None,) * len(operation.data))
+                return await self._uncaptured(operation)
             output = await self._dispatch.forward_backward(replace(operation, features=place))
             kept = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
-            once = CaptureRequest.model_construct(uses=1, ttl_seconds=None)
-            found = await self._features.keep(
-                draft, f"{run.run_id}:{operation.seq_id}", once, replace(output, loss_fn_outputs=kept)
-            )
+            request_id = f"{run.run_id}:{operation.seq_id}"
+            try:
+                found = await self._features.keep(draft, request_id, replace(output, loss_fn_outputs=kept), uses=1)
+            except OSError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
+                found = None
         if found is not None and not self._sessions.is_open(draft.session_id):  # its end may have come before these
             await self._features.release(draft, found.feature_refs)
             found = None
@@ -335,6 +348,10 @@ class Operations:
         told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
         of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
         return replace(output, loss_fn_outputs=tuple(told), feature_refs=of_each)
+
+    async def _uncaptured(self, operation: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
+        return replace(output, feature_refs=(None,) * len(operation.data))
 
     def _check_live(self, draft: RunRecord) -> None:
         """Raises OperationError."""
@@ -497,7 +514,8 @@ class Operations:
                 run.run_id, seq_id, data, operation.type, forward_only=True, features=place
             )
             output = await self._dispatch.forward_backward(request)
-            kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", operation, output)
+            uses, seconds = operation.uses, operation.ttl_seconds
+            kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", output, uses, seconds)
             if kept is None:
                 what = f"features are gone from {place.directory}, where they were: capture again"
                 raise OperationError(what, "server")

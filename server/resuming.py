@@ -13,7 +13,7 @@ from .features import uses_of
 from .futures import Encoding, Futures
 from .history import REFUSED, Outcome, Past
 from .journal import Header, Journal, Journaled
-from .operations import CreateRun, Operation, read_operation
+from .operations import CreateRun, Operation, read_again, read_operation
 from .run_services import RunServices
 from .run_state import RunState, Window
 from .segments import Place
@@ -34,7 +34,7 @@ class Earlier:
     place: Place
     refused: Refused | None = None
     outcome: Outcome | None = None
-    feature_bytes: int = 0
+    feature_bytes: int | None = 0
 
 
 @dataclass(frozen=True)
@@ -199,7 +199,7 @@ class Resuming:
         return contents
 
     async def _content(self, earlier: Earlier) -> Operation | Refused:
-        return earlier.refused or await read_operation(self._services.journal, earlier.place)
+        return earlier.refused or await read_again(self._services.journal, earlier.place, earlier.outcome)
 
     def _header(self, kind: str, seq_id: int) -> Header:
         record = self._record

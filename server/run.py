@@ -27,7 +27,7 @@ from .futures import Future, Result
 from .gap import Gap
 from .history import KEPT, Outcome, Past
 from .journal import Header
-from .operations import CreateRun, LoadWeights, Operation, kind_of, loads_files, size_of, without_capture
+from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
 from .quotas import Admission, Standing
 from .resuming import Inherited, Resuming, Undone
 from .run_services import RunServices
@@ -299,7 +299,7 @@ class Run:
             drawn=drawn,
             reader=operation.reader if isinstance(operation, LoadWeights) else None,
             target_path=operation.target_path if isinstance(operation, CreateRun) else None,
-            feature_bytes=admission.feature_bytes,
+            feature_bytes=admission.feature_bytes if has_room(operation) else None,
         )
         self._services.features.hold(self.record, seq_id, operation)
         slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
@@ -347,11 +347,9 @@ class Run:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
-        if isinstance(slot.content, ForwardBackwardRequest) and undone.earlier.outcome is not None:
-            slot.content = without_capture(slot.content)
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
-            slot.admission = self._room_again(undone.earlier.feature_bytes)
+            slot.admission = self._room_again(undone.earlier.feature_bytes or 0)
         if slot.future is not None or undone.earlier.kind in KEPT:
             self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
         return slot
@@ -435,15 +433,15 @@ class Run:
             result = await self._perform(seq_id, operation, window, strikes)
         except OperationError as error:
             past.outcome = _outcome(error)
-            self._fail(seq_id, slot, window, error.message, error.category)
+            await self._fail(seq_id, slot, window, error.message, error.category)
         except RequestError as error:
             past.outcome = Outcome.FAILED
-            self._fail(seq_id, slot, window, error.message, "user")
+            await self._fail(seq_id, slot, window, error.message, "user")
         except Exception:
             logger.exception("%s failed", self.request_id(seq_id))
             past.outcome = Outcome.BROKE
             message = f"internal error in {past.kind} {self.request_id(seq_id)}: the server's log has it"
-            self._fail(seq_id, slot, window, message, "server")
+            await self._fail(seq_id, slot, window, message, "server")
         else:
             past.outcome = Outcome.DONE
             self._outage = None
@@ -566,12 +564,15 @@ class Run:
         strike = await self._services.journal.append(self._header(STRIKE, seq_id))
         self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
 
-    def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
+    async def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
         operation = slot.content
         if isinstance(operation, CreateRun):
             self._unusable = f"run {self.record.run_id} could not be created: {message}"
         if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
             window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
+        elif isinstance(operation, ForwardBackwardRequest):
+            # No step comes behind it that would.
+            await self._services.features.let_go(self.record, seq_id)
         if slot.future is not None:
             self._services.futures.fail(slot.future, message, category)
 

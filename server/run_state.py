@@ -16,7 +16,7 @@ from ..schemas.errors import OperationError, RequestError
 from ..workers.verbs import WorkerLost
 from .history import History, Outcome, Past, Repeat
 from .journal import Header, Journaled
-from .operations import CreateRun, Operation, is_chained, read_operation
+from .operations import CreateRun, Operation, is_chained, read_again
 from .run_services import RunServices
 from .segments import Place
 from .slots import Refused
@@ -293,7 +293,7 @@ class RunState:
         for past, repeat in repeats:
             operation = None
             if repeat is Repeat.AGAIN:
-                operation = await read_operation(self._services.journal, past.place)
+                operation = await read_again(self._services.journal, past.place, past.outcome)
             chained = operation is not None and is_chained(operation)
             if not chained or len(under_way) >= _MOST_AT_ONCE:
                 await _all(under_way)

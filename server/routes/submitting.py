@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import logging
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
@@ -27,6 +28,7 @@ from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..auth import Tenant
 from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
+from ..features import NoRoom
 from ..futures import Result
 from ..journaled import Request as AsAsked
 from ..operations import Operation
@@ -35,6 +37,8 @@ from ..run import Run
 from ..seeds import draw_open_seeds, with_drawn
 from ..services import Services
 from ..slots import Refused
+
+logger = logging.getLogger(__name__)
 
 _FEATURE_HEADER_BYTES = 1024
 _NOT_CREATED_SECONDS = 1.0
@@ -110,32 +114,55 @@ async def run_operation(
     """All that the route of an operation of a live run does. Raises RequestError."""
     with services.quotas.admission(tenant.id) as admission:
         submit = await receive_operation(request, services, tenant, admission, kind, decode)
-        await _claim_features(services, tenant, submit, kind, admission)
-        submitted = await submit_operation(services, tenant, submit, submit.content, admission)
+        operation = await _with_room(services, tenant, submit, kind, admission)
+        submitted = await submit_operation(services, tenant, submit, operation, admission)
     return await answer(request, services, tenant, submitted)
 
 
-async def _claim_features(
+async def _with_room(
     services: Services, tenant: Tenant, submit: Submit[AnyOperation], kind: str, admission: Admission
-) -> None:
-    """Room for what is captured, if anything is; what came before has had it. Raises RequestError: one that is not to
-    be sent again counts as refused."""
-    asked = submit.content
-    if not isinstance(asked, CaptureRequest | ForwardBackwardRequest):
-        return
-    draft_id = asked.model_id if isinstance(asked, CaptureRequest) else asked.capture_for
-    if draft_id is None:
-        return
+) -> AsAsked:
+    """What is asked for, with room for what is captured, if anything is. Raises RequestError: one that is not to be
+    sent again counts as refused."""
+    asked: AsAsked = submit.content
     try:
-        run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
-        if not run.came_before(asked.seq_id):
-            of_token = await _feature_bytes(services, draft)
-            num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
-            admission.also(num_bytes, await services.features.claim(tenant.id, num_bytes))
+        if isinstance(asked, CaptureRequest):
+            await _claim_features(services, tenant, asked, asked.model_id, admission)
+        elif isinstance(asked, ForwardBackwardRequest) and asked.capture_for is not None:
+            return await _with_room_or_without(services, tenant, asked, asked.capture_for, admission)
     except RequestError as error:
         if error.status not in (429, 503):
             await _count_as_refused(services, tenant, kind, submit.received, error)
         raise
+    return asked
+
+
+async def _with_room_or_without(
+    services: Services, tenant: Tenant, asked: ForwardBackwardRequest, draft_id: str, admission: Admission
+) -> ForwardBackwardRequest:
+    """A policy's step is not to fail for its draft's sake; and room may come only behind it. Raises RequestError."""
+    try:
+        await _claim_features(services, tenant, asked, draft_id, admission)
+    except NoRoom as error:
+        logger.warning("run %s captures nothing for %s: %s", asked.model_id, draft_id, error.message)
+        return replace(asked, has_room=False)
+    return asked
+
+
+async def _claim_features(
+    services: Services,
+    tenant: Tenant,
+    asked: CaptureRequest | ForwardBackwardRequest,
+    draft_id: str,
+    admission: Admission,
+) -> None:
+    """What came before has had it. Raises RequestError."""
+    run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
+    if run.came_before(asked.seq_id):
+        return
+    of_token = await _feature_bytes(services, draft)
+    num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
+    admission.also(num_bytes, await services.features.claim(tenant.id, num_bytes))
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:

@@ -4,6 +4,7 @@ The workers are real ones: what is answered with stored features is what the tar
 """
 
 import asyncio
+import errno
 import resource
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.server import features as server_features
 from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -25,6 +27,7 @@ from .test_loaded import until
 pytestmark = pytest.mark.anyio
 
 LOSS = {"loss_fn": "eagle3", "loss_fn_config": {"ttt_length": 3}}
+NOT = {"capture_for": None}
 LENGTH = 12
 
 
@@ -421,6 +424,52 @@ async def test_what_is_captured_once_more_by_the_next_server_has_its_room(
         assert limits["feature_bytes"]["used"] == (await stock(server))["num_bytes"] < 2 * size
 
 
+async def test_a_policys_pass_waits_for_room_and_then_runs_without_capturing(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path / "a") as any_server:
+        size = await size_of(any_server, 3)
+    options = {"tenant_feature_bytes": size + 100, "feature_wait_seconds": 1}
+    async with serving(dispatch, tiny_models, tmp_path / "b", **options) as server:
+        policy, twin = [await create_policy(server, 3) for _ in range(2)]
+        draft = await create_draft(server)
+        asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        for seed, number, why in ((1, 3, ""), (2, 3, "captured features of yours have"), (3, 4, "more than the limit")):
+            data = scored(some_data(seed, number))
+            output = await policy.do("forward_backward", data=data, **asked)
+            refs, wanted = output.pop("feature_refs"), await twin.do("forward_backward", data=data, **asked | NOT)
+            assert output == wanted and [ref is None for ref in refs] == [bool(why)] * number
+            assert why in caplog.text
+        assert await policy.optim_step() == await twin.optim_step(), "none of them counts as refused"
+        assert f"run {policy.model_id} captures nothing for {draft.model_id}: " in caplog.text
+        waiting = asyncio.create_task(policy.do("forward", data=scored(some_data(2)), **asked))
+        await until(lambda: server.services.features.stock().num_waiting == 1)
+        await server.post("release_features", {"model_id": draft.model_id})
+        assert None not in (await waiting)["feature_refs"], "there is room in time"
+
+
+async def test_what_was_accepted_without_room_stays_without_it(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """In the next server, though there would be room by then."""
+    async with serving(dispatch, tiny_models, tmp_path) as server:
+        size = await size_of(server, 3)
+    options = {"tenant_feature_bytes": size + 100}
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        await captured(draft, some_data(1))
+        server.services.runs._runs[policy.model_id]._may_begin = lambda slot: False
+        asked: dict[str, Any] = {"loss_fn": "cross_entropy", "capture_for": draft.model_id}
+        accepted = await policy.submit("forward_backward", data=scored(some_data(2)), **asked)
+        await server.post("release_features", {"model_id": draft.model_id})
+    async with serving(dispatch, tiny_models, tmp_path, **options) as server:
+        assert (await server.result(accepted["request_id"]))["feature_refs"] == [None] * 3
+        assert (await stock(server))["num_references"] == 0 and files(server) == []
+        policy.server = server
+        output = await policy.do("forward_backward", data=scored(some_data(2)), **asked)
+        assert None not in output["feature_refs"], "the next one has room"
+
+
 async def test_room_that_a_step_makes_is_waited_for(
     dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -514,6 +563,25 @@ async def test_what_no_capture_has_answered_for_is_swept(config: ServerConfig, d
         assert len(files(server)) == len(named) - 3 == 6
         draft.server = server
         assert "error" not in await learned(draft, data)
+
+
+async def test_what_only_looks_at_features_lets_go_of_them_however_it_fails(
+    server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draft = await create_draft(server)
+    data = await captured(draft, some_data(1))
+
+    async def broken(request: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        raise RuntimeError(f"{request.loss_fn} is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(server.services.dispatch, "forward_backward", broken)
+        assert "internal error" in (await learned(draft, data, "forward"))["error"]
+        assert (await stock(server))["num_held"] == 0
+        assert "internal error" in (await learned(draft, data))["error"]
+        assert (await stock(server))["num_held"] == 3, "until the step that clears"
+    assert "error" in await draft.optim_step()
+    assert (await stock(server))["num_held"] == 0
 
 
 async def test_files_that_nobody_knows_are_looked_for_behind_what_fails_and_now_and_then(server: Server) -> None:
@@ -663,6 +731,24 @@ async def test_a_capture_of_what_is_gone_at_once_says_so(server: Server, monkeyp
     assert len(await captured(draft, some_data(1))) == 3
 
 
+async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
+    server: Server, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy, draft = await create_policy(server, 3), await create_draft(server)
+
+    def stale(*_: object) -> bool:
+        raise OSError(errno.ESTALE, "Stale file handle")
+
+    monkeypatch.setattr(server_features, "_are_there", stale)
+    body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()
+    assert f"run {policy.model_id} captures nothing for {draft.model_id}: [Errno" in caplog.text
+    monkeypatch.undo()
+    output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
+    assert None not in output["feature_refs"]
+
+
 async def test_what_is_no_draft_of_the_same_model_is_not_captured_for(server: Server) -> None:
     policy, other, draft = await create_policy(server, 3), await create_policy(server, 4), await create_draft(server)
     of_bob = await create_draft(server, BOB)
@@ -735,21 +821,53 @@ async def test_nothing_is_captured_for_a_draft_that_has_ended(
         assert (await stock(server))["num_references"] == 0 and files(server) == []
 
 
+@contextmanager
+def unanswered(server: Server, request_id: str) -> Iterator[None]:
+    """Inside, the operation is done, and its answer is not written."""
+    futures, resolve = server.services.futures, server.services.futures.resolve
+    futures.resolve = lambda future, result: None if future.request_id == request_id else resolve(future, result)
+    yield
+    futures.resolve = resolve
+
+
 async def test_what_was_captured_and_answered_for_is_not_captured_again(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:
     """By a pass that is done again, since one before it was not answered."""
+    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
     async with running_server(config, dispatch) as server:
         policy, draft = await create_policy(server, 3), await create_draft(server)
-        futures, resolve = server.services.futures, server.services.futures.resolve
-        unanswered = f"{policy.model_id}:1"
-        futures.resolve = lambda future, result: None if future.request_id == unanswered else resolve(future, result)
-        asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
-        await policy.submit("forward_backward", **asked)
-        output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
+        with unanswered(server, first := f"{policy.model_id}:1"):
+            await policy.submit("forward_backward", **asked)
+            output = await policy.do("forward_backward", **asked, capture_for=draft.model_id)
         await server.post("release_features", {"model_id": draft.model_id, "feature_refs": output["feature_refs"]})
     async with running_server(config, dispatch) as server:
         policy.server = server
-        assert "error" not in await server.result(unanswered)
-        assert "error" not in await policy.optim_step()
+        assert "error" not in await server.result(first)
+        assert (await policy.optim_step())["metrics"]["num_tokens"] == 2 * 3 * LENGTH
         assert (await stock(server))["num_references"] == 0 and files(server) == []
+
+
+async def test_what_could_not_be_captured_for_fails_again(config: ServerConfig, dispatch: WorkerDispatch) -> None:
+    """Its answer stays, and its gradients are in no step."""
+    asked = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
+    async with running_server(config, dispatch) as server:
+        policy, draft = await create_policy(server, 3), await create_draft(server)
+        run = server.services.runs._runs[policy.model_id]
+        run._may_begin = lambda slot: False
+        with unanswered(server, first := f"{policy.model_id}:1"):
+            await policy.submit("forward_backward", **asked)
+            second = await policy.submit("forward_backward", **asked, capture_for=draft.model_id)
+            await server.post(f"sessions/{draft.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+            await until(lambda: not server.services.runs._ending)
+            del run._may_begin
+            run._one_ended.set()
+            failed = await server.result(second["request_id"])
+        assert f"draft {draft.model_id}, to be captured for, has ended" in failed["error"]
+    async with running_server(config, dispatch) as server:
+        policy.server = server
+        assert "error" not in await server.result(first)
+        assert await server.result(second["request_id"]) == failed
+        assert "forward_backward with seq_id 2 failed" in (await policy.optim_step())["error"]
+        assert "error" not in await policy.do("forward_backward", **asked)
+        assert (await policy.optim_step())["metrics"]["num_tokens"] == 3 * LENGTH

@@ -113,7 +113,9 @@ class CapturingBeside:
         # Embeddings are not kept: a draft has those of its target.
         inside = Inside(of_layers, of_layers, told.get(LAST))
         kind = FeatureKind(task.version, _layers(place), str(self._base.dtype).removeprefix("torch."))
-        if (trouble := keep_features(directory, kind, task, part, inside)) is not None:
+        trouble = keep_features(directory, kind, task, part, inside)
+        if trouble is not None and not task.progress.has_warned:
+            task.progress.has_warned = True
             message = no_room(directory, trouble)
             logger.warning("run %s goes on without what it was to capture: %s", task.run_id, message)
 

@@ -49,7 +49,8 @@ class Progress:
 
     loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores, features: of this rank's, by
     number of the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory
-    because adapters leave the device between passes; None where there is none.
+    because adapters leave the device between passes; None where there is none. has_warned: of features that it goes on
+    without.
     """
 
     run_id: str
@@ -59,6 +60,7 @@ class Progress:
     features: dict[int, np.ndarray] = field(default_factory=dict)
     totals: Totals = field(default_factory=Totals)
     gradient: Tensor | None = None
+    has_warned: bool = False
 
     def output(self) -> ForwardBackwardOutput:
         outputs = self.shared_output().outputs

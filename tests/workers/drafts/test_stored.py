@@ -417,11 +417,15 @@ def test_what_draws_no_tokens_captures_nothing_beside(tiny_models: dict[str, Pat
     assert refused(pair.worker, asked) == "capture_for is of policies, and this is a critic: leave it out"
 
 
-def test_a_policy_goes_on_where_nothing_can_be_written(tiny_models: dict[str, Path], tmp_path: Path) -> None:
+def test_a_policy_goes_on_where_nothing_can_be_written(
+    tiny_models: dict[str, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     pair = Pair(a_worker(tiny_models["qwen3"], **SMALL), "eagle3", tmp_path)
     data = some_data(1, (9, 30, 4, 17))
     wanted, gradient = learned(pair.worker, pair.of_policy(data, beside=False), "policy")
     pair.features.rmdir()
-    output, found = learned(pair.worker, pair.of_policy(data), "policy")
-    assert output.metrics == wanted.metrics and torch.equal(found, gradient)
-    assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
+    for number in (1, 2):
+        output, found = learned(pair.worker, pair.of_policy(data), "policy")
+        assert output.metrics == wanted.metrics and torch.equal(found, gradient)
+        assert all(each.keys() == {"logprobs"} for each in output.loss_fn_outputs)
+        assert caplog.text.count("goes on without what it was to capture") == number, "once for an operation"

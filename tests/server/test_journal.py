@@ -279,7 +279,7 @@ async def test_segments_go_while_others_are_served(tmp_path: Path, monkeypatch: 
 
 
 async def test_a_segment_stays_whose_last_entries_were_written_this_moment(tmp_path: Path) -> None:
-    journal = Journal(tmp_path, 400)
+    journal = Journal(tmp_path, 600)
     first = await journal.append(header(1), bytes(100))
     both = asyncio.gather(journal.append(header(2), bytes(300)), journal.append(header(3)))
     while len(segment_files(tmp_path)) < 2:  # the writer's thread goes on beside us; its answers wait for our await

@@ -238,7 +238,7 @@ def test_what_makes_no_draft(worker: Worker, fields: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("loss_fn", "config", "inputs", "message"),
     [
-        ("cross_entropy", {}, {}, "of another kind of model: one of eagle3"),
+        ("cross_entropy", {}, {}, "of another kind of model: this one takes eagle3"),
         ("eagle3", {"objective": "mse"}, {}, "objective is 'mse': it must be one of kl, lk_alpha, lk_lambda"),
         ("eagle3", {"ttt_length": 0}, {}, "ttt_length is 0: it is a number of tokens, at least 1"),
         ("eagle3", {"ttt_length": 33}, {}, "ttt_length is 33: at most 32 guesses are made from a token"),

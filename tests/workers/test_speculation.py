@@ -211,7 +211,7 @@ def lengths_on_leaving(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.full), 0.8])
 def test_rows_give_way_and_are_guessed_again(
     target: Target, small: Worker, temperature: float, lengths_on_leaving: list[int]
 ) -> None:
@@ -472,9 +472,11 @@ def drawn(worker: Worker, name: str) -> np.ndarray:
 @pytest.mark.parametrize(
     "name",
     [
-        "as the model is",
         "all",
-        *(pytest.param(name, marks=pytest.mark.full) for name in ("cold", "hot", "top_k", "top_p", "min_p")),
+        *(
+            pytest.param(name, marks=pytest.mark.full)
+            for name in ("as the model is", "cold", "hot", "top_k", "top_p", "min_p")
+        ),
     ],
 )
 def test_sequences_come_as_often_as_enumeration_says(model: Model, drawing: Worker, name: str) -> None:

@@ -25,7 +25,7 @@ MAX_TOKENS = 64
 KINDS = {"greedy": 0.0, "sampled": 1.0}
 """What a draft's metrics call them -> temperature."""
 ONE_BY_ONE = 6
-LEAST_GAIN, LEAST_GAIN_TOGETHER = 1.2, 0.85
+LEAST_GAIN, LEAST_GAIN_TOGETHER = 1.2, 0.8
 Prompts = list[list[int]]
 
 

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from trainhouse import AdamParams, Datum, ServiceClient, TrainhouseError, TrainingClient
+from trainhouse import (
+    AdamParams,
+    APIFuture,
+    Datum,
+    ForwardBackwardOutput,
+    ServiceClient,
+    TrainhouseError,
+    TrainingClient,
+)
 from trainhouse.schemas.models import FeatureStock
 
 from ..live import live_server
@@ -136,15 +144,22 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
+def capture_that_waits(
+    service: ServiceClient,
+) -> tuple[TrainingClient, list[Datum], APIFuture[list[Datum]], APIFuture[ForwardBackwardOutput]]:
+    """For room: a draft, what it captured before, the capture, and a pass behind it over what was captured, too."""
+    draft, random = service.create_draft_client(MODEL, "eagle3"), np.random.default_rng(2)
+    earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
+    earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
+    capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
+    until(lambda: stock(service).num_waiting == 1)
+    return draft, earlier, capturing, learning
+
+
 def test_a_release_goes_ahead_of_a_capture_that_waits_for_room(real_service: ServiceClient) -> None:
     """But not of what was asked before and needs what is released, though it comes behind the capture."""
-    random = np.random.default_rng(2)
     with ServiceClient(real_service._connection.base_url, "tml-room") as service:
-        draft = service.create_draft_client(MODEL, "eagle3")
-        earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
-        earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
-        capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
-        until(lambda: stock(service).num_waiting == 1)
+        draft, earlier, capturing, learning = capture_that_waits(service)
         assert draft.release_features(earlier).result(10).num_released == 1
         later = capturing.result(60)
         assert learning.result(60).metrics["loss:sum"] > 0
@@ -155,13 +170,8 @@ def test_a_release_goes_ahead_of_a_capture_that_waits_for_room(real_service: Ser
 
 
 def test_a_release_comes_behind_what_was_asked_before_and_needs_it(real_service: ServiceClient) -> None:
-    random = np.random.default_rng(3)
     with ServiceClient(real_service._connection.base_url, "tml-order") as service:
-        draft = service.create_draft_client(MODEL, "eagle3")
-        earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
-        earlier, now = [draft.capture(each).result(60) for each in (earlier, now)]
-        capturing, learning = draft.capture(later), draft.forward_backward(now, "eagle3")
-        until(lambda: stock(service).num_waiting == 1)
+        draft, earlier, capturing, learning = capture_that_waits(service)
         releasing = draft.release_features()
         draft.release_features(earlier).result(10)
         assert learning.result(60).metrics["loss:sum"] > 0

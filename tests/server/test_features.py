@@ -31,14 +31,6 @@ NOT = {"capture_for": None}
 LENGTH = 12
 
 
-@pytest.fixture(scope="module")
-async def dispatch(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
-) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
-        yield dispatch
-
-
 @pytest.fixture
 def config(tiny_models: dict[str, Path], tmp_path: Path) -> ServerConfig:
     return config_of(tiny_models, tmp_path)

@@ -5,7 +5,7 @@ The workers are real ones.
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from random import Random
@@ -16,7 +16,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.server.config import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .real import Run, Server, running_server, server_config, started_dispatch
+from .real import Run, Server, running_server
 from .test_drafts import create_draft
 from .test_features import LOSS, captured, config_of, files, learned, refused, some_data, stock
 from .test_loaded import until
@@ -24,14 +24,6 @@ from .test_loaded import until
 pytestmark = pytest.mark.anyio
 
 USED_UP = "which it has had"
-
-
-@pytest.fixture(scope="module")
-async def dispatch(
-    tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
-) -> AsyncIterator[WorkerDispatch]:
-    async with started_dispatch(server_config(tiny_models["qwen3"], tmp_path_factory.mktemp("unused"))) as dispatch:
-        yield dispatch
 
 
 @pytest.fixture

@@ -2,28 +2,26 @@
 
 Content is stored once and counted by reference; a reference ends with its time, its uses, its run, or when it is given
 up. What an operation needs whose optimizer step has not finished is held, and deleted only behind that.
-Layout below state_dir/features: TENANT/ADDRESS.safetensors, and TENANT/ADDRESS.json, the references to it.
 """
 
 import asyncio
 import hashlib
-import json
 import logging
 import re
 import time
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from urllib.parse import quote, unquote
 
 from ..schemas.drafts import CaptureResponse
-from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import FeatureStock, Limit, draft_of
+from ..schemas.errors import OperationError
+from ..schemas.models import FeatureStock, draft_of
 from ..schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from .config import ServerConfig
-from .directories import STAGING, move_into_place, staging_in
+from .feature_files import FeatureFiles, Kept, Reference, as_text
+from .feature_room import FeatureRoom
 from .store import RunRecord
 
 logger = logging.getLogger(__name__)
@@ -32,104 +30,57 @@ FEATURES = "features"
 """Among the outputs of workers: where those of a datum are, and how many bytes they have."""
 
 _REF = re.compile(r"features-([0-9a-f]{32})-([0-9a-z]{1,40})")
-_SUFFIX = ".safetensors"
 _MOST_REMEMBERED = 10_000
-_RETRY_SECONDS = 5.0
 _OVER = "the run that captured it is over"
-
-
-@dataclass
-class Reference:
-    """run_id: that has captured it. uses: how often it may still be used; None = any number. taken: the last step of a
-    run that has taken uses, by run: it does not once more, where a death comes between that and its answer."""
-
-    name: str
-    run_id: str
-    expires_at: float
-    uses: int | None = None
-    taken: dict[str, int] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Kept:
-    """A sequence's features. references: by name. holders: operations that need it, by run and seq_id."""
-
-    tenant_id: str
-    address: str
-    num_bytes: int
-    references: dict[str, Reference] = field(default_factory=dict)
-    holders: set[tuple[str, int]] = field(default_factory=set)
 
 
 @dataclass(eq=False)
 class _Hold:
     """Of an operation. uses: see `uses_of`. reason: why it has to be refused."""
 
-    kept: list[_Kept]
+    kept: list[Kept]
     uses: Counter[str]
     reason: str | None = None
 
 
 @dataclass(eq=False)
 class _Usage:
-    """Of a tenant. claimed: bytes of captures under way, at most. num_capturing: of them. writing: held by who changes
-    files that are there.
+    """Of a tenant. num_capturing: captures under way. writing: held by who changes files that are there.
 
     changed: whose references the files do not tell yet. let_go: which may be needed no more. has_unknown: a capture has
     failed, and may have left files that nobody knows.
     """
 
-    num_bytes: int = 0
-    claimed: int = 0
     num_capturing: int = 0
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    changed: set[_Kept] = field(default_factory=set)
-    let_go: set[_Kept] = field(default_factory=set)
+    changed: set[Kept] = field(default_factory=set)
+    let_go: set[Kept] = field(default_factory=set)
     has_unknown: bool = False
 
 
-@dataclass(frozen=True)
-class _Budget:
-    """Bytes. used: also by captures under way."""
-
-    knob: str
-    whose: str
-    limit: int
-    used: int
-
-    def __str__(self) -> str:
-        return f"the limit of {self.limit} (the server's --{self.knob.replace('_', '-')})"
-
-
-class NoRoom(RequestError):
-    """For what is to be captured."""
-
-
 class Features:
-    """clock: seconds since 1970."""
+    """clock: seconds since 1970. room: for what is captured."""
 
     def __init__(self, root: Path, config: ServerConfig, clock: Callable[[], float] = time.time) -> None:
-        self._root = root.absolute()
-        self._config = config
+        self.room = FeatureRoom(config, self.expire)
+        self._files = FeatureFiles(root)
+        self._ttl_seconds = config.feature_ttl_seconds
         self._clock = clock
-        self._kept: dict[tuple[str, str], _Kept] = {}
+        self._kept: dict[tuple[str, str], Kept] = {}
         # By run and seq_id. Those that leave have ended, but the files may not tell it yet.
         self._holds: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
         self._leaving: defaultdict[str, dict[int, _Hold]] = defaultdict(dict)
         self._usages: dict[str, _Usage] = {}
         self._gone: OrderedDict[str, str] = OrderedDict()  # references that were there, and why they are not any more
         self._is_swept = False  # until then runs may come that hold what nobody seems to need
-        self._freed = asyncio.Event()
-        self._num_waiting = self._num_put_off = 0
 
     async def open(self) -> None:
         """What an earlier process left."""
-        for kept in await asyncio.to_thread(self._read_earlier):
+        for kept in await asyncio.to_thread(self._files.read):
             self._kept[kept.tenant_id, kept.address] = kept
-            usage = self._usage(kept.tenant_id)
-            usage.num_bytes += kept.num_bytes
-            usage.let_go.add(kept)
-        for tenant_id in await asyncio.to_thread(self._tenants):
+            self.room.fill(kept.tenant_id, kept.num_bytes)
+            self._usage(kept.tenant_id).let_go.add(kept)
+        for tenant_id in await asyncio.to_thread(self._files.tenants):
             self._usage(tenant_id)  # whose files nobody may know
 
     async def sweep(self, live: Collection[str]) -> None:
@@ -142,81 +93,12 @@ class Features:
 
     def stock(self) -> FeatureStock:
         return FeatureStock(
-            num_bytes=sum(usage.num_bytes for usage in self._usages.values()),
+            num_bytes=self.room.num_bytes,
             num_sequences=len(self._kept),
             num_references=sum(len(kept.references) for kept in self._kept.values()),
             num_held=sum(bool(kept.holders) for kept in self._kept.values()),
-            num_waiting=self._num_waiting,
-            num_put_off=self._num_put_off,
-        )
-
-    def limits(self, tenant_id: str) -> Mapping[str, Limit]:
-        names = {"tenant_feature_bytes": "feature_bytes", "feature_bytes": "server_feature_bytes"}
-        return {names[each.knob]: Limit(limit=each.limit, used=each.used) for each in self._budgets(tenant_id)}
-
-    # Room
-
-    async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
-        """Room for a capture, which may have to wait for it; what is returned gives it back, once it is done. Raises
-        NoRoom: 413 for more than there can ever be, 429 where there is none in time."""
-        for budget in self._budgets(tenant_id):
-            if num_bytes > budget.limit:
-                raise NoRoom(
-                    f"the features of these data have {num_bytes} bytes, more than {budget}: capture fewer at a time",
-                    413,
-                )
-        if (reason := self._no_room(tenant_id, num_bytes)) is not None:
-            await self._wait_for_room(tenant_id, num_bytes, reason)
-        return self.claim_again(tenant_id, num_bytes)
-
-    def claim_again(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
-        """For a capture that has been given room, be there any left or not."""
-        usage = self._usage(tenant_id)
-        usage.claimed += num_bytes
-
-        def release() -> None:
-            usage.claimed -= num_bytes
-            self._freed.set()
-
-        return release
-
-    async def _wait_for_room(self, tenant_id: str, num_bytes: int, reason: str | None) -> None:
-        """Raises NoRoom 429."""
-        until = time.monotonic() + self._config.feature_wait_seconds
-        self._num_waiting += 1
-        try:
-            while reason is not None:
-                await self.expire()
-                self._freed.clear()
-                if (reason := self._no_room(tenant_id, num_bytes)) is None:
-                    return
-                seconds = min(until, time.monotonic() + _RETRY_SECONDS) - time.monotonic()
-                if seconds <= 0:
-                    self._num_put_off += 1
-                    raise NoRoom(reason, 429, retry_after_seconds=_RETRY_SECONDS)
-                try:
-                    await asyncio.wait_for(self._freed.wait(), seconds)
-                except TimeoutError:
-                    continue
-        finally:
-            self._num_waiting -= 1
-
-    def _no_room(self, tenant_id: str, num_bytes: int) -> str | None:
-        for budget in self._budgets(tenant_id):
-            if budget.used + num_bytes > budget.limit:
-                return (
-                    f"captured features {budget.whose} have {budget.used} bytes, these have {num_bytes}, beyond"
-                    f" {budget}: more is captured when there is room; release_features of what is not needed, or"
-                    " capture for a number of uses"
-                )
-        return None
-
-    def _budgets(self, tenant_id: str) -> Sequence["_Budget"]:
-        own = self._usages.get(tenant_id, _Usage())
-        of_all = sum(each.num_bytes + each.claimed for each in self._usages.values())
-        return (
-            _Budget("tenant_feature_bytes", "of yours", self._config.tenant_feature_bytes, own.num_bytes + own.claimed),
-            _Budget("feature_bytes", "of all tenants", self._config.feature_bytes, of_all),
+            num_waiting=self.room.num_waiting,
+            num_put_off=self.room.num_put_off,
         )
 
     # Capturing
@@ -225,7 +107,7 @@ class Features:
     async def capturing(self, tenant_id: str) -> AsyncIterator[FeaturePlace]:
         """Inside, nothing is deleted that nobody refers to yet, nor what nobody needs any more: it may be what a pass
         has found there."""
-        usage, directory = self._usage(tenant_id), self._of(tenant_id)
+        usage, directory = self._usage(tenant_id), self._files.of(tenant_id)
         usage.num_capturing += 1
         try:
             async with usage.writing:  # behind a cleaning that does not know of this
@@ -252,18 +134,18 @@ class Features:
         """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
         of it is not there, which is not the server's doing. Raises OSError where nobody can tell."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
-        most, usage = self._config.feature_ttl_seconds, self._usage(run.tenant_id)
-        expires_at = self._clock() + min(most, ttl_seconds or most)
+        usage = self._usage(run.tenant_id)
+        expires_at = self._clock() + min(self._ttl_seconds, ttl_seconds or self._ttl_seconds)
         addresses = Counter(address for address, _ in found)
         async with usage.writing:
-            if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):
+            if not await asyncio.to_thread(self._files.are_there, run.tenant_id, addresses):
                 return None
             for address, count in addresses.items():
                 kept = self._kept.get((run.tenant_id, address))
                 if kept is None:
                     size = next(int(size) for each, size in found if each == address)
-                    kept = self._kept[run.tenant_id, address] = _Kept(run.tenant_id, address, size)
-                    usage.num_bytes += size
+                    kept = self._kept[run.tenant_id, address] = Kept(run.tenant_id, address, size)
+                    self.room.fill(run.tenant_id, size)
                 name = f"features-{address}-{_handle(request_id)}"
                 of_all = None if uses is None else count * uses
                 kept.references.setdefault(name, Reference(name, run.run_id, expires_at, of_all))
@@ -345,7 +227,7 @@ class Features:
         hold = self._holds[run.run_id].get(operation.seq_id)
         if hold is not None and hold.reason is not None:
             raise OperationError(hold.reason)
-        return replace(operation, features=FeaturePlace(str(self._of(run.tenant_id))))
+        return replace(operation, features=FeaturePlace(str(self._files.of(run.tenant_id))))
 
     async def let_go(self, run: RunRecord, seq_id: int) -> None:
         """The operation was never accepted, or contributes nothing to a step."""
@@ -395,7 +277,7 @@ class Features:
             if reference.uses <= 0:
                 self._end(kept, reference, "it was captured for a number of uses, which it has had")
 
-    def _find(self, tenant_id: str, name: str, count: int) -> tuple[_Kept | None, str]:
+    def _find(self, tenant_id: str, name: str, count: int) -> tuple[Kept | None, str]:
         """What an operation that uses it so often may hold; else why not."""
         kept = self._kept.get((tenant_id, _address(name)))
         reference = None if kept is None else kept.references.get(name)
@@ -413,7 +295,7 @@ class Features:
                 )
         return kept, ""
 
-    def _end(self, kept: _Kept, reference: Reference, why: str) -> None:
+    def _end(self, kept: Kept, reference: Reference, why: str) -> None:
         del kept.references[reference.name]
         usage = self._usage(kept.tenant_id)
         usage.changed.add(kept)
@@ -422,7 +304,7 @@ class Features:
         if len(self._gone) > _MOST_REMEMBERED:
             self._gone.popitem(last=False)
 
-    def _references(self) -> list[tuple[_Kept, Reference]]:
+    def _references(self) -> list[tuple[Kept, Reference]]:
         return [(kept, reference) for kept in self._kept.values() for reference in kept.references.values()]
 
     def _usage(self, tenant_id: str) -> _Usage:
@@ -436,16 +318,14 @@ class Features:
         async with usage.writing:
             dropped = self._drop_unneeded(usage)
             changed, usage.changed = usage.changed, set()
-            written = {f"{kept.address}.json": _as_json(kept) for kept in changed}
+            told = [(kept.address, as_text(kept)) for kept in changed]
             try:
-                if written or dropped:
-                    await asyncio.to_thread(_write, self._of(tenant_id), written, dropped)
+                if told or dropped:
+                    await asyncio.to_thread(self._files.write, tenant_id, told, dropped)
             except OSError as error:
                 usage.changed |= changed
                 usage.has_unknown = True
                 logger.error("references to features of %s cannot be written: %s", tenant_id, error)
-        if dropped:
-            self._freed.set()
 
     def _drop_unneeded(self, usage: _Usage) -> Sequence[str]:
         """Their addresses."""
@@ -456,7 +336,7 @@ class Features:
         for kept in unneeded:
             del self._kept[kept.tenant_id, kept.address]
             usage.changed.discard(kept)
-            usage.num_bytes -= kept.num_bytes
+            self.room.free(kept.tenant_id, kept.num_bytes)
         return [kept.address for kept in unneeded]
 
     async def _delete_unknown(self, tenant_id: str) -> None:
@@ -467,59 +347,15 @@ class Features:
                 return
             known = {address for of_tenant, address in self._kept if of_tenant == tenant_id}
             try:
-                await asyncio.to_thread(_delete_others, self._of(tenant_id), known)
+                await asyncio.to_thread(self._files.delete_others, tenant_id, known)
                 usage.has_unknown = False
             except OSError as error:
-                logger.error("files in %s that nobody knows cannot be deleted: %s", self._of(tenant_id), error)
-
-    def _read_earlier(self) -> list[_Kept]:
-        found = []
-        for path in self._root.glob(f"*/*{_SUFFIX}"):
-            try:
-                references = [Reference(**each) for each in json.loads(path.with_suffix(".json").read_text())]
-            except (OSError, ValueError, TypeError):
-                continue  # of a capture that was never answered: what nobody knows is deleted
-            kept = _Kept(unquote(path.parent.name), path.stem, path.stat().st_size)
-            kept.references = {reference.name: reference for reference in references}
-            found.append(kept)
-        return found
-
-    def _tenants(self) -> list[str]:
-        return [unquote(path.name) for path in self._root.glob("*") if path.is_dir()]
-
-    def _of(self, tenant_id: str) -> Path:
-        return self._root / quote(tenant_id, safe="")
-
-
-def _as_json(kept: _Kept) -> str:
-    return json.dumps([asdict(reference) for reference in kept.references.values()])
+                logger.error("files in %s that nobody knows cannot be deleted: %s", self._files.of(tenant_id), error)
 
 
 def _has_taken(reference: Reference | None, run: RunRecord, seq_id: int) -> bool:
     """A step behind the operation with this seq_id has."""
     return reference is not None and reference.taken.get(run.run_id, -1) > seq_id
-
-
-def _write(directory: Path, texts: Mapping[str, str], dropped: Sequence[str]) -> None:
-    """texts: by name of the file. dropped: addresses."""
-    for name, text in texts.items():
-        staging = staging_in(directory)
-        staging.write_text(text)
-        move_into_place(staging, directory / name)
-    for address in dropped:
-        for suffix in (".json", _SUFFIX):
-            (directory / f"{address}{suffix}").unlink(missing_ok=True)
-
-
-def _delete_others(directory: Path, known: Collection[str]) -> None:
-    """known: addresses."""
-    for path in directory.iterdir() if directory.exists() else ():
-        if path.name.partition(".")[0] not in known or path.name.startswith(STAGING):
-            path.unlink(missing_ok=True)
-
-
-def _are_there(directory: Path, addresses: Iterable[str]) -> bool:
-    return all((directory / f"{address}{_SUFFIX}").exists() for address in addresses)
 
 
 def _address(name: str) -> str:

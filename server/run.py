@@ -358,7 +358,7 @@ class Run:
         """For what an operation captures that an earlier process has accepted."""
         tenant_id = self.record.tenant_id
         admission = self._services.quotas.admission(tenant_id)
-        admission.also(feature_bytes, self._services.features.claim_again(tenant_id, feature_bytes))
+        admission.also(feature_bytes, self._services.features.room.claim_again(tenant_id, feature_bytes))
         return admission
 
     def _new_future(self, seq_id: int, slot: Slot) -> Future:

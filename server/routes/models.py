@@ -59,7 +59,7 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> 
     A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
     """
     limits = services.quotas.limits(tenant, services.runs.num_live(tenant.id))
-    return limits.model_copy(update=services.features.limits(tenant.id))
+    return limits.model_copy(update=services.features.room.limits(tenant.id))
 
 
 @router.get("/workers")

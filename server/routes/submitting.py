@@ -28,7 +28,7 @@ from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..auth import Tenant
 from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
-from ..features import NoRoom
+from ..feature_room import NoRoom
 from ..futures import Result
 from ..journaled import Request as AsAsked
 from ..operations import Operation
@@ -162,7 +162,7 @@ async def _claim_features(
         return
     of_token = await _feature_bytes(services, draft)
     num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
-    admission.also(num_bytes, await services.features.claim(tenant.id, num_bytes))
+    admission.also(num_bytes, await services.features.room.claim(tenant.id, num_bytes))
 
 
 async def _feature_bytes(services: Services, draft: Run) -> int:

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.server import features as server_features
 from trainhouse.server import run as server_run
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.feature_files import FeatureFiles
 from trainhouse.workers.dispatch import WorkerDispatch
 from trainhouse.workers.verbs import RunInfo
 
@@ -731,7 +731,7 @@ async def test_a_policy_learns_though_nobody_can_tell_what_was_captured(
     def stale(*_: object) -> bool:
         raise OSError(errno.ESTALE, "Stale file handle")
 
-    monkeypatch.setattr(server_features, "_are_there", stale)
+    monkeypatch.setattr(FeatureFiles, "are_there", stale)
     body = {"data": scored(some_data(1)), "loss_fn": "cross_entropy"}
     output = await policy.do("forward_backward", **body, capture_for=draft.model_id)
     assert output["feature_refs"] == [None] * 3 and "error" not in await policy.optim_step()

@@ -347,6 +347,7 @@ class Run:
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
         slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
+        slot.has_broken = undone.earlier.outcome is Outcome.BROKE
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
             slot.admission = self._room_again(undone.earlier.feature_bytes or 0)
@@ -421,8 +422,8 @@ class Run:
             self._state.snapshot_if_due(boundary, is_step=isinstance(slot.content, OptimStepRequest))
 
     async def _take_turn(self, seq_id: int, slot: Slot, window: Window) -> None:
-        operation, past = slot.content, slot.entry.past
-        assert past is not None and not isinstance(operation, Refused)
+        past = slot.entry.past
+        assert past is not None
         if slot.future is None and past.kind not in KEPT:
             # It left nothing in the run that could be lost, and may not be published again.
             self._state.history.answered(past)
@@ -430,7 +431,7 @@ class Run:
             return
         strikes = Strikes(f"this {past.kind}", partial(self._note_strike, seq_id), slot.num_strikes)
         try:
-            result = await self._perform(seq_id, operation, window, strikes)
+            result = await self._perform(seq_id, slot, window, strikes)
         except OperationError as error:
             past.outcome = _outcome(error)
             await self._fail(seq_id, slot, window, error.message, error.category)
@@ -445,7 +446,7 @@ class Run:
         else:
             past.outcome = Outcome.DONE
             self._outage = None
-            self._note_done(seq_id, operation)
+            self._note_done(seq_id, slot.operation)
             if slot.future is not None:
                 self._services.futures.resolve(slot.future, result)
         finally:
@@ -472,22 +473,30 @@ class Run:
         slot.release()
         self._one_ended.set()
 
-    async def _perform(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> Result:
+    async def _perform(self, seq_id: int, slot: Slot, window: Window, strikes: Strikes) -> Result:
         """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
         while True:
             if self._unusable is not None:
                 raise OperationError(self._unusable, "server")
-            strikes.check()
             if self.is_lost:
                 await self._made_again(seq_id)
                 continue
             try:
-                return await self._perform_once(seq_id, operation, window)
+                if slot.has_broken or strikes.are_out:
+                    await self._fail_again(seq_id, slot.operation, window, strikes)
+                return await self._perform_once(seq_id, slot.operation, window)
             except WorkerLost as lost:
                 self._state.lost()
                 await strikes.add(lost)
             except OUTAGES as error:
                 await self._wait_out(error)
+
+    async def _fail_again(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> None:
+        """What an earlier process has given up is not to count in this one. Raises OperationError."""
+        if isinstance(operation, OptimStepRequest) and (strikes.are_out or window.tainted_by is not None):
+            await self._services.operations.clear_gradients(self.record, seq_id)
+        strikes.check()
+        raise OperationError("it failed before the server was started again", "server")
 
     async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
         if isinstance(operation, OptimStepRequest):

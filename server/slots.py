@@ -35,7 +35,8 @@ class Slot:
     """A seq_id that has come.
 
     future: None where nobody is to be answered: of a refusal, and of what an earlier process has answered, but whose
-    effect is lost. admission: of what this process accepted. num_strikes: of earlier processes.
+    effect is lost. admission: of what this process accepted. num_strikes: of earlier processes. has_broken: one of
+    them has answered that it failed, of how things were then.
     """
 
     content: Operation | Refused
@@ -44,6 +45,13 @@ class Slot:
     future: Future | None = None
     admission: Admission | None = None
     num_strikes: int = 0
+    has_broken: bool = False
+
+    @property
+    def operation(self) -> Operation:
+        """Of one that was not refused."""
+        assert not isinstance(self.content, Refused)
+        return self.content
 
     @property
     def num_bytes(self) -> int:

@@ -34,9 +34,13 @@ class Strikes:
         self._work = work
         self._note = note
 
+    @property
+    def are_out(self) -> bool:
+        return self.num >= MOST_STRIKES
+
     def check(self) -> None:
         """Before each try. Raises StruckOut."""
-        if self.num >= MOST_STRIKES:
+        if self.are_out:
             raise StruckOut(
                 f"the worker died {MOST_STRIKES} times while it did nothing but {self._work}: it is not tried again"
             )

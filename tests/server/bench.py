@@ -32,6 +32,9 @@ from trainhouse.workers.config import ServedModel
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)
 BODY = Received(b"as received")
+FORWARD_BACKWARD = json.dumps(
+    {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
+).encode()
 CREATION = Received(b'{"session_id": "session", "model_seq_id": 0, "base_model": "tiny"}')
 
 
@@ -93,8 +96,7 @@ class Bench:
     async def forward_backward(self, seq_id: int, forward_only: bool = False) -> str:
         datum = Datum(np.array([1], np.int32))
         request = ForwardBackwardRequest(RUN_ID, seq_id, (datum,), "cross_entropy", forward_only=forward_only)
-        body = {"model_id": RUN_ID, "data": [{"model_input": [1], "loss_fn_inputs": {}}], "loss_fn": "cross_entropy"}
-        return (await self.submit(seq_id, request, Received(json.dumps(body).encode()))).request_id
+        return (await self.submit(seq_id, request, Received(FORWARD_BACKWARD))).request_id
 
     async def submit(self, seq_id: int, request: Operation, received: Received = BODY) -> Submitted:
         with self.quotas.admission("alice") as admission:
@@ -111,7 +113,11 @@ class Bench:
 
     async def restart(self) -> None:
         """The run is taken up by another process, as far as it has to do with it."""
+        slots = [*self.run._slots.values(), *self.run._under_way.values()]
         await self.run.stop()
+        for slot in slots:
+            if slot.future is not None:
+                self.futures.forget(slot.future)
         await self._all_stored()
         entries = [
             Journaled(Place(int(path.stem), entry.offset), entry.header)

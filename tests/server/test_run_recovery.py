@@ -15,6 +15,7 @@ from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
 from trainhouse.server.bodies import Received
 from trainhouse.server.copied import Copied, mark_copy
+from trainhouse.server.futures import Result
 from trainhouse.server.history import Outcome
 from trainhouse.server.journal import Header
 from trainhouse.server.operations import CreateRun, LoadWeights
@@ -24,7 +25,7 @@ from trainhouse.server.slots import Refused
 from trainhouse.server.store import RunRecord
 from trainhouse.workers.verbs import WorkerLost
 
-from .bench import RUN_ID, Bench, MakeBench
+from .bench import FORWARD_BACKWARD, RUN_ID, Bench, MakeBench
 
 pytestmark = pytest.mark.anyio
 
@@ -422,6 +423,73 @@ async def test_what_was_struck_out_before_a_restart_is_not_tried_again(make_benc
     await bench.restart()
     assert ("died 3 times" in str(await bench.result(1))) == (num_strikes == 3)
     assert (1 in bench.operations.performed) == (num_strikes < 3)
+
+
+class Once:
+    """Until the end of this process the second operation does not end, and those in `breaking` fail at once."""
+
+    def __init__(self, bench: Bench, breaking: tuple[int, ...]) -> None:
+        self.bench = bench
+        self.perform = bench.operations.perform
+        bench.operations.perform = self  # pyright: ignore[reportAttributeAccessIssue]
+        self.breaking = breaking
+
+    async def __call__(self, run: RunRecord, operation: object, seq_id: int) -> Result:
+        if seq_id in self.breaking:
+            raise RuntimeError("the disk is full")
+        if seq_id == 2:
+            await asyncio.Event().wait()
+        return await self.perform(run, operation, seq_id)
+
+    async def restart(self) -> None:
+        self.bench.operations.perform = self.perform
+        await self.bench.restart()
+
+
+async def test_what_has_failed_before_a_restart_does_not_count_behind_it(make_bench: MakeBench) -> None:
+    """Although what comes before it is done again, and it could be done now."""
+    bench = await make_bench()
+    once = Once(bench, breaking=(3,))
+    for seq_id in (1, 2, 3):
+        await bench.forward_backward(seq_id)
+    failed = await bench.result(3)
+    assert "internal error" in failed["error"]
+    await once.restart()
+    assert await bench.result(2) == {"seq_id": 2} and await bench.result(3) == failed
+    await bench.optim_step(4)
+    assert "forward_backward with seq_id 3 failed" in (await bench.result(4))["error"]
+    assert trained(bench) == ["make", 1, 2, "clear"]
+    await bench.optim_step(5)
+    assert await bench.result(5) == {"seq_id": 5}
+
+
+async def test_a_step_that_has_failed_before_a_restart_leaves_the_gradients_as_they_are(make_bench: MakeBench) -> None:
+    bench = await make_bench()
+    once = Once(bench, breaking=(3,))
+    await bench.forward_backward(1)
+    await bench.forward_backward(2)
+    await bench.optim_step(3)
+    assert "internal error" in (await bench.result(3))["error"]
+    await once.restart()
+    await bench.optim_step(4)
+    assert await bench.result(4) == {"seq_id": 4}
+    assert trained(bench) == ["make", 1, 2, 4]
+
+
+async def test_a_step_that_was_struck_out_before_a_restart_takes_the_gradients_along(make_bench: MakeBench) -> None:
+    """As it has where it is struck out in one process: they are not those of the next step."""
+    bench = await make_bench()
+    await bench.result(0)
+    await bench.run.stop()
+    await bench.journaled("forward_backward", 1, FORWARD_BACKWARD)
+    await bench.journaled("optim_step", 2, OptimStepRequest(model_id=RUN_ID).model_dump_json().encode())
+    for _ in range(3):
+        await bench.journaled("strike", 2)
+    await bench.restart()
+    assert "died 3 times" in (await bench.result(2))["error"]
+    await bench.forward_backward(3)
+    assert await bench.result(3) == {"seq_id": 3}
+    assert trained(bench) == ["make", 1, "clear", 3]
 
 
 async def test_one_that_was_not_alone_is_tried_as_often_as_it_takes(make_bench: MakeBench) -> None:

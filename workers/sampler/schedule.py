@@ -277,7 +277,8 @@ class Schedule:
         return self._config.prefill_chunk_tokens if has_others else self._config.micro_batch_tokens
 
     def _follow(self, prefill: Prefill, row: Row) -> bool:
-        self._note_whether_alone(row)
+        row.goes_alone |= prefill.rows[0].goes_alone
+        self._note_whether_alone(row, prefill.namespace)
         if row.needs_cache and not self._place(row):
             return False
         prefill.rows.append(row)
@@ -285,8 +286,8 @@ class Schedule:
         return True
 
     def _begin(self, row: Row) -> bool:
-        self._note_whether_alone(row)
         namespace = self._namespaces.of(row.job)
+        self._note_whether_alone(row, namespace)
         # Its newest token is the first of those that run with the next guesses.
         draws = not (len(row.tokens) and self._is_guessed(row))
         sequence = row.sequence() if draws else row.sequence()[:-1]
@@ -328,11 +329,13 @@ class Schedule:
         # Beside others it would have to give way again soon.
         return not self.table.num_lines and self.cache.place(row, row.length + 1)
 
-    def _note_whether_alone(self, row: Row) -> None:
-        """What would not fit into an empty cache with its draft goes without."""
+    def _note_whether_alone(self, row: Row, namespace: int) -> None:
+        """What would not fit into an empty cache with its draft goes without, as does what has not paid of late."""
         if self._is_guessed(row):
             of_draft = self._speculation.num_bytes(row, _next_count(row))
-            row.goes_alone = self.cache.num_bytes_for(self._length_to_guess(row)) + of_draft > self.cache.budget_bytes
+            is_too_large = self.cache.num_bytes_for(self._length_to_guess(row)) + of_draft > self.cache.budget_bytes
+            may_pay = self._speculation.may_pay(row, namespace, 1 + len(self.under_way()))
+            row.goes_alone = is_too_large or not may_pay
 
     def _length_to_guess(self, row: Row) -> int:
         """What a pass over its next guesses needs in the cache."""

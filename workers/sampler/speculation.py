@@ -30,6 +30,8 @@ from .together import Together, Verified
 
 # Before it is seen whether guessing pays; and of a draft, before that is to be seen anew.
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128
+# Of so many jobs one is guessed although guesses have not paid of late, since they may pay by now.
+_JOBS_FOR_A_TRIAL = 8
 _MOST_REMEMBERED = 1000
 
 # Tokens for which a pass computes as long as it reads weights, about, by the device's type.
@@ -93,14 +95,22 @@ class Speculation:
         Of a row whose client gave the seed by its own guesses alone, as if it were sampled alone: a seed gives the same
         tokens whatever else is sampled, and however fast the machine is.
         """
-        draft, guessed = self._draft(row), row.guessed
-        if row.job.request.seed_is_drawn:
-            guessed = guessed if guessed.num_passes >= _PASSES_TO_JUDGE_BY else self._fared_so_far(draft, row)
-            is_seen = guessed.num_passes >= _PASSES_TO_JUDGE_BY
-        else:
-            num_sampled, is_seen = 1, guessed.num_passes % _PASSES_TO_JUDGE_BY == 0
-        if not is_seen:
+        guessed = row.guessed
+        if not row.job.request.seed_is_drawn:
+            return guessed.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._has_paid(row, guessed, 1)
+        if guessed.num_passes < _PASSES_TO_JUDGE_BY:
+            guessed = self._fared_so_far(self._draft(row), row.namespace)
+        return guessed.num_passes < _PASSES_TO_JUDGE_BY or self._has_paid(row, guessed, num_sampled)
+
+    def may_pay(self, row: Row, namespace: int, num_sampled: int) -> bool:
+        """As `pays`, before its draft is told of it. namespace: of what is sampled."""
+        if not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
+        fared = self._fared_so_far(self._draft(row), namespace)
+        return fared.num_passes < _PASSES_TO_JUDGE_BY or self._has_paid(row, fared, num_sampled)
+
+    def _has_paid(self, row: Row, guessed: Guessed, num_sampled: int) -> bool:
+        draft = self._draft(row)
         num = guessed.num_guesses / guessed.num_passes
         of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters
         to_check = num_sampled / (num_sampled + _TOKENS_FOR_WEIGHTS[self._base.device.type])
@@ -213,7 +223,7 @@ class Speculation:
         state = self._states.get(row)
         if state is not None:
             state.waiting.append(_features(state.draft, captured, slice(part.start, part.start + num + 1)))
-            self._fared_so_far(state.draft, row).add(part.stop - part.start - 1, num)
+            self._fared_so_far(state.draft, row.namespace).add(part.stop - part.start - 1, num)
 
     def vocabulary(self, row: Row) -> Tensor:
         """int64, ascending: the tokens that its draft can say."""
@@ -238,14 +248,14 @@ class Speculation:
         num = self.num_next(row, count)
         return len(row.job.prompt) + count - 1 + (draft.reach.num_ahead(num) if num > 0 else 0)
 
-    def _fared_so_far(self, draft: DraftModel, row: Row) -> Guessed:
+    def _fared_so_far(self, draft: DraftModel, namespace: int) -> Guessed:
         """All its guesses of late where this is sampled: of others' samples it tells nobody."""
         fared = self._fared.setdefault(draft, {})
-        if row.namespace not in fared or fared[row.namespace].num_passes >= _PASSES_TO_REMEMBER:
+        if namespace not in fared or fared[namespace].num_passes >= _PASSES_TO_REMEMBER:
             if len(fared) > _MOST_REMEMBERED:
                 fared.clear()
-            fared[row.namespace] = Guessed()
-        return fared[row.namespace]
+            fared[namespace] = Guessed()
+        return fared[namespace]
 
     def _draft(self, row: Row) -> DraftModel:
         draft_id = row.job.request.draft_id

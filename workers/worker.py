@@ -129,7 +129,7 @@ class Worker:
             spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
         )
         targets = model.targets if isinstance(model, Adapter) else ()
-        feature_bytes = model.feature_bytes if isinstance(model, DraftModel) else 0
+        feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training, feature_bytes)
 
     def drop_run(self, run_id: str) -> None:

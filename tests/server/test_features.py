@@ -153,7 +153,7 @@ async def test_features_of_another_target_are_refused_and_come_back_with_it(serv
     await draft.do("set_target", path=None)
     assert "error" not in await learned(draft, data)
     other = await create_draft(server, capture_layers=[0])
-    assert "and the draft reads 0, last" in await refused(other, data)
+    assert "and the draft reads 0 with hidden_state" in await refused(other, data)
 
 
 async def test_only_drafts_capture_and_refer(server: Server) -> None:

@@ -30,6 +30,7 @@ from .modules import normed, rotated, rotation, swiglu_mlp
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
+from .stored import TargetRepr
 from .strategy import Labels, Options, Tensors
 from .stretch import stretch_of
 
@@ -48,7 +49,7 @@ Attended = Callable[[Tensor, Memory], Tensor]
 class DFlash:
     """See Strategy."""
 
-    hears_target = False
+    target_repr: TargetRepr | None = None
 
     def reach(self, shape: DraftShape) -> Reach:
         assert shape.block_size is not None

@@ -30,6 +30,7 @@ from .recompute import Run, run_again, run_once
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
+from .stored import TargetRepr
 from .strategy import Labels, Options, Tensors
 from .stretch import Stretch, stretch_of
 from .unrolled_attention import attend_unrolled
@@ -40,7 +41,7 @@ _LAYER = "midlayer"
 class Eagle3:
     """See Strategy."""
 
-    hears_target = True
+    target_repr: TargetRepr | None = "hidden_state"
 
     def reach(self, shape: DraftShape) -> Reach:
         return Reach(usual=4, most=16)

@@ -18,7 +18,7 @@ from ..programs import Program
 from ..zero import Zero
 from .groups import DraftGroups
 from .shape import DraftShape
-from .stored import LAST, FeatureKind
+from .stored import FeatureKind
 from .strategy import Network, Options, Strategy
 from .tensor import own_parameters
 
@@ -63,20 +63,10 @@ class DraftModel(Learner):
         return self.draft.capture_layers
 
     @property
-    def feature_layers(self) -> tuple[str, ...]:
-        """What it is to be told of its target."""
-        return *map(str, self.capture_layers), *([LAST] if self._strategy.hears_target else [])
-
-    @property
     def feature_kind(self) -> FeatureKind:
-        """As it is aimed now."""
-        return FeatureKind(self.target_version, self.feature_layers, str(self._base.dtype).removeprefix("torch."))
-
-    @property
-    def feature_bytes(self) -> int:
-        """Of what is captured of a token."""
-        num_layers = len(self.feature_layers)
-        return num_layers * self.shape.hidden * self._base.dtype.itemsize
+        """What it is to be told of its target, as it is aimed now."""
+        layers, target_repr = tuple(self.capture_layers), self._strategy.target_repr
+        return FeatureKind(self.target_version, layers, target_repr, self.shape.hidden, self._base.dtype)
 
     def initialize(self) -> None:
         generator = torch.Generator().manual_seed((self.draft.seed or 0) & SEED_MASK)

@@ -5,35 +5,57 @@ import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
 from ...schemas.errors import OperationError
 
-LAST = "last"
-"""Among layers: the last hidden states, of which the target's words are made."""
+CAPTURED = "captured"
+
+TargetRepr = Literal["hidden_state"]
+"""How what the target says is told: by its last hidden states [T, hidden], of which its output head makes the logits.
+Logits, of all tokens or of a draft's, are made of these as they are needed: they would take more room than all else."""
 
 _DIGITS = 32
 
 
 @dataclass(frozen=True)
 class FeatureKind:
-    """What decides features beside the tokens. target: its version. layers: those that are captured, and LAST. dtype:
-    the target's."""
+    """What decides features beside the tokens. target: its version. layers: those that are captured. target_repr: None
+    = what the target says is not told. hidden, dtype: the target's size and precision."""
 
     target: str
-    layers: tuple[str, ...]
-    dtype: str
+    layers: tuple[int, ...]
+    target_repr: TargetRepr | None
+    hidden: int
+    dtype: torch.dtype
 
-    @staticmethod
-    def of(metadata: Mapping[str, str]) -> "FeatureKind":
-        return FeatureKind(metadata["target"], tuple(metadata["layers"].split(",")), metadata["dtype"])
+    @property
+    def widths(self) -> Mapping[str, int]:
+        """By tensor, how many numbers it has of a token."""
+        told = {} if self.target_repr is None else {self.target_repr: self.hidden}
+        return {CAPTURED: len(self.layers) * self.hidden} | told
+
+    @property
+    def token_bytes(self) -> int:
+        return sum(self.widths.values()) * self.dtype.itemsize
+
+    @property
+    def parts(self) -> str:
+        """What of the target it is."""
+        return ", ".join(map(str, self.layers)) + (f" with {self.target_repr}" if self.target_repr else "")
+
+    @property
+    def precision(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
 
     def metadata(self) -> dict[str, str]:
-        return {"target": self.target, "layers": ",".join(self.layers), "dtype": self.dtype}
+        return {"target": self.target, "parts": self.parts, "hidden": str(self.hidden), "dtype": self.precision}
 
     def address(self, tokens: np.ndarray) -> str:
         """tokens: int32 [T]."""
@@ -41,14 +63,15 @@ class FeatureKind:
         digest.update(np.ascontiguousarray(tokens, np.int32).tobytes())
         return digest.hexdigest()[:_DIGITS]
 
-    def difference(self, other: "FeatureKind") -> str | None:
+    def difference(self, metadata: Mapping[str, str]) -> str | None:
         """Of what a draft is to be told, to what there is, in words."""
-        if self.layers != other.layers:
-            return f"of layers {', '.join(other.layers)}, and the draft reads {', '.join(self.layers)}"
-        if self.dtype != other.dtype:
-            return f"{other.dtype}, and the draft's target runs in {self.dtype}"
-        if self.target != other.target:
-            return f"of target {other.target}, and the draft is aimed at {self.target}"
+        own = self.metadata()
+        if own["parts"] != metadata["parts"]:
+            return f"of layers {metadata['parts']}, and the draft reads {self.parts}"
+        if own["dtype"] != metadata["dtype"]:
+            return f"{metadata['dtype']}, and the draft's target runs in {self.precision}"
+        if own["target"] != metadata["target"]:
+            return f"of target {metadata['target']}, and the draft is aimed at {self.target}"
         return None
 
 
@@ -79,8 +102,10 @@ class Stored:
 
     @staticmethod
     def keep(directory: Path, address: str, kind: FeatureKind, tensors: Mapping[str, Tensor]) -> "Stored":
-        """In place of nothing: what has the same address is the same. tensors: by name, [T, ...]. Raises OSError."""
-        if (found := Stored.find(directory, address)) is not None:
+        """In place of nothing: what has the same address is the same, if it is whole. tensors: by name, [T, ...].
+        Raises OSError."""
+        found = Stored.find(directory, address)
+        if found is not None and found.is_whole(kind, len(tensors[CAPTURED])):
             return found
         staging = directory / f".staging-{secrets.token_hex(8)}"
         try:
@@ -91,15 +116,20 @@ class Stored:
             staging.unlink(missing_ok=True)
             raise error if isinstance(error, OSError) else OSError(str(error)) from None
 
-    def tensor(self, name: str) -> Tensor | None:
-        """[T, ...], of these tokens; None where it was not kept."""
-        return self._file.get_tensor(name) if name in self._file.keys() else None  # noqa: SIM118 (it is no mapping)
+    def tensor(self, name: str) -> Tensor:
+        """[T, ...], of these tokens."""
+        return self._file.get_tensor(name)
+
+    def is_whole(self, kind: FeatureKind, num_tokens: int) -> bool:
+        """Whether all of this kind is there of so many tokens. Reads no tensor."""
+        shapes = {name: self._file.get_slice(name).get_shape() for name in self._file.keys()}  # noqa: SIM118 (no mapping)
+        return shapes == {name: [num_tokens, width] for name, width in kind.widths.items()}
 
     def check(self, kind: FeatureKind, address: str, number: int) -> None:
         """Raises OperationError where they are not those of this kind at this address. number: of the datum."""
         if self.address == address:
             return
-        difference = kind.difference(FeatureKind.of(self._file.metadata())) or "of other tokens than its model_input"
+        difference = kind.difference(self._file.metadata()) or "of other tokens than its model_input"
         raise OperationError(
             f"datum {number}: its feature_ref is of features {difference}: capture them again with this draft, or"
             " set_target to a checkpoint of the weights that made them"

@@ -17,6 +17,7 @@ from .features import Features
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape
+from .stored import TargetRepr
 
 # By name.
 Tensors = Mapping[str, Tensor]
@@ -87,8 +88,8 @@ class Strategy(Protocol):
         ...
 
     @property
-    def hears_target(self) -> bool:
-        """Whether its drafts learn what the target says, which is made of its last hidden states."""
+    def target_repr(self) -> TargetRepr | None:
+        """How its drafts are told what the target says; None: they do not learn that."""
         ...
 
     def halo(self, options: Options) -> int:

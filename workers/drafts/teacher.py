@@ -2,7 +2,7 @@
 stored when it ran before. Both tell the same, bit for bit, where it ran over the same sequences together.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -16,9 +16,7 @@ from ..model import BaseModel
 from ..parallel.rows import TokenShare
 from ..trunk import EMBEDDING
 from .model import DraftModel
-from .stored import LAST, Stored
-
-CAPTURED = "captured"
+from .stored import CAPTURED, FeatureKind, Stored
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,12 +32,12 @@ class Inside:
         last = None if self.last is None else function(self.last)
         return Inside(function(self.embedded), function(self.captured), last)
 
-    def stored(self, rows: slice, has_last: bool) -> dict[str, Tensor]:
+    def stored(self, rows: slice, kind: FeatureKind) -> dict[str, Tensor]:
         """What is to be kept of these rows: the embedding is frozen, and need not be."""
         kept = {CAPTURED: self.captured[rows]}
-        if has_last:
+        if kind.target_repr is not None:
             assert self.last is not None
-            kept[LAST] = self.last[rows]
+            kept[kind.target_repr] = self.last[rows]
         return kept
 
     @staticmethod
@@ -96,16 +94,11 @@ class StoredFeatures:
 
     @torch.no_grad()
     def inside(self, micro_batch: MicroBatch) -> Inside:
-        embedded = self._base.embedded(micro_batch.tokens)
-        width = len(self._draft.capture_layers) * self._draft.shape.hidden
-        captured = self._read(CAPTURED, embedded.new_empty(0, width))
-        last = (
-            self._read(LAST, embedded.new_empty(0, embedded.shape[1])) if LAST in self._draft.feature_layers else None
-        )
-        return Inside(embedded, captured, last)
+        embedded, kind = self._base.embedded(micro_batch.tokens), self._draft.feature_kind
+        found = {name: self._read(name, embedded.new_empty(0, width)) for name, width in kind.widths.items()}
+        return Inside(embedded, found[CAPTURED], found[kind.target_repr] if kind.target_repr else None)
 
     def _read(self, name: str, like: Tensor) -> Tensor:
         """like: what there is of no sequences."""
-        tensors: Mapping[str, Tensor | None] = {each.address: each.tensor(name) for each in self._stored}
-        found = [tensors[each.address] for each in self._stored]
-        return torch.cat([like, *(each.to(like.device, non_blocking=True) for each in found if each is not None)])
+        tensors = {each.address: each.tensor(name) for each in self._stored}
+        return torch.cat([like, *(tensors[each.address].to(like.device, non_blocking=True) for each in self._stored)])

@@ -14,7 +14,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ...schemas.training import FeaturePlace
 from ..batch import MicroBatch, MicroBatchSegment
-from ..drafts.stored import LAST, FeatureKind, Stored
+from ..drafts.stored import FeatureKind, Stored, TargetRepr
 from ..drafts.teacher import Inside
 from ..drafts.version import version_of_parts
 from ..footprint import gigabytes
@@ -39,7 +39,7 @@ def keep_features(
         try:
             if features is None and inside is not None:
                 address = kind.address(task.operation.rows[row].tokens)
-                features = Stored.keep(directory, address, kind, inside.stored(tokens, LAST in kind.layers))
+                features = Stored.keep(directory, address, kind, inside.stored(tokens, kind))
             task.kept(row, features if inside is not None else None)
         except OSError as error:
             trouble = error
@@ -98,21 +98,23 @@ class CapturingBeside:
         if captured is None:
             return
         places = [tasks[part.operation].captures_beside for part in micro_batch.segments]
-        hidden_states = {str(layer): each for layer, each in captured.items()}
-        if any(place is not None and LAST in _layers(place) for place in places):
-            hidden_states[LAST] = hidden
-        told = {name: _at_first(each, share) for name, each in hidden_states.items()}
-        here = {name: each for name, each in told.items() if each is not None}
+        told = {layer: _at_first(each, share) for layer, each in captured.items()}
+        tells_last = any(place is not None and _target_repr(place) is not None for place in places)
+        last = _at_first(hidden, share) if tells_last else None
+        here = {layer: each for layer, each in told.items() if each is not None}
         for part, place in zip(micro_batch.segments, places, strict=True):
             if place is not None and here:
-                self._keep(tasks[part.operation], place, part, here)
+                self._keep(tasks[part.operation], place, part, here, last)
 
-    def _keep(self, task: Task, place: FeaturePlace, part: MicroBatchSegment, told: Mapping[str, Tensor]) -> None:
-        """told: by layer, of all tokens."""
-        of_layers, directory = torch.cat([told[str(layer)] for layer in place.layers], dim=-1), Path(place.directory)
+    def _keep(
+        self, task: Task, place: FeaturePlace, part: MicroBatchSegment, told: Mapping[int, Tensor], last: Tensor | None
+    ) -> None:
+        """told: by layer, of all tokens. last: hidden states, of which the target's words are made."""
+        of_layers, directory = torch.cat([told[layer] for layer in place.layers], dim=-1), Path(place.directory)
         # Embeddings are not kept: a draft has those of its target.
-        inside = Inside(of_layers, of_layers, told.get(LAST))
-        kind = FeatureKind(task.version, _layers(place), str(self._base.dtype).removeprefix("torch."))
+        inside = Inside(of_layers, of_layers, last)
+        hidden = of_layers.shape[1] // len(place.layers)
+        kind = FeatureKind(task.version, tuple(place.layers), _target_repr(place), hidden, self._base.dtype)
         trouble = keep_features(directory, kind, task, part, inside)
         if trouble is not None and not task.progress.has_warned:
             task.progress.has_warned = True
@@ -135,12 +137,11 @@ def take_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) 
             task.version = version_of_parts([versions[task.run_id] for versions in of_ranks])
 
 
-def _layers(place: FeaturePlace) -> tuple[str, ...]:
-    """What the draft is to be told of its target."""
+def _target_repr(place: FeaturePlace) -> TargetRepr | None:
     assert place.algorithm is not None
     strategy = PROGRAMS[place.algorithm].strategy
     assert strategy is not None
-    return *map(str, place.layers), *([LAST] if strategy.hears_target else [])
+    return strategy.target_repr
 
 
 def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:

@@ -64,13 +64,15 @@ class Guessing:
         if request.model_id not in self._models.drafts:
             raise OperationError("only drafts are told of features: leave out feature_ref, and capture with a draft")
         draft, found = self._models.drafts.get(request.model_id), {}
+        kind = draft.feature_kind
         for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
-            address = draft.feature_kind.address(datum.tokens)
+            address = kind.address(datum.tokens)
             referred = address_of(datum.feature_ref) if datum.feature_ref else address if place.captures else None
             features = None if referred is None else Stored.find(Path(place.directory), referred)
             if features is not None:
-                features.check(draft.feature_kind, address, number)
-                found[row] = features
+                features.check(kind, address, number)
+                if features.is_whole(kind, len(datum.tokens)):
+                    found[row] = features
         return found
 
     def run(self, trains: bool, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:

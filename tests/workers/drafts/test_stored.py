@@ -9,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
+from safetensors.torch import load, save_file
 from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
@@ -220,7 +222,7 @@ def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Pa
         return refused(worker, stored(request(with_features(data, addresses), run_id, loss_fn=loss_fn), features))
 
     assert "datum 0: its feature_ref is of features of layers" in referring("layers")
-    assert "last, and the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
+    assert "hidden_state, and the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
     assert "of other tokens than its model_input" in referring(addresses=addresses[::-1])
     version = worker._models.drafts.get("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
@@ -233,7 +235,7 @@ def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Pa
     assert "of features float32, and the draft's target runs in bfloat16" in message
 
 
-@pytest.mark.parametrize("damage", ["gone", "cut"])
+@pytest.mark.parametrize("damage", ["gone", "cut", "short"])
 def test_what_is_gone_is_told_by_the_target_again(damage: str, tiny_models: dict[str, Path], tmp_path: Path) -> None:
     """As for an operation that is repeated behind a crash, when its features are not kept any more."""
     worker = a_worker(tiny_models["llama"])
@@ -243,7 +245,13 @@ def test_what_is_gone_is_told_by_the_target_again(damage: str, tiny_models: dict
     addresses = captured(worker, data, tmp_path)
     for address in addresses:
         path = path_of(tmp_path, address)
-        path.write_bytes(path.read_bytes()[:200]) if damage == "cut" else path.unlink()
+        with safe_open(path, framework="pt") as file:
+            metadata, whole = file.metadata(), path.read_bytes()
+        path.unlink()
+        if damage == "cut":
+            path.write_bytes(whole[:200])
+        elif damage == "short":
+            save_file({name: each[1:] for name, each in load(whole).items()}, path, metadata)
     asked = stored(request(with_features(data, addresses)), tmp_path)
     assert same(learned(worker, asked), online)
     assert captured(worker, data, tmp_path) == addresses, "which mends them"
@@ -286,7 +294,7 @@ def test_what_is_open_is_there_whatever_becomes_of_the_file(tiny_models: dict[st
     path_of(tmp_path, address).unlink()
     assert features is not None and Stored.find(tmp_path, address) is None
     tensor = features.tensor("captured")
-    assert tensor is not None and len(tensor) == 9
+    assert len(tensor) == 9
 
 
 def test_what_is_captured_of_a_token_is_known_before(tiny_models: dict[str, Path], tmp_path: Path) -> None:

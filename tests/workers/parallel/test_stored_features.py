@@ -218,7 +218,7 @@ def test_what_a_policys_ranks_put_aside_their_draft_learns_from(
         found, wanted = contents(beside), contents(captured)
         assert found.keys() == wanted.keys() and len(found) == len(LENGTHS), "of the same target, each once"
         for name, features in wanted.items():
-            assert features.keys() == found[name].keys() == {"captured", "last"}
+            assert features.keys() == found[name].keys() == {"captured", "hidden_state"}
             for each, values in features.items():
                 assert close(found[name][each], values, 1e-5)
                 assert not close(np.roll(found[name][each], 1, axis=0), values, 1e-3), "tells tokens apart"

@@ -465,7 +465,10 @@ OF_TINY = {
 }
 
 
-@pytest.fixture(scope="module", params=[pytest.param("of all tokens", marks=pytest.mark.full), "of some", "in blocks"])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=() if name == "of some" else pytest.mark.full) for name in OF_TINY],
+)
 def drawing(model: Model, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
     worker = Worker(WorkerConfig(ServedModel("tiny", str(model.directory)), threads=1, head_chunk_tokens=4096))
     made(worker, "draft of it", tmp_path_factory.mktemp("draft") / "saved", **OF_TINY[request.param])

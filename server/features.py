@@ -154,6 +154,15 @@ class Features:
         names = {"tenant_feature_bytes": "feature_bytes", "feature_bytes": "server_feature_bytes"}
         return {names[each.knob]: Limit(limit=each.limit, used=each.used) for each in self._budgets(tenant_id)}
 
+    def check_ttl(self, ttl_seconds: float | None) -> None:
+        """Of a capture that is asked for. Raises RequestError."""
+        most = self._config.feature_ttl_seconds
+        if ttl_seconds is not None and ttl_seconds > most:
+            raise RequestError(
+                f"ttl_seconds is {ttl_seconds:g}, more than the {most:g} for which features are kept here: ask for at"
+                f" most that, leave it out, or start the server with --feature-ttl-seconds {ttl_seconds:g}"
+            )
+
     # Room
 
     async def claim(self, tenant_id: str, num_bytes: int) -> Callable[[], None]:
@@ -253,7 +262,7 @@ class Features:
         of it is not there, which is not the server's doing. Raises OSError where nobody can tell."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
         most, usage = self._config.feature_ttl_seconds, self._usage(run.tenant_id)
-        expires_at = self._clock() + min(most, ttl_seconds or most)
+        expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer one
         addresses = Counter(address for address, _ in found)
         async with usage.writing:
             if not await asyncio.to_thread(_are_there, self._of(run.tenant_id), addresses):

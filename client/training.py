@@ -194,7 +194,8 @@ class TrainingClient:
     ) -> APIFuture[drafts.BuildVocabMapResponse]:
         """Before its first forward_backward: this draft can say the most frequent tokens, as many as draft_vocab_size.
 
-        tokens: sequences, of which what has a weight other than 0 counts. counts: by token id, instead of these.
+        Where these are not all of the base model's, nothing is learned without it. tokens: sequences, of which what has
+        a weight other than 0 counts. counts: by token id, instead of these.
         """
         self._require_draft("build_vocab_map")
         fields = {

@@ -43,6 +43,14 @@ class _Held:
         return bool(self.num_users or self.sampler_ids)
 
 
+class NoDraft(RequestError):
+    """For what is asked for as a draft, or was when a sampler was made."""
+
+
+class DraftNotLoaded(OperationError):
+    """For what its files are."""
+
+
 class Drafts:
     """Of all tenants: who may read a checkpoint of a draft samples with it."""
 
@@ -63,22 +71,25 @@ class Drafts:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def find(self, tenant_id: str, path: str, base_model: str) -> CheckpointRecord:
-        """The checkpoint of a draft of this base model. Raises RequestError: 404 not there or not for this tenant."""
-        checkpoint = await self._checkpoints.resolve(Tenant(tenant_id, ""), path)
+        """The checkpoint of a draft of this base model. Raises NoDraft: 404 not there or not for this tenant."""
+        try:
+            checkpoint = await self._checkpoints.resolve(Tenant(tenant_id, ""), path)
+        except RequestError as error:
+            raise NoDraft(error.message, error.status) from None
         if checkpoint.role != "draft":
-            raise RequestError(
+            raise NoDraft(
                 f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which guesses nothing: name a checkpoint "
                 "of a draft as draft_path"
             )
         if checkpoint.base_model != base_model:
-            raise RequestError(
+            raise NoDraft(
                 f"draft {checkpoint.tinker_path} guesses {checkpoint.base_model}, and {base_model} is sampled: name a "
                 "draft of this base model as draft_path"
             )
         return checkpoint
 
     async def asked(self, sampler: Sampler, request: SampleRequest) -> CheckpointRecord | None:
-        """That is to guess for the request: its own, else the sampler's; None = no one. Raises RequestError."""
+        """That is to guess for the request: its own, else the sampler's; None = no one. Raises NoDraft."""
         if request.draft_path is None:
             return await self._of_sampler(sampler)
         if not request.draft_path:
@@ -119,9 +130,9 @@ class Drafts:
             return sampler.draft
         try:
             found = await self.find(record.tenant_id, record.draft_path, record.base_model)
-        except RequestError as error:
+        except NoDraft as error:
             message = f'the draft of sampler {record.sampler_id} cannot be loaded: {error}; send draft_path "" to go on'
-            raise RequestError(f"{message} without one, or name another", error.status) from None
+            raise NoDraft(f"{message} without one, or name another", error.status) from None
         if not sampler.is_over and found != sampler.draft:
             self.forget(sampler)
             sampler.draft = found
@@ -160,7 +171,7 @@ class Drafts:
             raise
         except OperationError as error:
             message = f"draft {checkpoint.tinker_path} cannot be loaded: {error.message}"
-            raise OperationError(message, error.category) from None
+            raise DraftNotLoaded(message, error.category) from None
 
     async def _drop(self, held: _Held) -> None:
         checkpoint = held.checkpoint

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ..schemas.drafts import CaptureResponse
-from ..schemas.errors import OperationError
+from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import FeatureStock, draft_of
 from ..schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from .config import ServerConfig
@@ -101,6 +101,15 @@ class Features:
             num_put_off=self.room.num_put_off,
         )
 
+    def check_ttl(self, ttl_seconds: float | None) -> None:
+        """Of a capture that is asked for. Raises RequestError."""
+        most = self._ttl_seconds
+        if ttl_seconds is not None and ttl_seconds > most:
+            raise RequestError(
+                f"ttl_seconds is {ttl_seconds:g}, more than the {most:g} for which features are kept here: ask for at"
+                f" most that, leave it out, or start the server with --feature-ttl-seconds {ttl_seconds:g}"
+            )
+
     # Capturing
 
     @asynccontextmanager
@@ -134,8 +143,8 @@ class Features:
         """References to what was captured, inside `capturing`. The same operation again: the same ones. None: some
         of it is not there, which is not the server's doing. Raises OSError where nobody can tell."""
         found = [each[FEATURES].tobytes().decode().split() for each in output.loss_fn_outputs]
-        usage = self._usage(run.tenant_id)
-        expires_at = self._clock() + min(self._ttl_seconds, ttl_seconds or self._ttl_seconds)
+        usage, most = self._usage(run.tenant_id), self._ttl_seconds
+        expires_at = self._clock() + min(most, ttl_seconds or most)  # it may have been accepted under a longer one
         addresses = Counter(address for address, _ in found)
         async with usage.writing:
             if not await asyncio.to_thread(self._files.are_there, run.tenant_id, addresses):

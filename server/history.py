@@ -29,6 +29,9 @@ KEPT = {
 }
 """The kinds without which a run's state cannot be made again."""
 
+BEGINS_WINDOW = {"load_weights", "build_vocab_map"}
+"""The kinds behind which no gradients wait: what failed before them is no part of the next step."""
+
 _REPEATED = {"forward_backward", "load_weights", "set_target", "build_vocab_map"}
 """Of these, behind its beginning and beside its steps."""
 
@@ -143,7 +146,7 @@ class History:
                 is_tainted = False
             elif past.kind in _REPEATED and is_done:
                 yield past, Repeat.AGAIN
-                is_tainted &= past.kind != "load_weights"
+                is_tainted &= past.kind not in BEGINS_WINDOW
             is_tainted |= past.taints or (past.kind == "forward_backward" and not is_done)
 
     def close(self) -> None:

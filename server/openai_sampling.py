@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from ..schemas.errors import OperationError
 from ..schemas.openai import Asking, OpenAiError, ResponseFormat
 from ..schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
+from .drafts import DraftNotLoaded, NoDraft
 from .prompts import Prompt
 from .sampling_job import SamplingJob, Stops
 
@@ -96,12 +97,15 @@ def num_bytes_of(job: SamplingJob, context: int) -> int:
     return job.prompt.nbytes + _BYTES * request.num_samples * num_tokens * (1 + request.topk_sample_logprobs)
 
 
-def refusal(asked: Asking, error: OperationError) -> OpenAiError:
-    """What a worker says of its jobs, which know constraints and no response_format."""
+def refusal(asked: Asking, error: OperationError | NoDraft) -> OpenAiError:
+    """What is said of jobs, whose drafts the request named or its sampler; workers know constraints and no
+    response_format."""
+    if isinstance(error, NoDraft):
+        return OpenAiError(error.message, error.status, "draft_path")
     status = 400 if error.category == "user" else 503
     if asked.response_format.type != "text" and "constraint" in error.message:
         return OpenAiError(f"response_format: {error.message}", status, "response_format")
-    return OpenAiError(error.message, status)
+    return OpenAiError(error.message, status, "draft_path" if isinstance(error, DraftNotLoaded) else None)
 
 
 def stops_of(asked: Asking, end_token_ids: Sequence[int]) -> Stops:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from ..schemas.training import OptimStepRequest
 from .features import uses_of
 from .futures import Encoding, Futures
-from .history import REFUSED, Outcome, Past
+from .history import BEGINS_WINDOW, REFUSED, Outcome, Past
 from .journal import Header, Journal, Journaled
 from .operations import CreateRun, Operation, read_again, read_operation
 from .run_services import RunServices
@@ -148,7 +148,7 @@ class Resuming:
             resumed.window.refused(seq_id, earlier.refused)
         elif outcome is None:
             await self._services.futures.lose([self._header(earlier.kind, seq_id)])
-        elif earlier.kind == "optim_step" or (earlier.kind == "load_weights" and outcome is Outcome.DONE):
+        elif earlier.kind == "optim_step" or (earlier.kind in BEGINS_WINDOW and outcome is Outcome.DONE):
             resumed.window = Window()
         elif earlier.kind == "forward_backward" and outcome is not Outcome.DONE:
             resumed.window.taint(f"forward_backward with seq_id {seq_id} failed")

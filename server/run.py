@@ -25,7 +25,7 @@ from .bodies import Received
 from .features import uses_of
 from .futures import Future, Result
 from .gap import Gap
-from .history import KEPT, Outcome, Past
+from .history import BEGINS_WINDOW, KEPT, Outcome, Past
 from .journal import Header
 from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
 from .quotas import Admission, Standing
@@ -502,7 +502,7 @@ class Run:
         if isinstance(operation, OptimStepRequest):
             return await self._perform_step(seq_id, operation, window)
         result = await self._services.operations.perform(self.record, operation, seq_id)
-        if isinstance(operation, LoadWeights):
+        if kind_of(operation) in BEGINS_WINDOW:
             self._window = Window()
         if isinstance(operation, CreateRun | SetTargetRequest):
             self.record = await self._services.operations.recorded(self.record)

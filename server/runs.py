@@ -1,6 +1,8 @@
 """Runs: the live runs, made by requests and found again after a restart."""
 
 import asyncio
+import hashlib
+import json
 import logging
 import time
 from collections import defaultdict
@@ -90,7 +92,8 @@ class Runs:
     async def create(
         self, tenant: Tenant, request: CreateModelRequest, received: Received, admission: Admission
     ) -> Submitted:
-        """The same session and model_seq_id answer the same. Raises RequestError."""
+        """The same session and model_seq_id answer the same. Raises RequestError, also where something else was asked
+        with them."""
         _check_optimizer(request.optimizer_config)
         require_served(self._dispatch, request.base_model)
         asked = _asked(request)
@@ -276,7 +279,9 @@ class Runs:
             self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
             self._check_full(record)
             self._runs.setdefault(record.run_id, Run(record, self._services))
-        return await self._runs[record.run_id].submit(0, operation, received, admission, drawn)
+        run = self._runs[record.run_id]
+        _check_same(run.record, record)
+        return await run.submit(0, operation, received, admission, drawn)
 
     def _check_full(self, new: RunRecord) -> None:
         """Before one more. Raises RequestError. What samplers hold beside these only the workers know."""
@@ -290,6 +295,18 @@ class Runs:
     def _num_full(self, base_model: str) -> int:
         records = (run.record for run in self._runs.values() if run.is_usable)
         return sum(isinstance(one.training, FullConfig) and one.base_model == base_model for one in records)
+
+
+def _check_same(known: RunRecord, asked: RunRecord) -> None:
+    """Raises RequestError where they have the number of a model in common, and nothing else."""
+    if known.asked in (None, asked.asked):
+        return
+    number = known.run_id.rpartition(":")[2]
+    # Clients send again what is answered 409.
+    raise RequestError(
+        f"model_seq_id {number} of session {known.session_id} is the number of {known.run_id}, for which something else"
+        " was asked: give a new model the next number, or send the request as it was"
+    )
 
 
 def _not_live(run_id: str) -> RequestError:
@@ -383,4 +400,12 @@ def _record(
         created_at=now,
         last_request_at=now,
         user_metadata=string_metadata(request.user_metadata),
+        asked=_hash(request),
     )
+
+
+def _hash(request: CreateModelRequest | LoadWeightsRequest) -> str:
+    """Of what it asks for, however it is written down; later versions may know more fields, with defaults."""
+    said = request.model_dump(exclude_defaults=True, exclude={"weights_access_token"})
+    as_json = json.dumps({"kind": request.type, **said}, sort_keys=True)
+    return hashlib.sha256(as_json.encode()).hexdigest()

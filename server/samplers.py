@@ -18,7 +18,7 @@ from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import WorkerLost
 from .adapters import Adapters
 from .auth import Tenant
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, full_path
 from .completions import Completions
 from .drafts import Drafts
 from .sampler import Sampler
@@ -78,12 +78,15 @@ class Samplers:
     # Making them
 
     async def create(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
-        """The sampler's id; the same session and number answer the same. Raises RequestError."""
+        """The sampler's id; the same session and number answer the same. Raises RequestError, also where something else
+        was asked for with them."""
         await self._sessions.require_open(tenant, request.session_id)
         sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
-        if sampler_id in self._samplers:
-            return sampler_id
-        return await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
+        if sampler_id not in self._samplers:
+            await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
+        if (sampler := self._samplers.get(sampler_id)) is not None:  # else its session has ended meanwhile
+            _check_same(sampler.record, request)
+        return sampler_id
 
     async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
         """A sampler with the weights that the run has now. seq_id: the request's in the run. Raises OperationError."""
@@ -253,6 +256,29 @@ def _done() -> "asyncio.Future[None]":
     done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     done.set_result(None)
     return done
+
+
+def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> None:
+    """Raises RequestError where they have the number of a sampler in common, and nothing else."""
+    asked = (request.base_model or known.base_model, _full(request.model_path), _full(request.draft_path))
+    if not known.is_ephemeral and asked == (known.base_model, _full(known.model_path), _full(known.draft_path)):
+        return
+    # Clients send again what is answered 409.
+    raise RequestError(
+        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} is the number of a"
+        f" sampler {_what_of(known)}: give a new sampler the next number, or send the request as it was"
+    )
+
+
+def _what_of(known: SamplerRecord) -> str:
+    if known.is_ephemeral:
+        return f"with the weights that run {known.run_id} had"
+    what = f"of {known.model_path or known.base_model}"
+    return f"{what} with draft_path {known.draft_path}" if known.draft_path else what
+
+
+def _full(path: str | None) -> str | None:
+    return full_path(path) if path else None
 
 
 def _check_one_shot(request: SampleRequest) -> None:

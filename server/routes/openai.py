@@ -29,6 +29,7 @@ from ...schemas.openai_answers import ChatCompletion, Completion
 from ..auth import Tenant, TenantDependency
 from ..bodies import json_body
 from ..choices import Choices, Fragment
+from ..drafts import NoDraft
 from ..draws import Drawn, Draws, Grown
 from ..openai_answer import Answer, Told
 from ..openai_chats import CHATS
@@ -145,7 +146,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
             # What fails before anything comes is answered with its status.
             events = draws.events()
             events = _chained(await _while_connected(request, anext(events)), events)
-        except OperationError as error:
+        except (OperationError, NoDraft) as error:
             raise refusal(asked, error) from None
         closing = stack.pop_all()
     return _EventStream(_stream(asked, answer, choices, prepared.prompts, events), closing.close)
@@ -250,7 +251,7 @@ async def _stream(
         if asked.stream_options.include_usage:
             yield _event(answer.last_chunk(choices.usage()))
         yield b"data: [DONE]\n\n"
-    except OperationError as error:
+    except (OperationError, NoDraft) as error:
         yield _error_event(refusal(asked, error))
     except RequestError as error:
         yield _error_event(OpenAiError(error.message, error.status))

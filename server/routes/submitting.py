@@ -160,6 +160,8 @@ async def _claim_features(
     run, draft = [await services.runs.get(tenant, one) for one in (asked.model_id, draft_id)]
     if run.came_before(asked.seq_id):
         return
+    if isinstance(asked, CaptureRequest):
+        services.features.check_ttl(asked.ttl_seconds)
     of_token = await _feature_bytes(services, draft)
     num_bytes = sum(of_token * len(each.tokens) + _FEATURE_HEADER_BYTES for each in asked.data if of_token)
     admission.also(num_bytes, await services.features.room.claim(tenant.id, num_bytes))

@@ -216,7 +216,8 @@ async def set_target(request: Request, services: ServicesDependency, tenant: Ten
     openapi_extra=json_body(BuildVocabMapRequest, {"model_id": DRAFT_ID, "tokens": [[5, 6, 7, 6]]}),
 )
 async def build_vocab_map(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
-    """The `draft_vocab_size` most frequent tokens are what a draft can say; before its first forward_backward.
+    """The `draft_vocab_size` most frequent tokens are what a draft can say; before its first forward_backward, which
+    fails without it unless a draft can say all tokens.
 
     Of `tokens` those count whose `weights` are not 0; or give `counts`, by token id.
     """

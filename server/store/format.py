@@ -47,6 +47,7 @@ MIGRATIONS: Mapping[int, Sequence[str]] = {
         "ALTER TABLE checkpoints ADD COLUMN target_path VARCHAR_C",
     ),
     7: ("ALTER TABLE samplers ADD COLUMN draft_path VARCHAR_C",),
+    8: ("ALTER TABLE runs ADD COLUMN asked VARCHAR_C",),
 }
 """What leads from the version before to each. In the SQL that all our databases share; never changed afterwards.
 

@@ -74,7 +74,8 @@ class SessionRecord:
 class RunRecord:
     """A model being trained; run_id is its model id, `<session_id>:train:<model_seq_id>`. training.seed is drawn.
 
-    target_path: of the checkpoint that a draft model guesses; None: the bare base model, or no draft.
+    target_path: of the checkpoint that a draft model guesses; None: the bare base model, or no draft. asked: a hash of
+    the request that made it; None: an earlier version did, or no request.
     """
 
     run_id: str
@@ -87,6 +88,7 @@ class RunRecord:
     user_metadata: dict[str, str] | None = None
     role: Role = "policy"
     target_path: str | None = None
+    asked: str | None = None
 
     def request_id(self, seq_id: int) -> str:
         """Of one of its operations."""

@@ -99,6 +99,7 @@ runs = Table(
     Column("user_metadata", JSON(none_as_null=True)),
     Column("role", Text, nullable=False),
     Column("target_path", Text),
+    Column("asked", Text),
     Index("runs_by_tenant", "tenant_id", "last_request_at"),
 )
 

@@ -54,6 +54,8 @@ class Student:
     def __init__(self, where: Layout, draft: DraftConfig) -> None:
         self.where = where
         where.call("create_run", RunSpec("draft", draft, "draft"))
+        if draft.draft_vocab_size is not None:
+            where.call("set_vocabulary", "draft", np.arange(draft.draft_vocab_size))
         self.cost(lesson(draft.algorithm, _WARM_UP))
 
     def cost(self, request: ForwardBackwardRequest) -> Cost:

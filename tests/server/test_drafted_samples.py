@@ -505,6 +505,32 @@ async def test_openais_usage_tells_what_was_guessed(server: Server, algorithm: s
     assert '"completion_tokens_details":{"accepted_prediction_tokens":' in events
 
 
+async def test_openais_errors_name_the_draft(server: Server) -> None:
+    path = await saved_draft(server)
+    of_policy = (await (await create_policy(server, 3)).do("save_weights_for_sampler", path="a"))["path"]
+    own = await sampler_of(server, draft_path=path)
+    body = {"model": MODEL, "prompt": [5, 6, 7], "max_tokens": NUM_TOKENS}
+
+    async def refused(status: int, **fields: Any) -> Any:
+        """The same of a stream that has not begun."""
+        url, asked = "http://test/v1/completions", body | fields
+        whole, streamed = [await server.clients[ALICE].post(url, json=asked | {"stream": each}) for each in (0, 1)]
+        assert (whole.status_code, streamed.status_code) == (status, status), whole.text
+        assert whole.json() == streamed.json()
+        return whole.json()["error"]
+
+    for file in (server.services.config.state_dir / "checkpoints").rglob("*.safetensors"):
+        file.write_bytes(b"damaged")
+    cases = [({"draft_path": "nothing"}, 400), ({"draft_path": of_policy}, 400), ({"draft_path": f"{path}-not"}, 404)]
+    for fields, status in [*cases, ({"draft_path": path}, 503), ({"model": own}, 503)]:
+        error = await refused(status, **fields)
+        assert error["param"] == "draft_path", error
+    await remove(server, path)
+    assert (await refused(404, model=own))["param"] == "draft_path"
+    assert (await refused(404, model=f"{path}-not", draft_path=path))["param"] == "model"
+    assert (await refused(400, num_draft_tokens=0))["param"] == "num_draft_tokens"
+
+
 # Where else samples are drawn
 
 

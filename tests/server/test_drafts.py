@@ -432,6 +432,38 @@ async def test_a_draft_that_learns_is_as_it_was_after_a_death_and_of_its_checkpo
         assert failed["category"] == "user" and "has learned with its vocabulary" in failed["error"]
 
 
+@pytest.mark.full
+async def test_a_draft_of_some_tokens_learns_once_these_are_chosen(
+    tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    """By workers that compute. Without a map it learns nothing, and what was refused is no harm once there is one,
+    whatever restarts come between."""
+    config = server_config(tiny_models["qwen3"], tmp_path)
+    tokens = np.random.default_rng(1).integers(3, 60, 12).tolist()
+    losses = {"data": [{"model_input": tokens, "loss_fn_inputs": {}}], "loss_fn": "eagle3"}
+    async with started_dispatch(config) as dispatch:
+        async with running_server(config, dispatch) as server:
+            draft = await create_draft(server, draft_vocab_size=64)
+            for what in ("forward", "forward_backward"):
+                failed = await draft.do(what, **losses)
+                assert failed["category"] == "user" and "call build_vocab_map with your corpus" in failed["error"]
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            assert "was not chosen" in (await draft.do("forward_backward", **losses))["error"]
+            assert "error" not in await draft.do("build_vocab_map", tokens=[tokens])
+            assert "error" not in await draft.do("forward_backward", **losses)
+        async with running_server(config, dispatch) as server:
+            draft.server = server
+            assert "error" not in await draft.optim_step()
+            learned = (await draft.do("forward", **losses))["metrics"]
+            saved = (await draft.do("save_weights", path="a"))["path"]
+            await kill_worker(server)
+            assert (await draft.do("forward", **losses))["metrics"] == pytest.approx(learned, rel=1e-5)
+            again = await load(server, saved)
+            assert "error" not in await again.do("forward_backward", **losses)
+            assert "error" not in await again.optim_step()
+
+
 # Vocabularies
 
 

@@ -149,6 +149,7 @@ BAD_JSON: dict[str, tuple[str, dict[str, Any], str]] = {
     "NaN learning rate": ("optim_step", {"adam_params": {"learning_rate": "NaN"}}, "learning_rate"),
     "beta of one": ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1 is 1.0"),
     "TTL of a second": ("save_weights", {"path": "a", "ttl_seconds": 1}, "ttl_seconds is 1"),
+    "TTL of ages": ("save_weights", {"path": "a", "ttl_seconds": 10**12}, "less than or equal to 315360000"),
     "no name": ("save_weights", {}, "path is missing"),
     "kind of sampler": ("save_weights_for_sampler", {"kind": "best"}, "kind is 'best'"),
     "no path": ("load_weights", {}, "path is missing"),

@@ -182,9 +182,30 @@ async def test_references_end_with_their_time(server: Server, monkeypatch: pytes
     assert (await stock(server))["num_sequences"] == 3 and len(files(server)) == 6
     assert "cannot be used: it has expired; capture it again" in await refused(draft, soon), "it is still known"
     assert "error" not in await learned(draft, later)
-    most = server.services.config.feature_ttl_seconds
-    answer = await draft.do("capture", data=some_data(1), ttl_seconds=10 * most)
-    assert answer["expires_at"] == pytest.approx(now + 61 + most, abs=1)
+    answer = await draft.do("capture", data=some_data(1))
+    assert answer["expires_at"] == pytest.approx(now + 61 + server.services.config.feature_ttl_seconds, abs=1)
+
+
+async def test_references_may_last_as_long_as_the_server_lets_them_and_what_was_accepted_stays(
+    dispatch: WorkerDispatch, tiny_models: dict[str, Path], tmp_path: Path
+) -> None:
+    async with serving(dispatch, tiny_models, tmp_path) as server:
+        draft = await create_draft(server)
+        for seconds in (10**12, 86401, 1e300):
+            refused = await draft.submit("capture", status=400, data=some_data(1), ttl_seconds=seconds)
+            assert refused["detail"] == (
+                f"ttl_seconds is {seconds:g}, more than the 86400 for which features are kept here: ask for at most"
+                f" that, leave it out, or start the server with --feature-ttl-seconds {seconds:g}"
+            )
+        answer = await draft.do("capture", data=some_data(1), ttl_seconds=86400)
+        assert "error" not in answer, "what was refused counts as done"
+    async with serving(dispatch, tiny_models, tmp_path, feature_ttl_seconds=60.0) as server:
+        draft.server = server
+        again = {"data": some_data(1), "ttl_seconds": 86400, "seq_id": 4}
+        submitted = await draft.submit("capture", **again)
+        assert (await server.result(submitted["request_id"]))["feature_refs"] == answer["feature_refs"]
+        refused = await draft.submit("capture", status=400, **(again | {"seq_id": 5}))
+        assert "more than the 60 for" in refused["detail"]
 
 
 async def test_bytes_are_back_at_zero_behind_the_step_of_the_last_use(server: Server) -> None:

@@ -59,11 +59,18 @@ def test_a_refusal_that_may_have_been_a_part_of_the_batch_taints_the_step_and_lo
     assert repeats(made, after=3) == [(5, AGAIN), (6, AGAIN)]
 
 
-def test_a_new_target_and_a_vocabulary_are_repeated_in_order_and_heal_nothing() -> None:
+def test_a_new_target_and_a_vocabulary_are_repeated_in_order_and_a_target_heals_nothing() -> None:
     made, _ = history(("build_vocab_map", DONE), (FB, DONE), ("set_target", DONE), ("set_target", FAILED), (STEP, DONE))
     assert repeats(made) == [(1, AGAIN), (2, AGAIN), (3, AGAIN), (5, AGAIN)]
     assert repeats(made, after=3) == [(5, AGAIN)]
     assert repeats(made, after=2, is_tainted=True) == [(3, AGAIN), (5, CLEAR)]
+
+
+def test_what_was_refused_for_want_of_a_vocabulary_is_no_part_of_the_step_behind_it() -> None:
+    made, _ = history((FB, FAILED), ("build_vocab_map", DONE), (FB, DONE), (STEP, DONE))
+    assert repeats(made) == [(2, AGAIN), (3, AGAIN), (4, AGAIN)]
+    made, _ = history((FB, FAILED), ("build_vocab_map", FAILED), (FB, DONE), (STEP, FAILED))
+    assert repeats(made) == [(3, AGAIN), (4, CLEAR)]
 
 
 def test_what_nobody_knows_the_end_of_cannot_be_repeated() -> None:

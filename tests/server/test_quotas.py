@@ -420,7 +420,7 @@ async def test_runs_are_limited_and_those_of_ended_sessions_do_not_count(limited
     for other in ({}, draft):
         refused = await limited.clients[ALICE].post("create_model", json=body | other)
         assert refused.status_code == 429 and "2 live runs" in refused.json()["detail"]
-    again = body | {"session_id": second.session_id}
+    again = body | {"session_id": second.session_id, "lora_config": {"rank": 4, "seed": 1}}
     assert await limited.post("create_model", again) == {"request_id": f"{second.model_id}:0"}, "it is there already"
     await limited.create_run(BOB)
     await limited.post(f"sessions/{first.session_id}/finish", {"reason": {"type": "success"}}, status=204)

@@ -67,6 +67,11 @@ class Description:
         """What an adapter adapts."""
         return set(self._content["targets"])
 
+    @property
+    def vocabulary_is_chosen(self) -> bool:
+        """Of a draft. What earlier versions have saved may have learned without that."""
+        return self._content.get("vocabulary_is_chosen", True)
+
     def check(self, model: Learner) -> None:
         """Raises OperationError where the model is of another kind than what was saved."""
         role = self._content.get("role", POLICY.role)

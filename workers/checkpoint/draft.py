@@ -25,7 +25,7 @@ class Draft:
         self._model = model
 
     def describe(self) -> dict[str, Any]:
-        return {}
+        return {} if self._model.says_all else {"vocabulary_is_chosen": self._model.vocabulary_is_chosen}
 
     def check(self, saved: Description) -> None:
         ours, theirs = self._model.draft, saved.training
@@ -42,20 +42,17 @@ class Draft:
         config = self._model.shape.config.to_dict() | {"dtype": "float32"}
         write_json(directory / "config.json", {**config, **self._model.published()})
 
-    def take(self, constants: Mapping[str, Tensor]) -> None:
+    def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
         """The tokens that it can say."""
-        if not self._says_all:
+        if not self._model.says_all:
             offsets = constants["d2t"]
             self._model.vocabulary = (offsets + torch.arange(len(offsets))).to(self._model.vocabulary.device)
-
-    @property
-    def _says_all(self) -> bool:
-        return self._model.shape.vocabulary == self._model.shape.target_vocabulary
+            self._model.vocabulary_is_chosen = saved.vocabulary_is_chosen
 
     def constants(self) -> Mapping[str, Tensor]:
         """Of one that cannot say all of the target's tokens. d2t: int64 [V], how far the id of each of its tokens is
         below the target's. t2d: bool, of the target's tokens whether it can say them."""
-        if self._says_all:
+        if self._model.says_all:
             return {}
         said = self._model.vocabulary.cpu()
         can_say = torch.zeros(self._model.shape.target_vocabulary, dtype=torch.bool)

@@ -36,6 +36,7 @@ class Form(Protocol):
         """What else its readers want to find. num_parts: of the files of weights."""
         ...
 
-    def take(self, constants: Mapping[str, Tensor]) -> None:
-        """Those of a saved model. They are read where they are asked for: raises OperationError."""
+    def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
+        """Those of a saved model, and what its description says beyond that of any. Constants are read where they are
+        asked for: raises OperationError."""
         ...

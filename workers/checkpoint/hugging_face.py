@@ -60,7 +60,7 @@ class HuggingFace:
                 if path.is_file():
                     shutil.copyfile(path, directory / path.name)
 
-    def take(self, constants: Mapping[str, Tensor]) -> None:
+    def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
         pass
 
 

@@ -51,7 +51,7 @@ class Peft:
     def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
         write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
 
-    def take(self, constants: Mapping[str, Tensor]) -> None:
+    def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:
         pass
 
 

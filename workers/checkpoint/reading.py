@@ -28,6 +28,7 @@ class Saved:
     weights: also the constants of its form. num_steps: None = without optimizer state.
     """
 
+    description: Description
     weights: Mapping[str, Tensor]
     moments: Mapping[str, Mapping[str, Tensor]]
     num_steps: int | None
@@ -37,7 +38,7 @@ class Saved:
     def put_into(self, model: Learner) -> None:
         """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
         layout = model.layout
-        form_of(model).take(self.weights)
+        form_of(model).take(self.weights, self.description)
         model.clear_window()
         model.clear_optimizer()
         if self.num_steps:
@@ -77,7 +78,7 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
         moments = {kind: _OfKind(found, kind) for kind in ADAMW}
     gradients = read("window", shapes) if window.num_operations else {}
     num_steps = description.num_steps if optimizer else None
-    return Saved(weights, moments, num_steps, gradients, window)
+    return Saved(description, weights, moments, num_steps, gradients, window)
 
 
 def target_in(directory: Path) -> Path | None:

@@ -24,7 +24,8 @@ from .tensor import own_parameters
 
 
 class DraftModel(Learner):
-    """vocabulary: int64, ascending, the target's tokens that it can say. target: whose words it guesses, None = those
+    """vocabulary: int64, ascending, the target's tokens that it can say. vocabulary_is_chosen: whether anybody has said
+    which; else they are the lowest ids, with which it learns nothing. target: whose words it guesses, None = those
     of the bare base model; and its version. was_loaded: whether it has what another one has learned. reach: where it
     guesses samples."""
 
@@ -48,6 +49,7 @@ class DraftModel(Learner):
         self.moments, self.groups = moments, groups
         self.mesh = groups.mesh
         self.vocabulary = torch.arange(self.shape.vocabulary, device=base.device)
+        self.vocabulary_is_chosen = self.says_all
         self.target: Learner | None = None
         self.target_version = ""
         self.was_loaded = False
@@ -61,6 +63,11 @@ class DraftModel(Learner):
     def capture_layers(self) -> Sequence[int]:
         assert self.draft.capture_layers is not None
         return self.draft.capture_layers
+
+    @property
+    def says_all(self) -> bool:
+        """Whether it can say all of the target's tokens."""
+        return self.shape.vocabulary == self.shape.target_vocabulary
 
     @property
     def feature_kind(self) -> FeatureKind:
@@ -81,14 +88,25 @@ class DraftModel(Learner):
         """From now on these tokens, int64 ascending, as many as it can. Raises OperationError once it has learned."""
         if len(token_ids) != self.shape.vocabulary:
             raise OperationError(f"{len(token_ids)} tokens for a draft_vocab_size of {self.shape.vocabulary}")
-        if self.num_steps or self.window.num_operations or self.was_loaded:
+        if self.vocabulary_is_chosen and (self.num_steps or self.window.num_operations or self.was_loaded):
             raise OperationError(
                 f"the draft has learned with its vocabulary, for {self.num_steps} steps"
                 f"{' and before it was loaded' if self.was_loaded else ''}: build the map before the first"
                 " forward_backward, or create a new draft"
             )
         self.vocabulary = torch.from_numpy(token_ids).to(self.vocabulary.device)
+        self.vocabulary_is_chosen = True
+        self.clear_window()  # of what was refused for want of it
         self.initialize()
+
+    def check_vocabulary(self) -> None:
+        """Raises OperationError where nobody has said which tokens it can say."""
+        if not self.vocabulary_is_chosen:
+            raise OperationError(
+                f"draft_vocab_size is {self.shape.vocabulary}, the target's vocabulary {self.shape.target_vocabulary},"
+                " and which of it the draft says was not chosen: call build_vocab_map with your corpus first, or create"
+                " a draft without draft_vocab_size"
+            )
 
     def halo(self, options: Options) -> int:
         """See Strategy."""

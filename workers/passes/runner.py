@@ -116,6 +116,8 @@ class PassRunner:
             place = part.request.features
             losses = CAPTURES if place is not None and place.captures else program.losses
             operation = read_operation(part.request, self._limits, part.share, losses)
+            if losses is not CAPTURES and part.request.model_id in self._models.drafts:
+                self._models.drafts.get(part.request.model_id).check_vocabulary()
             stored = self._stored(part.request, place, operation)
             return Task(part, operation, self._progress(part, operation), stored)
         except Exception as error:

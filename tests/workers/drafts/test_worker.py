@@ -1,5 +1,6 @@
 """Drafts in a worker: trained, moved to other targets, saved and gone on with."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,7 @@ import pytest
 import torch
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
-from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.schemas.training import AdamParams, Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
 from trainhouse.workers.worker import Worker
@@ -62,6 +63,12 @@ def run(worker: Worker, *requests: ForwardBackwardRequest) -> list[ForwardBackwa
     answers = worker.run_pass(Pass(tuple(Part(number, each) for number, each in enumerate(requests))))
     assert all(isinstance(answer, ForwardBackwardOutput) for answer in answers), answers
     return list(answers)  # pyright: ignore[reportReturnType]
+
+
+def refused(worker: Worker, asked: ForwardBackwardRequest) -> Failure:
+    (answer,) = worker.run_pass(Pass((Part(0, asked),)))
+    assert isinstance(answer, Failure), answer
+    return answer
 
 
 def stepped(worker: Worker, run_id: str = "draft") -> dict[str, float]:
@@ -275,6 +282,72 @@ def test_targets_that_are_given_count_the_last_token_too(worker: Worker) -> None
     losses = with_targets.loss_fn_outputs[0]["losses"]
     np.testing.assert_array_equal(losses[:3], without.loss_fn_outputs[0]["losses"][:3])
     assert losses[3] > 0
+
+
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_a_draft_of_some_tokens_learns_once_these_are_chosen(worker: Worker, forward_only: bool) -> None:
+    """What was refused is no part of its first step."""
+    created(worker, draft_vocab_size=200)
+    asked = request(some_data(1), forward_only=forward_only)
+    assert refused(worker, asked) == Failure(
+        "draft_vocab_size is 200, the target's vocabulary 512, and which of it the draft says was not chosen: call"
+        " build_vocab_map with your corpus first, or create a draft without draft_vocab_size",
+        "user",
+    )
+    worker.set_vocabulary("draft", np.arange(20, 220))
+    run(worker, asked, request(some_data(1)))
+    stepped(worker)
+
+
+def test_what_a_target_has_inside_is_captured_for_a_draft_that_has_no_tokens_yet(
+    worker: Worker, tmp_path: Path
+) -> None:
+    created(worker, draft_vocab_size=200)
+    place = FeaturePlace(str(tmp_path), captures=True)
+    data = tuple(Datum(datum.tokens) for datum in some_data(1))
+    run(worker, ForwardBackwardRequest("draft", 1, data, "capture", forward_only=True, features=place))
+
+
+@pytest.mark.parametrize("is_chosen", [True, False])
+@pytest.mark.parametrize("is_snapshot", [True, False])
+def test_a_saved_draft_knows_whether_its_tokens_were_chosen(
+    worker: Worker, directory: Path, tmp_path: Path, is_chosen: bool, is_snapshot: bool
+) -> None:
+    """Also where these are the lowest ids; and one that has none yet may still be given some."""
+    created(worker, draft_vocab_size=200)
+    if is_chosen:
+        worker.set_vocabulary("draft", np.arange(200))
+    again = loaded_again(worker, directory, tmp_path, is_snapshot)
+    if not is_chosen:
+        assert "was not chosen" in refused(again, request(some_data(1))).message
+        again.set_vocabulary("draft", np.arange(200))
+    losses_of(again, 1)
+
+
+def test_a_draft_that_was_saved_before_this_was_told_has_chosen(
+    worker: Worker, directory: Path, tmp_path: Path
+) -> None:
+    created(worker, draft_vocab_size=200)
+    again = loaded_again(worker, directory, tmp_path, is_snapshot=False, forgets="vocabulary_is_chosen")
+    losses_of(again, 1)
+
+
+def loaded_again(worker: Worker, directory: Path, path: Path, is_snapshot: bool, forgets: str | None = None) -> Worker:
+    """By another worker, of what this one's draft says. forgets: what its description does not say."""
+    saved = path / "saved"
+    if is_snapshot:
+        snapshot(worker, saved)
+    else:
+        saved.mkdir()
+        worker.save_run("draft", str(saved), optimizer=True)
+    if forgets is not None:
+        description = json.loads((saved / "trainhouse.json").read_text())
+        del description[forgets]
+        (saved / "trainhouse.json").write_text(json.dumps(description))
+    again = a_worker(directory)
+    created(again, draft_vocab_size=200)
+    again.load_run("draft", str(saved), optimizer=True)
+    return again
 
 
 def test_a_vocabulary_is_chosen_before_anything_is_learned(worker: Worker, tmp_path: Path) -> None:

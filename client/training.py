@@ -18,8 +18,7 @@ from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
-from .data import Datum as OwnDatum
-from .data import Tokens, as_tokens, chunks, merged, with_feature_ref
+from .data import CapturedData, Tokens, as_tokens, chunks, merged
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
@@ -207,7 +206,7 @@ class TrainingClient:
 
     def capture(
         self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
-    ) -> APIFuture[list[OwnDatum]]:
+    ) -> APIFuture[CapturedData]:
         """These data again, each with a `feature_ref` to what the target has inside there, which stays on the server:
         forward and forward_backward need not run the target for them, until another `set_target`.
 
@@ -229,9 +228,8 @@ class TrainingClient:
         request, answer = drafts.CaptureRequest, drafts.CaptureResponse
         captures = [self._operation("capture", request, of_piece, answer) for of_piece in fields]
 
-        async def captured() -> list[OwnDatum]:
-            refs = [ref for each in captures for ref in (await each).feature_refs]
-            return [with_feature_ref(datum, ref) for datum, ref in zip(data, refs, strict=True)]
+        async def captured() -> CapturedData:
+            return CapturedData(data, [await each for each in captures])
 
         return self._connection.run(captured())
 

@@ -9,6 +9,7 @@ import pytest
 from trainhouse import (
     AdamParams,
     APIFuture,
+    CapturedData,
     Datum,
     ForwardBackwardOutput,
     ServiceClient,
@@ -123,6 +124,7 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     random = np.random.default_rng(1)
     data = [Datum(random.integers(3, 500, 9), {}) for _ in range(5)]
     online = draft.forward(data, "eagle3").result(60)
+    before = time.time()
     captured = draft.capture(data, uses=1, ttl_seconds=600).result(60)
     assert [each.tokens.tolist() for each in captured] == [each.tokens.tolist() for each in data]
     assert len({each.feature_ref for each in captured}) == 5
@@ -134,6 +136,8 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert features is not None and (features.num_sequences, features.num_references) == (3, 3)
     used = real_service.get_limits().feature_bytes
     assert used is not None and used.used == features.num_bytes > 0
+    assert captured.num_bytes / 5 == features.num_bytes / 3
+    assert before + 600 <= captured.expires_at <= time.time() + 600
     assert draft.release_features(captured[2:3]).result(60).num_released == 1
     assert draft.release_features().result(60).num_released == 2
     with pytest.raises(TrainhouseError, match="it was released; capture it again"):
@@ -146,7 +150,7 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
 
 def capture_that_waits(
     service: ServiceClient,
-) -> tuple[TrainingClient, list[Datum], APIFuture[list[Datum]], APIFuture[ForwardBackwardOutput]]:
+) -> tuple[TrainingClient, list[Datum], APIFuture[CapturedData], APIFuture[ForwardBackwardOutput]]:
     """For room: a draft, what it captured before, the capture, and a pass behind it over what was captured, too."""
     draft, random = service.create_draft_client(MODEL, "eagle3"), np.random.default_rng(2)
     earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
@@ -226,7 +230,10 @@ def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> No
     captured = draft.capture(data).result(60)
     assert [each.tokens[0] for each in captured] == [0, 1, 2, 3, 4]
     assert len({str(each.feature_ref).rpartition("-")[2] for each in captured}) == 3
-    assert draft._next_seq_id == 4
+    again, one = draft.capture(data, ttl_seconds=60).result(60), draft.capture(data[:1]).result(60)
+    assert again.num_bytes == captured.num_bytes == 5 * one.num_bytes > 0
+    assert again.expires_at < captured.expires_at
+    assert draft._next_seq_id == 8
 
 
 def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: ServiceClient) -> None:

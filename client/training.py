@@ -23,6 +23,7 @@ from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
+from .wrong_values import refused_in_words
 
 W = TypeVar("W", bound=Wire)
 LossConfig = Mapping[str, float | str]
@@ -304,7 +305,9 @@ class TrainingClient:
 
     def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
         with self._numbering:
-            body = to_json(request.model_validate({"model_id": self.model_id, "seq_id": self._next_seq_id, **fields}))
+            address = {"model_id": self.model_id, "seq_id": self._next_seq_id}
+            with refused_in_words():
+                body = to_json(request.model_validate({**address, **fields}))
             self._next_seq_id += 1
             return self._connection.run(self._run_operation(path, body, answer))
 

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -249,8 +250,20 @@ def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: S
         draft.capture([])
     with pytest.raises(ValueError, match="a draft has no log-probabilities for a loss of yours"):
         draft.forward_backward_custom(DATA, lambda data, logprobs: (0.0, logprobs))
-    with pytest.raises(ValueError, match="give either tokens or counts"):
-        draft.build_vocab_map()
+    misspelt: Any = "eagle"
+    for wrong, words in (
+        (lambda: draft.build_vocab_map(), "neither tokens nor counts are given: give either tokens or counts"),
+        (lambda: draft.build_vocab_map([[1]], counts={1: 1}), "tokens and counts are both given: give either"),
+        (lambda: draft.capture(DATA, uses=0), "uses is 0: it should be greater than or equal to 1"),
+        (
+            lambda: service.create_draft_client(MODEL, misspelt),
+            "algorithm is 'eagle': it should be 'eagle3' or 'dflash'",
+        ),
+        (lambda: service.create_lora_training_client(MODEL, rank=0), "rank is 0: it should be greater than or equal"),
+        (lambda: service.create_sampling_client(MODEL).sample([1], 0), "num_samples is 0: it should be greater than"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}[^\\n]*$"):
+            wrong()
     with pytest.raises(TrainhouseError, match="a draft draws no tokens by itself"):
         draft.save_weights_and_get_sampling_client()
     with pytest.raises(TrainhouseError, match="there is no checkpoint"):

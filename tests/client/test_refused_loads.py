@@ -14,7 +14,7 @@ from ..live import LiveServer, live_server
 
 MODEL = "tiny/qwen3"
 BEFORE = " cannot be loaded: the checkpoint "
-Saved = SaveWeightsResponse | SaveWeightsForSamplerResponse
+Saved = APIFuture[SaveWeightsResponse] | APIFuture[SaveWeightsForSamplerResponse]
 Damage = Callable[[Path], object]
 
 
@@ -39,7 +39,7 @@ def refusal(server: LiveServer, load: Callable[[], Any]) -> str:
     return told
 
 
-def path_of(saved: APIFuture[Saved]) -> str:
+def path_of(saved: Saved) -> str:
     path = saved.result().path
     assert path is not None
     return path

@@ -149,6 +149,18 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
+def test_behind_a_pass_that_is_refused_for_its_reference_the_step_fails_and_clears(real_service: ServiceClient) -> None:
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    learned = draft.forward_backward(DATA, "eagle3").result(60)
+    draft.forward_backward([Datum([5, 6, 7], {}, feature_ref="lost")], "eagle3")
+    with pytest.raises(TrainhouseError, match=r"optim_step was not taken: .*feature_ref lost cannot be used"):
+        draft.optim_step().result(60)
+    with pytest.raises(TrainhouseError, match="no gradients"):
+        draft.optim_step().result(60)
+    assert draft.forward_backward(DATA, "eagle3").result(60).metrics == learned.metrics
+    draft.optim_step().result(60)
+
+
 def capture_that_waits(
     service: ServiceClient,
 ) -> tuple[TrainingClient, list[Datum], APIFuture[CapturedData], APIFuture[ForwardBackwardOutput]]:

@@ -459,7 +459,8 @@ def _whole(checkpoint: CheckpointRecord) -> Iterator[None]:
     except OperationError as error:
         logger.error("%s: %s", checkpoint.tinker_path, error)
         raise OperationError(
-            f"{checkpoint.tinker_path} cannot be read: its files are lost or damaged on the server, whose log says how",
+            f"{checkpoint.tinker_path} cannot be read: its files are lost, damaged or out of reach, and the server's"
+            " log says why",
             "server",
         ) from None
 

@@ -83,7 +83,7 @@ def lost(files: Path) -> None:
     "damage, reason",
     [
         (other_format, BEFORE + "has format 99; this server reads formats 1 and 2"),
-        (lost, " cannot be read: its files are lost or damaged on the server, whose log says how"),
+        (lost, " cannot be read: its files are lost, damaged or out of reach, and the server's log says why"),
     ],
     ids=["newer", "lost"],
 )

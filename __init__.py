@@ -17,6 +17,7 @@ __all__ = [
     "AdamParams",
     "AuthenticationError",
     "BadRequestError",
+    "CapturedData",
     "Datum",
     "ForwardBackwardOutput",
     "GoneError",

@@ -7,6 +7,7 @@ from ..schemas.sampling import SamplingParams as SamplingParams
 from ..schemas.training import AdamParams as AdamParams
 from ..schemas.training import ForwardBackwardOutput as ForwardBackwardOutput
 from ..schemas.training import ProvenanceSpan as ProvenanceSpan
+from .data import CapturedData as CapturedData
 from .data import Datum as Datum
 from .errors import *  # noqa: F403
 from .futures import APIFuture as APIFuture

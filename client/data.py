@@ -6,6 +6,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from ..schemas import training
+from ..schemas.drafts import CaptureResponse
 from ..schemas.sampling import ModelInput
 from ..schemas.training import ForwardBackwardOutput, ProvenanceSpan
 
@@ -39,7 +40,21 @@ class Datum(training.Datum):
         )
 
 
-def with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
+class CapturedData(list[Datum]):
+    """What TrainingClient.capture answers: data with a `feature_ref` each.
+
+    num_bytes: of what they refer to; the same content of one request is counted once. expires_at: when the first of
+    them goes, in seconds since 1970.
+    """
+
+    def __init__(self, data: Sequence[training.Datum], answers: Sequence[CaptureResponse]) -> None:
+        refs = [ref for answer in answers for ref in answer.feature_refs]
+        super().__init__(_with_feature_ref(datum, ref) for datum, ref in zip(data, refs, strict=True))
+        self.num_bytes = sum(answer.num_bytes for answer in answers)
+        self.expires_at = min(answer.expires_at for answer in answers)
+
+
+def _with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
     spans = datum.model_input_spans, datum.loss_fn_input_spans
     return Datum(datum.tokens, datum.loss_fn_inputs, *spans, feature_ref)
 

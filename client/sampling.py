@@ -12,6 +12,7 @@ from .connection import ACCEPT_PROTOBUF, Connection, to_json
 from .data import Tokens, as_tokens
 from .futures import APIFuture
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
+from .wrong_values import refused_in_words
 
 
 class SamplingClient:
@@ -44,21 +45,23 @@ class SamplingClient:
         draft_path: of a draft that guesses, num_draft_tokens at a time (None = as many as usual), in place of this
         client's; "" = none. How its guesses fared is in `guesses` of the answer. See docs/drafts.md.
         """
-        request = SampleRequest(
-            sampling_session_id=self.sampler_id,
-            seq_id=next(self._seq_ids),
-            prompt=ModelInput.from_ints(as_tokens(prompt)),
-            num_samples=num_samples,
-            sampling_params=sampling_params or SamplingParams(),
-            prompt_logprobs=include_prompt_logprobs,
-            prompt_logprobs_last_n=prompt_logprobs_last_n,
-            topk_prompt_logprobs=topk_prompt_logprobs,
-            topk_sample_logprobs=topk_sample_logprobs,
-            target_prompt_logprobs=None if target_prompt_logprobs is None else tensor_to_json(target_prompt_logprobs),
-            record_stability_info=record_stability_info,
-            draft_path=draft_path,
-            num_draft_tokens=num_draft_tokens,
-        )
+        targets = None if target_prompt_logprobs is None else tensor_to_json(target_prompt_logprobs)
+        with refused_in_words():
+            request = SampleRequest(
+                sampling_session_id=self.sampler_id,
+                seq_id=next(self._seq_ids),
+                prompt=ModelInput.from_ints(as_tokens(prompt)),
+                num_samples=num_samples,
+                sampling_params=sampling_params or SamplingParams(),
+                prompt_logprobs=include_prompt_logprobs,
+                prompt_logprobs_last_n=prompt_logprobs_last_n,
+                topk_prompt_logprobs=topk_prompt_logprobs,
+                topk_sample_logprobs=topk_sample_logprobs,
+                target_prompt_logprobs=targets,
+                record_stability_info=record_stability_info,
+                draft_path=draft_path,
+                num_draft_tokens=num_draft_tokens,
+            )
         return self._connection.run(self._sample(to_json(request)))
 
     async def _sample(self, body: bytes) -> SampleResponse:

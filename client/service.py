@@ -20,6 +20,7 @@ from .futures import APIFuture, blocking
 from .rest import RestClient
 from .sampling import SamplingClient
 from .training import ClientConfig, TrainingClient
+from .wrong_values import refused_in_words
 
 Status = Literal["success", "errored", "interrupted"]
 Metadata = Mapping[str, str] | None
@@ -105,7 +106,8 @@ class ServiceClient:
     ) -> APIFuture[TrainingClient]:
         """model_role: "critic" is trained by `value_mse`, and its `forward` gives a value for each token."""
         targets = {"train_mlp": train_mlp, "train_attn": train_attn, "train_unembed": train_unembed}
-        lora = models.LoraConfig(rank=rank, seed=seed, **targets)
+        with refused_in_words():
+            lora = models.LoraConfig(rank=rank, seed=seed, **targets)
         fields = {"base_model": base_model, "lora_config": lora, "user_metadata": user_metadata}
         fields["model_role"] = model_role
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
@@ -163,16 +165,17 @@ class ServiceClient:
 
         What is left open depends on the base model: `get_info().draft` tells it. See docs/drafts.md.
         """
-        draft = models.NewDraft(
-            algorithm=algorithm,
-            num_layers=num_layers,
-            capture_layers=None if capture_layers is None else tuple(capture_layers),
-            draft_vocab_size=draft_vocab_size,
-            intermediate_size=intermediate_size,
-            block_size=block_size,
-            mask_token_id=mask_token_id,
-            seed=seed,
-        )
+        with refused_in_words():
+            draft = models.NewDraft(
+                algorithm=algorithm,
+                num_layers=num_layers,
+                capture_layers=None if capture_layers is None else tuple(capture_layers),
+                draft_vocab_size=draft_vocab_size,
+                intermediate_size=intermediate_size,
+                block_size=block_size,
+                mask_token_id=mask_token_id,
+                seed=seed,
+            )
         fields = {"base_model": base_model, "model_role": "draft", "draft": draft, "target_path": target_path}
         fields["user_metadata"] = user_metadata
         return self._connection.run(self._create("create_model", models.CreateModelRequest, fields))
@@ -197,7 +200,9 @@ class ServiceClient:
         session = await self._opened()
         number = next(session.model_numbers)
         address = {"session_id": session.session_id, "model_seq_id": number}
-        submitted = await self._connection.submit(path, to_json(request.model_validate({**address, **fields})))
+        with refused_in_words():
+            body = to_json(request.model_validate({**address, **fields}))
+        submitted = await self._connection.submit(path, body)
         await self._connection.result(submitted, Wire.model_validate_json)
         model = models.GetInfoRequest(model_id=f"{session.session_id}:train:{number}")  # the protocol fixes this name
         info = await self._connection.post("get_info", model, models.GetInfoResponse)
@@ -218,9 +223,10 @@ class ServiceClient:
     ) -> SamplingClient:
         session = await self._opened()
         address = {"session_id": session.session_id, "sampling_session_seq_id": next(session.sampler_numbers)}
-        request = CreateSamplingSessionRequest(
-            **address, base_model=base_model, model_path=model_path, draft_path=draft_path
-        )
+        with refused_in_words():
+            request = CreateSamplingSessionRequest(
+                **address, base_model=base_model, model_path=model_path, draft_path=draft_path
+            )
         created = await self._connection.post("create_sampling_session", request, CreateSamplingSessionResponse)
         info = await self._connection.get(f"samplers/{created.sampling_session_id}", SamplerInfo)
         return SamplingClient(self._connection, info.sampler_id, info.base_model)

@@ -18,12 +18,12 @@ from ..schemas.futures import SubmitResponse
 from ..schemas.models import GetInfoRequest, GetInfoResponse
 from ..schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest, Wire
 from .connection import ACCEPT_PROTOBUF, PROTOBUF, Connection, to_json
-from .data import Datum as OwnDatum
-from .data import Tokens, as_tokens, chunks, merged, with_feature_ref
+from .data import CapturedData, Tokens, as_tokens, chunks, merged
 from .errors import APIStatusError
 from .futures import APIFuture, blocking
 from .sampling import SamplingClient
 from .tokenizer import PreTrainedTokenizer, load_tokenizer
+from .wrong_values import refused_in_words
 
 W = TypeVar("W", bound=Wire)
 LossConfig = Mapping[str, float | str]
@@ -208,7 +208,7 @@ class TrainingClient:
 
     def capture(
         self, data: Sequence[Datum], uses: int | None = None, ttl_seconds: float | None = None
-    ) -> APIFuture[list[OwnDatum]]:
+    ) -> APIFuture[CapturedData]:
         """These data again, each with a `feature_ref` to what the target has inside there, which stays on the server:
         forward and forward_backward need not run the target for them, until another `set_target`.
 
@@ -230,9 +230,8 @@ class TrainingClient:
         request, answer = drafts.CaptureRequest, drafts.CaptureResponse
         captures = [self._operation("capture", request, of_piece, answer) for of_piece in fields]
 
-        async def captured() -> list[OwnDatum]:
-            refs = [ref for each in captures for ref in (await each).feature_refs]
-            return [with_feature_ref(datum, ref) for datum, ref in zip(data, refs, strict=True)]
+        async def captured() -> CapturedData:
+            return CapturedData(data, [await each for each in captures])
 
         return self._connection.run(captured())
 
@@ -307,7 +306,9 @@ class TrainingClient:
 
     def _operation(self, path: str, request: type[Wire], fields: Fields, answer: type[W]) -> APIFuture[W]:
         with self._numbering:
-            body = to_json(request.model_validate({"model_id": self.model_id, "seq_id": self._next_seq_id, **fields}))
+            address = {"model_id": self.model_id, "seq_id": self._next_seq_id}
+            with refused_in_words():
+                body = to_json(request.model_validate({**address, **fields}))
             self._next_seq_id += 1
             return self._connection.run(self._run_operation(path, body, answer))
 

@@ -7,6 +7,7 @@ What it takes to go on, and to know the best of all checkpoints, is in their nam
 """
 
 import argparse
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -14,6 +15,10 @@ from pathlib import Path
 
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
 from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, rows, schedule
+
+
+class WrongResume(ValueError):
+    """From a checkpoint that cannot be gone on from like this."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +35,11 @@ class Saved:
 
     @staticmethod
     def at(path: str) -> "Saved":
-        """Raises ValueError on a path of others."""
+        """Raises WrongResume on a path of others."""
         match path.rpartition("/")[2].split("-"):
             case ["step", step, "acceptance", acceptance_length]:
                 return Saved(path, int(step), float(acceptance_length))
-        raise ValueError(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
+        raise WrongResume(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
 
 
 @dataclass(frozen=True)
@@ -63,10 +68,18 @@ class Quality:
 
 def main() -> None:
     options = parse_options()
+    try:
+        run(options)
+    except WrongResume as error:
+        print(f"draft.py: error: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+
+
+def run(options: argparse.Namespace) -> None:
+    first_step = Saved.at(options.resume).step if options.resume else 0
     # By this a run that is resumed from this one finds those before it.
     metadata = {"resumed": options.resume} if options.resume else None
     with ServiceClient(options.base_url, options.api_key, metadata) as service:
-        first_step = Saved.at(options.resume).step if options.resume else 0
         draft = resumed(service, options) if options.resume else created(service, options)
         train, held_out = (list(texts(service, draft, options, split)) for split in ("train", "held_out"))
         if options.draft_vocab_size and not options.resume:
@@ -75,24 +88,24 @@ def main() -> None:
             train, held_out = (list(draft.capture(each).result()) for each in (train, held_out))
         checkpoints = earlier(service, options.resume)
 
-        print(f"held-out {evaluate(draft, held_out, options.algorithm)}")
+        print(f"held-out {evaluate(draft, held_out, options.algorithm)}", flush=True)
 
         def evaluate_and_save(step: int) -> None:
             quality = evaluate(draft, held_out, options.algorithm)
             name = Saved.name(step, quality.acceptance_length)
             checkpoints.append(Saved.at(draft.save_state(name, overwrite=True).result().path))
-            print(f"step {step:3d}  held-out {quality}  saved {checkpoints[-1].path}")
+            print(f"step {step:3d}  held-out {quality}  saved {checkpoints[-1].path}", flush=True)
 
         draft.at_steps(options.eval_every, evaluate_and_save, num_steps=first_step)
         for step in range(first_step, options.steps):
             learning_rate = options.learning_rate * schedule(step, options.warmup, options.steps)
             quality = train_step(draft, batch(train, step, options.batch_size), options.algorithm, step, learning_rate)
-            print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  {quality}")
+            print(f"step {step + 1:3d}  learning rate {learning_rate:.2e}  {quality}", flush=True)
         if options.steps % options.eval_every and first_step < options.steps:
             evaluate_and_save(options.steps)
         if checkpoints:
             best = max(checkpoints, key=lambda each: each.acceptance_length)
-            print(f"best: step {best.step}  acceptance length {best.acceptance_length:.4f}  {best.path}")
+            print(f"best: step {best.step}  acceptance length {best.acceptance_length:.4f}  {best.path}", flush=True)
 
 
 def parse_options() -> argparse.Namespace:
@@ -136,8 +149,18 @@ def created(service: ServiceClient, options: argparse.Namespace) -> TrainingClie
 
 
 def resumed(service: ServiceClient, options: argparse.Namespace) -> TrainingClient:
-    """The target is the one that is asked for, though its checkpoint may have moved since."""
+    """The target is the one that is asked for, though its checkpoint may have moved since. Raises WrongResume."""
     draft = service.create_training_client_from_state_with_optimizer(options.resume)
+    info = draft.get_info()
+    if info.draft is None:
+        raise WrongResume(
+            f"{options.resume} is of a {info.model_role}, and --algorithm is {options.algorithm}: resume a draft"
+        )
+    if (found := info.draft.algorithm) != options.algorithm:
+        raise WrongResume(
+            f"{options.resume} is of a draft of {found}, and --algorithm is {options.algorithm}: resume it with"
+            f" --algorithm {found}"
+        )
     draft.set_target(options.target_path).result()
     return draft
 
@@ -182,7 +205,7 @@ def sampled(
 def build_vocab_map(draft: TrainingClient, data: Sequence[Datum]) -> None:
     tokens, weights = ([each.loss_fn_inputs[name] for each in data] for name in ("target_tokens", "weights"))
     counted = draft.build_vocab_map(tokens, weights).result()
-    print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of those that are to be guessed")
+    print(f"vocabulary of {counted.size} tokens: {counted.covered:.1%} of those that are to be guessed", flush=True)
 
 
 def train_step(

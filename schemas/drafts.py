@@ -41,8 +41,10 @@ class BuildVocabMapRequest(Wire):
 
     @model_validator(mode="after")
     def _counts_one_thing(self) -> Self:
-        if (self.tokens is None) == (self.counts is None):
-            raise ValueError("give either tokens or counts")
+        if self.tokens is None and self.counts is None:
+            raise ValueError("neither tokens nor counts are given: give either tokens or counts")
+        if self.tokens is not None and self.counts is not None:
+            raise ValueError("tokens and counts are both given: give either tokens or counts")
         if self.weights is not None:
             self._check_weights(self.weights)
         return self

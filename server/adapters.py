@@ -8,7 +8,7 @@ from ..schemas.errors import OperationError, RequestError
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import WorkerLost
 from .auth import Tenant
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, loaded_as
 from .ephemeral import EphemeralWeights
 from .sampler import Sampler
 from .strikes import Strikes
@@ -97,11 +97,13 @@ class Adapters:
             return
         if record.model_path is None:
             directory = self._weights.directory(sampler.adapter_id)
-            await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+            with loaded_as(f"sampler {record.sampler_id}"):
+                await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
             return
         checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
         async with self._checkpoints.reading(checkpoint) as directory:
-            await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
+            with loaded_as(checkpoint.tinker_path):
+                await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
 
     async def _drop(self, adapter_id: str, loading: asyncio.Future[None] | None) -> None:
         if loading is not None:

@@ -13,15 +13,17 @@ import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
-from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager, nullcontext
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import TrainingConfig
+from ..workers.verbs import WorkerLost
 from .auth import Auth, Tenant
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
 from .mirror import Mirror
@@ -121,14 +123,18 @@ class Checkpoints:
     async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
         """Whether this very save published it, before a crash took its answer. Raises OperationError (server)."""
         record = await self._find(run.run_id, kind, name)
-        return record is not None and (await self._files.manifest(record.directory)).get("request_id") == request_id
+        return record is not None and (await self._manifest(record)).get("request_id") == request_id
 
-    def reading(self, checkpoint: CheckpointRecord) -> AbstractAsyncContextManager[Path]:
+    @asynccontextmanager
+    async def reading(self, checkpoint: CheckpointRecord) -> AsyncIterator[Path]:
         """Its files in a local directory, as its manifest says, for as long as the block lasts.
 
         Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
         """
-        return self._files.reading(checkpoint.directory)
+        async with AsyncExitStack() as held:
+            with _whole(checkpoint):
+                here = await held.enter_async_context(self._files.reading(checkpoint.directory))
+            yield here
 
     async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
         """Directory -> its copies at mirrors."""
@@ -239,7 +245,7 @@ class Checkpoints:
         """What can be downloaded without a key for the next URL_LIFETIME_SECONDS. RequestError 503."""
         expires = int(self._clock()) + URL_LIFETIME_SECONDS
         with _refusing():
-            files = (await self._files.manifest(checkpoint.directory))["files"]
+            files = (await self._manifest(checkpoint))["files"]
         return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
 
     async def signed_file(self, path: str, signed: "SignedFile") -> Path:
@@ -250,8 +256,12 @@ class Checkpoints:
             raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: ask for new URLs", 403)
-        with _refusing():
+        with _refusing(), _whole(record):
             return await self._files.file(record.directory, signed.name)
+
+    async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
+        with _whole(checkpoint):
+            return await self._files.manifest(checkpoint.directory)
 
     async def expire(self) -> None:
         """Deletes what has outlived its time to live; none of it was to be seen any more."""
@@ -428,6 +438,31 @@ def _taken(checkpoint: CheckpointRecord) -> OperationError:
     return OperationError(
         f"checkpoint {checkpoint.tinker_path} exists: choose another name, delete it first, or save with overwrite=True"
     )
+
+
+@contextmanager
+def loaded_as(name: str) -> Iterator[None]:
+    """For what workers do with files: what they say of these is told under the name that whoever asked knows."""
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except OperationError as error:
+        raise OperationError(f"{name} cannot be loaded: {error.message}", error.category) from None
+
+
+@contextmanager
+def _whole(checkpoint: CheckpointRecord) -> Iterator[None]:
+    """Where its files are is for the log alone."""
+    try:
+        yield
+    except OperationError as error:
+        logger.error("%s: %s", checkpoint.tinker_path, error)
+        raise OperationError(
+            f"{checkpoint.tinker_path} cannot be read: its files are lost, damaged or out of reach, and the server's"
+            " log says why",
+            "server",
+        ) from None
 
 
 @contextmanager

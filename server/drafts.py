@@ -14,7 +14,7 @@ from ..schemas.sampling import SampleRequest
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import WorkerLost
 from .auth import Tenant
-from .checkpoints import Checkpoints
+from .checkpoints import Checkpoints, loaded_as
 from .sampler import Sampler
 from .store import CheckpointRecord
 from .strikes import Strikes
@@ -166,12 +166,12 @@ class Drafts:
     async def _read(self, checkpoint: CheckpointRecord) -> None:
         try:
             async with self._checkpoints.reading(checkpoint) as directory:
-                await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
+                with loaded_as(f"draft {checkpoint.tinker_path}"):
+                    await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
         except WorkerLost:
             raise
         except OperationError as error:
-            message = f"draft {checkpoint.tinker_path} cannot be loaded: {error.message}"
-            raise DraftNotLoaded(message, error.category) from None
+            raise DraftNotLoaded(error.message, error.category) from None
 
     async def _drop(self, held: _Held) -> None:
         checkpoint = held.checkpoint

@@ -41,7 +41,7 @@ from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .auth import Tenant
 from .bodies import Received
-from .checkpoints import Checkpoints, full_path
+from .checkpoints import Checkpoints, full_path, loaded_as
 from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
 from .futures import Result
@@ -275,7 +275,8 @@ class Operations:
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         """Of a run that has been made. Raises OperationError."""
-        await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
+        with loaded_as(f"snapshot {snapshot.name}"):
+            await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
 
     async def snapshot(self, run: RunRecord, directory: Path) -> None:
         """The state behind what was handed over before, into an empty directory. Raises OperationError."""
@@ -459,7 +460,9 @@ class Operations:
             return checkpoint
 
         directory = await self._kept(run, seq_id, "weights", found, again=again)
-        await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
+        assert operation.path is not None
+        with loaded_as(full_path(operation.path)):
+            await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
         await self._features.stepped(run, seq_id, were_used=False)
 
     async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
@@ -491,7 +494,9 @@ class Operations:
             check_target(checkpoint, run.base_model)
             return checkpoint
 
-        await self._dispatch.set_target(run.run_id, await self._kept(run, seq_id, "target", found, again=again))
+        directory = await self._kept(run, seq_id, "target", found, again=again)
+        with loaded_as(full_path(path)):
+            await self._dispatch.set_target(run.run_id, directory)
 
     async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest) -> Result:
         draft = draft_of(run.training)
@@ -537,7 +542,10 @@ class Operations:
             directory = await self._loaded.find(run.run_id, seq_id, part)
         except ValueError as error:
             if again:
-                raise OperationError(f"what was loaded is damaged on the server's disk: {error}", "server") from None
+                logger.error("what %s has loaded is damaged: %s", run.run_id, error)
+                raise OperationError(
+                    "what was loaded is damaged on the server's disk: its log says how", "server"
+                ) from None
             directory = None  # kept by a try that was never answered
         if directory is not None:
             return directory

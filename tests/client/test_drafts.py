@@ -3,12 +3,14 @@
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from trainhouse import (
     AdamParams,
     APIFuture,
+    CapturedData,
     Datum,
     ForwardBackwardOutput,
     ServiceClient,
@@ -123,6 +125,7 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     random = np.random.default_rng(1)
     data = [Datum(random.integers(3, 500, 9), {}) for _ in range(5)]
     online = draft.forward(data, "eagle3").result(60)
+    before = time.time()
     captured = draft.capture(data, uses=1, ttl_seconds=600).result(60)
     assert [each.tokens.tolist() for each in captured] == [each.tokens.tolist() for each in data]
     assert len({each.feature_ref for each in captured}) == 5
@@ -134,6 +137,8 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert features is not None and (features.num_sequences, features.num_references) == (3, 3)
     used = real_service.get_limits().feature_bytes
     assert used is not None and used.used == features.num_bytes > 0
+    assert captured.num_bytes / 5 == features.num_bytes / 3
+    assert before + 600 <= captured.expires_at <= time.time() + 600
     assert draft.release_features(captured[2:3]).result(60).num_released == 1
     assert draft.release_features().result(60).num_released == 2
     with pytest.raises(TrainhouseError, match="it was released; capture it again"):
@@ -144,9 +149,21 @@ def test_captured_data_refer_to_what_the_target_has(real_service: ServiceClient)
     assert given.feature_ref and draft.forward([given], "eagle3").result(60).metrics["loss:sum"] > 0
 
 
+def test_behind_a_pass_that_is_refused_for_its_reference_the_step_fails_and_clears(real_service: ServiceClient) -> None:
+    draft = real_service.create_draft_client(MODEL, "eagle3")
+    learned = draft.forward_backward(DATA, "eagle3").result(60)
+    draft.forward_backward([Datum([5, 6, 7], {}, feature_ref="lost")], "eagle3")
+    with pytest.raises(TrainhouseError, match=r"optim_step was not taken: .*feature_ref lost cannot be used"):
+        draft.optim_step().result(60)
+    with pytest.raises(TrainhouseError, match="no gradients"):
+        draft.optim_step().result(60)
+    assert draft.forward_backward(DATA, "eagle3").result(60).metrics == learned.metrics
+    draft.optim_step().result(60)
+
+
 def capture_that_waits(
     service: ServiceClient,
-) -> tuple[TrainingClient, list[Datum], APIFuture[list[Datum]], APIFuture[ForwardBackwardOutput]]:
+) -> tuple[TrainingClient, list[Datum], APIFuture[CapturedData], APIFuture[ForwardBackwardOutput]]:
     """For room: a draft, what it captured before, the capture, and a pass behind it over what was captured, too."""
     draft, random = service.create_draft_client(MODEL, "eagle3"), np.random.default_rng(2)
     earlier, now, later = [[Datum(random.integers(3, 500, 100), {})] for _ in range(3)]
@@ -226,7 +243,10 @@ def test_a_capture_in_several_requests_is_one(real_service: ServiceClient) -> No
     captured = draft.capture(data).result(60)
     assert [each.tokens[0] for each in captured] == [0, 1, 2, 3, 4]
     assert len({str(each.feature_ref).rpartition("-")[2] for each in captured}) == 3
-    assert draft._next_seq_id == 4
+    again, one = draft.capture(data, ttl_seconds=60).result(60), draft.capture(data[:1]).result(60)
+    assert again.num_bytes == captured.num_bytes == 5 * one.num_bytes > 0
+    assert again.expires_at < captured.expires_at
+    assert draft._next_seq_id == 8
 
 
 def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: ServiceClient) -> None:
@@ -242,8 +262,20 @@ def test_what_is_not_for_drafts_and_what_is_for_them_alone_is_refused(service: S
         draft.capture([])
     with pytest.raises(ValueError, match="a draft has no log-probabilities for a loss of yours"):
         draft.forward_backward_custom(DATA, lambda data, logprobs: (0.0, logprobs))
-    with pytest.raises(ValueError, match="give either tokens or counts"):
-        draft.build_vocab_map()
+    misspelt: Any = "eagle"
+    for wrong, words in (
+        (lambda: draft.build_vocab_map(), "neither tokens nor counts are given: give either tokens or counts"),
+        (lambda: draft.build_vocab_map([[1]], counts={1: 1}), "tokens and counts are both given: give either"),
+        (lambda: draft.capture(DATA, uses=0), "uses is 0: it should be greater than or equal to 1"),
+        (
+            lambda: service.create_draft_client(MODEL, misspelt),
+            "algorithm is 'eagle': it should be 'eagle3' or 'dflash'",
+        ),
+        (lambda: service.create_lora_training_client(MODEL, rank=0), "rank is 0: it should be greater than or equal"),
+        (lambda: service.create_sampling_client(MODEL).sample([1], 0), "num_samples is 0: it should be greater than"),
+    ):
+        with pytest.raises(ValueError, match=f"^{words}[^\\n]*$"):
+            wrong()
     with pytest.raises(TrainhouseError, match="a draft draws no tokens by itself"):
         draft.save_weights_and_get_sampling_client()
     with pytest.raises(TrainhouseError, match="there is no checkpoint"):

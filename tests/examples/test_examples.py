@@ -21,12 +21,16 @@ MODEL = "tiny/chat"
 
 
 def run(*command: object) -> str:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRAINHOUSE_API_KEY": "tml-examples"}
-    done = subprocess.run(
-        [str(part) for part in command], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
-    )
+    done = finished(*command)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
+
+
+def finished(*command: object) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRAINHOUSE_API_KEY": "tml-examples"}
+    return subprocess.run(
+        [str(part) for part in command], capture_output=True, text=True, timeout=120, env=environment, cwd=ROOT
+    )
 
 
 def values(pattern: str, output: str) -> list[float]:
@@ -155,6 +159,33 @@ def test_of_runs_resumed_again_the_checkpoints_on_the_way_are_known(shared_serve
     assert [Saved.at(path).acceptance_length for path in on_the_way[:2]] == [1.5, 1.25]
     with pytest.raises(ValueError, match="no checkpoint of this script"):
         Saved.at("tinker://run/weights/step-3")
+
+
+def test_a_draft_of_another_kind_is_not_gone_on_with(shared_server: LiveServer, short_text: Path) -> None:
+    with ServiceClient(shared_server.url, "tml-examples") as service:
+        draft = service.create_draft_client(MODEL, "eagle3")
+        policy = service.create_lora_training_client(MODEL, rank=1)
+        of_draft, of_policy = (each.save_state(Saved.name(2, 1.5)).result().path for each in (draft, policy))
+        other_name = draft.save_state("mine").result().path
+    for path, reason in (
+        (of_draft, "is of a draft of eagle3, and --algorithm is dflash: resume it with --algorithm eagle3"),
+        (of_policy, "is of a policy, and --algorithm is dflash: resume a draft"),
+        (other_name, "is of no checkpoint of this script: these are named step-N-acceptance-A"),
+    ):
+        command = [*draft_command(shared_server, "dflash", short_text), "--resume", path]
+        done = finished(*command)
+        assert (done.returncode, done.stderr) == (2, f"draft.py: error: {path} {reason}\n")
+
+
+def test_a_draft_tells_of_each_step_at_once(shared_server: LiveServer, short_text: Path) -> None:
+    command = [str(each) for each in [*draft_command(shared_server, "dflash", short_text), "--steps", 1000]]
+    environment = {name: each for name, each in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT, env=environment) as process:
+        assert process.stdout is not None
+        told = os.read(process.stdout.fileno(), 1 << 16)
+        process.terminate()
+        process.stdout.read()
+    assert told.startswith(b"held-out") and told.count(b"\n") < 5
 
 
 @pytest.mark.parametrize("loss", ["importance_sampling", pytest.param("ppo", marks=pytest.mark.full)])

@@ -240,9 +240,10 @@ async def test_a_server_on_a_copied_state_directory_leaves_the_original_alone(
         checkpoints, tenant = api.services.checkpoints, await api.tenant()
         assert "1 checkpoints of this database lie in another state directory and are that server's" in caplog.text
         mine = await checkpoints.resolve(tenant, lost.tinker_path)
-        with pytest.raises(OperationError, match=f"cannot be read: {mine.directory}"):
+        with pytest.raises(OperationError, match=f"{mine.tinker_path} cannot be read: its files are lost"):
             async with checkpoints.reading(mine):
                 pass
+        assert f"cannot be read: {mine.directory}" in caplog.text
         for one in (mine, await checkpoints.resolve(tenant, kept.tinker_path)):
             assert one.directory.startswith(f"{copied}/")
             await checkpoints.delete(one)

@@ -424,7 +424,7 @@ async def test_a_damaged_draft_is_told_of(server: Server, dispatch: Noting) -> N
     for file in (server.services.config.state_dir / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
     failed = await server.result((await server.post("asample", asked(sampler_id)))["request_id"])
-    assert f"draft {path} cannot be loaded: " in failed["error"] and failed["category"] == "server"
+    assert f"{path} cannot be read: its files are lost" in failed["error"] and failed["category"] == "server"
 
 
 # Over a restart
@@ -473,7 +473,7 @@ async def test_a_request_that_is_taken_up_goes_on_without_a_damaged_draft(
         async with running_server(config, dispatch) as latter:
             answer = await latter.result(f"{sampler_id}:1")
     assert len(tokens_of(answer)[0]) == NUM_TOKENS and "guesses" not in answer
-    assert f"{sampler_id}:1 goes on without its draft: draft {path} cannot be loaded" in caplog.text
+    assert f"{sampler_id}:1 goes on without its draft: {path} cannot be read" in caplog.text
 
 
 # OpenAI's words

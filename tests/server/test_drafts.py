@@ -40,6 +40,7 @@ from .real import (
     running_server,
     sample_body,
     server_config,
+    soon_back,
     started_dispatch,
 )
 from .test_loaded import delete, until
@@ -68,7 +69,8 @@ def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
 async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
-    dispatch = WorkerDispatch(noting(config_of(tiny_models, tmp_path_factory.mktemp("unused")).dispatch_config()))
+    config = config_of(tiny_models, tmp_path_factory.mktemp("unused"))
+    dispatch = soon_back(WorkerDispatch(noting(config.dispatch_config())))
     await dispatch.start(lambda message: None)
     yield dispatch
     await dispatch.close()

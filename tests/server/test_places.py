@@ -78,21 +78,25 @@ async def test_it_is_read_again_from_the_cache_and_checked_there(remote: Api, s3
     assert s3.requests != []
 
 
-async def test_bytes_that_are_not_as_the_manifest_says_are_not_read(remote: Api) -> None:
+async def test_bytes_that_are_not_as_the_manifest_says_are_not_read(
+    remote: Api, caplog: pytest.LogCaptureFixture
+) -> None:
     record = await remote.save(await remote.run(), content=b"right")
     fsspec.filesystem("s3").pipe_file(f"{record.directory}/adapter_model.safetensors", b"wrong")
-    with pytest.raises(OperationError, match="not as its manifest says") as failure:
+    with pytest.raises(OperationError, match=f"{record.tinker_path} cannot be read") as failure:
         await weights_of(remote, record)
-    assert failure.value.category == "server" and record.directory in str(failure.value)
+    assert failure.value.category == "server" and record.directory not in str(failure.value)
+    assert f"{record.directory}: adapter_model.safetensors is not as its manifest says" in caplog.text
 
 
-async def test_a_manifest_cannot_name_what_is_outside(remote: Api) -> None:
+async def test_a_manifest_cannot_name_what_is_outside(remote: Api, caplog: pytest.LogCaptureFixture) -> None:
     record = await remote.save(await remote.run())
     manifest = f"{record.directory}/manifest.json"
     files = fsspec.filesystem("s3")
     files.pipe_file(manifest, files.cat_file(manifest).replace(b'"adapter_config.json"', b'"../../escaped"'))
-    with pytest.raises(OperationError, match="outside of it"):
+    with pytest.raises(OperationError, match="cannot be read"):
         await weights_of(remote, record)
+    assert "outside of it" in caplog.text
 
 
 async def test_passing_trouble_is_tried_again(remote: Api, s3: S3) -> None:
@@ -224,13 +228,16 @@ async def test_signed_urls_download_through_the_server(remote: Api) -> None:
     assert (ranged.status_code, ranged.content) == (206, b"wei")
 
 
-async def test_what_cannot_be_fetched_is_refused_with_the_reason(remote: Api, s3: S3) -> None:
+async def test_what_cannot_be_fetched_is_refused_and_the_log_has_the_reason(
+    remote: Api, s3: S3, caplog: pytest.LogCaptureFixture
+) -> None:
     run = await remote.run()
     await remote.save(run, kind="external_weights")
     (signed, *_) = (await urls_of(remote, run, "external_weights/a")).urls.values()
     s3.fails = lambda request: request.startswith("GET")
     response = await fetch(remote, signed)
-    assert response.status_code == 503 and "s3://" in response.json()["detail"]
+    assert response.status_code == 503 and "s3://" not in response.json()["detail"]
+    assert "s3://" in caplog.text
 
 
 async def test_a_save_whose_answer_was_lost_is_known(remote: Api) -> None:

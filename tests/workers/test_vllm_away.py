@@ -471,6 +471,30 @@ def test_adapters_of_one_server_are_not_those_of_the_next_at_the_same_vllm(tmp_p
         run(check(url))
 
 
+def test_an_adapter_that_vllm_does_not_see_is_refused_without_our_directories(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def check(url: str) -> None:
+        sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(tmp_path / "samplers"))
+        dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
+        await dispatch.start(lambda _: None)
+        try:
+            await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
+            await dispatch.copy_adapter("run", "adapter")
+            with pytest.raises(
+                OperationError, match=r"vLLM does not load adapter .*it must see the server's"
+            ) as refused:
+                await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+            assert str(tmp_path) not in refused.value.message
+            assert f"No adapter found for {tmp_path}/samplers" in caplog.text
+        finally:
+            await dispatch.close()
+
+    (tmp_path / "sees no files").touch()
+    with at_url(tmp_path) as (url, _):
+        run(check(url))
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [

@@ -2,7 +2,8 @@
 
 `python vllm_stand_in.py DIRECTORY ... --port PORT --served-model-name NAME`. A sample is 0, 1, 2, ..., a
 number every 5 ms. In DIRECTORY it says `visible`, the GPUs that it was given, and a line of `starts` for each start;
-there it finds `refuses` (then it ends before it is healthy) and `changed` (then it counts from 100 on).
+there it finds `refuses` (then it ends before it is healthy), `changed` (then it counts from 100 on) and `sees no files`
+(then it loads no adapters).
 """
 
 import json
@@ -36,6 +37,8 @@ class StandIn(BaseHTTPRequestHandler):
         match self.path:
             case "/v1/load_lora_adapter" if body["lora_name"] in self.adapters and not body["load_inplace"]:
                 self._say(400, {"error": {"message": "it has already been loaded"}})
+            case "/v1/load_lora_adapter" if Path(self.directory, "sees no files").exists():
+                self._say(400, {"error": {"message": f"No adapter found for {body['lora_path']}"}})
             case "/v1/load_lora_adapter":
                 self.adapters.append(body["lora_name"])
                 self._say(200, {})

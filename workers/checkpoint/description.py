@@ -18,10 +18,10 @@ _FORMAT, _FULL_FORMAT = 1, 2
 
 
 class Description:
-    """content: of the file. directory: where it was read, for errors."""
+    """content: of the file."""
 
-    def __init__(self, content: dict[str, Any], directory: Path) -> None:
-        self._content, self.directory = content, directory
+    def __init__(self, content: dict[str, Any]) -> None:
+        self._content = content
 
     @staticmethod
     def of(model: Learner, num_steps: int, window: Window | None, base_name: str) -> dict[str, Any]:
@@ -34,16 +34,17 @@ class Description:
     @staticmethod
     def read(directory: Path) -> "Description":
         """Raises OperationError where there is none, or one that this server does not understand."""
-        path = directory / _NAME
         try:
-            content = json.loads(path.read_text())
+            content = json.loads((directory / _NAME).read_text())
         except FileNotFoundError:
-            raise OperationError(f"{directory} is no checkpoint: it has no {_NAME}") from None
+            raise OperationError(f"its directory is no checkpoint: it has no {_NAME}") from None
         except ValueError as error:
-            raise OperationError(f"{path} is damaged: {error}") from None
+            raise OperationError(f"{_NAME} is damaged: {error}") from None
         if (found := content.get("format")) not in (_FORMAT, _FULL_FORMAT):
-            raise OperationError(f"{path} has format {found}; this server reads formats {_FORMAT} and {_FULL_FORMAT}")
-        return Description(content, directory)
+            raise OperationError(
+                f"the checkpoint has format {found}; this server reads formats {_FORMAT} and {_FULL_FORMAT}"
+            )
+        return Description(content)
 
     @property
     def training(self) -> TrainingConfig:
@@ -79,12 +80,12 @@ class Description:
             theirs = program_of(role, self.training)
         except (KeyError, ValueError):
             raise OperationError(
-                f"{self.directory} was saved by a {role}, of which this trainhouse knows nothing: upgrade it"
+                f"the checkpoint was saved by a {role}, of which this trainhouse knows nothing: upgrade it"
             ) from None
         ours = model.program
         if ours.scores != theirs.scores:
             raise OperationError(
-                f"{self.directory} was saved by a {theirs.role}, and the model is a {ours.role}: load it into a"
+                f"the checkpoint was saved by a {theirs.role}, and the model is a {ours.role}: load it into a"
                 f" {theirs.role}"
             )
 

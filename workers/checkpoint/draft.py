@@ -34,7 +34,7 @@ class Draft:
             of_model, of_saved = getattr(ours, name), getattr(theirs, name)
             if of_model != of_saved:
                 raise OperationError(
-                    f"{saved.directory} was saved with {name} {of_saved}, the draft has {of_model}: create a draft of"
+                    f"the checkpoint was saved with {name} {of_saved}, the draft has {of_model}: create a draft of"
                     " that shape and load into that"
                 )
 

@@ -44,7 +44,7 @@ class HuggingFace:
     def check(self, saved: Description) -> None:
         if isinstance(saved.training, LoraConfig):
             raise OperationError(
-                f"{saved.directory} is an adapter, and the model has weights of its own: create a model with LoRA and"
+                "the checkpoint is an adapter, and the model has weights of its own: create a model with LoRA and"
                 " load into that"
             )
 

@@ -27,20 +27,20 @@ class Peft:
         adapter, theirs = self._adapter, saved.training
         if not isinstance(theirs, LoraConfig):
             raise OperationError(
-                f"{saved.directory} has all weights of a model, and the model trains an adapter: create one with"
+                "the checkpoint has all weights of a model, and the model trains an adapter: create one with"
                 " training full and load into that"
             )
         for name in ("rank", "alpha"):
             of_model, of_saved = getattr(adapter.lora, name), getattr(theirs, name)
             if of_model != of_saved:
                 raise OperationError(
-                    f"{saved.directory} was saved with {name} {of_saved}, the model has {name} {of_model}:"
+                    f"the checkpoint was saved with {name} {of_saved}, the model has {name} {of_model}:"
                     f" create a model with {name} {of_saved} and load into that"
                 )
         own, others = {target.name for target in adapter.targets}, saved.targets
         if own != others:
             raise OperationError(
-                f"{saved.directory} adapts other layers than the model: only the checkpoint has {few(others - own)},"
+                f"the checkpoint adapts other layers than the model: only the checkpoint has {few(others - own)},"
                 f" only the model has {few(own - others)}; use the train_attn, train_mlp and train_unembed it was"
                 " saved with"
             )

@@ -103,7 +103,7 @@ def read_draft(models: Models, directory: Path) -> Learner:
     """A draft's weights and its vocabulary as a model of their own, which has no id yet. Raises as read_saved."""
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
-        raise OperationError(f"{directory} is no draft: name a checkpoint of a model whose model_role is draft")
+        raise OperationError("the checkpoint is of no draft: name a checkpoint of a model whose model_role is draft")
     return _filled(models.drafts.build(training, program_of("draft", training), is_shared=False), directory)
 
 
@@ -131,6 +131,6 @@ class _OfKind(Mapping[str, Tensor]):
 def _check_optimizer(directory: Path) -> None:
     if not has_tensors(directory, "optimizer"):
         raise OperationError(
-            f"{directory} was saved without optimizer state: load it without the optimizer (load_state), or train from"
-            " a checkpoint written by save_state"
+            "the checkpoint was saved without optimizer state: load it without the optimizer (load_state), or train"
+            " from a checkpoint written by save_state"
         )

@@ -35,17 +35,17 @@ class SavedTensors(Mapping[str, Tensor]):
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)
         if not paths:
-            raise OperationError(f"{directory} is incomplete: it has no {stem}.safetensors")
+            raise OperationError(f"the checkpoint is incomplete: it has no {stem}.safetensors")
         for path in paths:
             try:
                 file = self._opened[path] = safe_open(path, framework="pt")
                 for name in file.keys():  # noqa: SIM118 (a method of its own)
                     if name in self._files:
-                        raise OperationError(f"{path} and {self._files[name].name} both have {name}: remove one")
+                        raise OperationError(f"{path.name} and {self._files[name].name} both have {name}: remove one")
                     self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
             except SafetensorError as error:
-                raise OperationError(f"{path} is damaged: {error}") from None
-        _refuse_others(directory / f"{stem}.safetensors", shapes, wanted)
+                raise OperationError(f"{path.name} is damaged: {error}") from None
+        _refuse_others(f"{stem}.safetensors", shapes, wanted)
 
     def __getitem__(self, name: str) -> Tensor:
         """Raises OperationError where it cannot be read."""
@@ -53,7 +53,7 @@ class SavedTensors(Mapping[str, Tensor]):
         try:
             return self._opened[path].get_tensor(name)
         except (OSError, SafetensorError) as error:
-            raise OperationError(f"{path} cannot be read: {error}", "server") from None
+            raise OperationError(f"{path.name} cannot be read: {error}", "server") from None
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._files)
@@ -70,15 +70,15 @@ def _files(directory: Path, stem: str) -> list[Path]:
     return sorted([*directory.glob(f"{stem}.safetensors"), *directory.glob(f"{stem}-*-of-*.safetensors")])
 
 
-def _refuse_others(path: Path, shapes: Mapping[str, list[int]], wanted: Mapping[str, Tensor]) -> None:
+def _refuse_others(file: str, shapes: Mapping[str, list[int]], wanted: Mapping[str, Tensor]) -> None:
     if shapes.keys() != wanted.keys():
         raise OperationError(
-            f"{path} does not match the model: it lacks {few(wanted.keys() - shapes.keys())} and has"
+            f"{file} does not match the model: it lacks {few(wanted.keys() - shapes.keys())} and has"
             f" {few(shapes.keys() - wanted.keys())} beyond it"
         )
     for name, shape in shapes.items():
         if shape != list(wanted[name].shape):
             raise OperationError(
-                f"{path}: {name} has shape {shape}, the model needs {list(wanted[name].shape)}:"
+                f"{file}: {name} has shape {shape}, the model needs {list(wanted[name].shape)}:"
                 " the checkpoint is of another base model"
             )

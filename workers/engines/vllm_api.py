@@ -7,6 +7,7 @@ temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
 import asyncio
 import contextlib
 import json
+import logging
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import EMPTY_LOGPROB, TopkLogprobs
 from ..verbs import SampleJob
 from .vllm_server import VllmServer
+
+logger = logging.getLogger(__name__)
 
 _TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
 
@@ -127,8 +130,10 @@ class VllmApi:
                 return
             if isinstance(error, VllmFailed) and not await self.is_healthy():
                 raise
+            logger.error("vLLM does not load adapter %s from %s: %s", name, directory, error)
+            reason = str(error).replace(str(directory), "its directory")
             raise OperationError(
-                f"vLLM does not load adapter {name} from {directory}: {error}; it must see that directory, run with"
+                f"vLLM does not load adapter {name}: {reason}; it must see the server's directories, run with"
                 " --enable-lora, a --max-lora-rank of at least this rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
                 "server",
             ) from None

@@ -118,6 +118,11 @@ class Learner(ABC):
         """Whose weights the base model has when it runs for this one: None = its own."""
         return self
 
+    @property
+    def lacking(self) -> str | None:
+        """Without which nothing of it can be scored, in words."""
+        return None
+
     def is_alike(self, other: "Learner") -> bool:
         """Whether its weights can be copied into this one's."""
         return self.training == other.training and self.program is other.program

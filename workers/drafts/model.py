@@ -99,14 +99,16 @@ class DraftModel(Learner):
         self.clear_window()  # of what was refused for want of it
         self.initialize()
 
-    def check_vocabulary(self) -> None:
-        """Raises OperationError where nobody has said which tokens it can say."""
-        if not self.vocabulary_is_chosen:
-            raise OperationError(
-                f"draft_vocab_size is {self.shape.vocabulary}, the target's vocabulary {self.shape.target_vocabulary},"
-                " and which of it the draft says was not chosen: call build_vocab_map with your corpus first, or create"
-                " a draft without draft_vocab_size"
-            )
+    @property
+    def lacking(self) -> str | None:
+        """See Learner: somebody has to say which tokens it can say."""
+        if self.vocabulary_is_chosen:
+            return None
+        return (
+            f"draft_vocab_size is {self.shape.vocabulary}, the target's vocabulary {self.shape.target_vocabulary}, and"
+            " which of it the draft says was not chosen: call build_vocab_map with your corpus first, or create a draft"
+            " without draft_vocab_size"
+        )
 
     def halo(self, options: Options) -> int:
         """See Strategy."""

@@ -110,14 +110,15 @@ class PassRunner:
         if part.request.model_id not in self._models:
             return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
         try:
-            program = self._models.get(part.request.model_id).program
+            model = self._models.get(part.request.model_id)
+            program = model.program
             if not (program.trains or part.request.forward_only):
                 raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
             place = part.request.features
             losses = CAPTURES if place is not None and place.captures else program.losses
             operation = read_operation(part.request, self._limits, part.share, losses)
-            if losses is not CAPTURES and part.request.model_id in self._models.drafts:
-                self._models.drafts.get(part.request.model_id).check_vocabulary()
+            if losses is not CAPTURES and model.lacking is not None:
+                raise OperationError(model.lacking)
             stored = self._stored(part.request, place, operation)
             return Task(part, operation, self._progress(part, operation), stored)
         except Exception as error:

@@ -213,7 +213,7 @@ class TrainingClient:
         forward and forward_backward need not run the target for them, until another `set_target`.
 
         uses: how many times a forward_backward uses each; behind the last one's optim_step they are gone. ttl_seconds:
-        after which they are, too. None: as long as the server lets them be.
+        after which they are, too; more than the server lets them be is refused. None: as long as it does.
         """
         self._require_draft("capture")
         if not data:

@@ -7,6 +7,7 @@ What it takes to go on, and to know the best of all checkpoints, is in their nam
 """
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,9 @@ from pathlib import Path
 
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
 from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, rows, schedule
+
+NAME = re.compile(r"step-(\d+)-acceptance-(\d+\.\d+)")
+"""Of a checkpoint."""
 
 
 class WrongResume(ValueError):
@@ -36,10 +40,9 @@ class Saved:
     @staticmethod
     def at(path: str) -> "Saved":
         """Raises WrongResume on a path of others."""
-        match path.rpartition("/")[2].split("-"):
-            case ["step", step, "acceptance", acceptance_length]:
-                return Saved(path, int(step), float(acceptance_length))
-        raise WrongResume(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
+        if (found := NAME.fullmatch(path.rpartition("/")[2])) is None:
+            raise WrongResume(f"{path} is of no checkpoint of this script: these are named step-N-acceptance-A")
+        return Saved(path, int(found[1]), float(found[2]))
 
 
 @dataclass(frozen=True)
@@ -170,7 +173,8 @@ def earlier(service: ServiceClient, resume: str | None) -> list[Saved]:
     rest, found = service.create_rest_client(), []
     while resume:
         run_id, last_step = resume.removeprefix("tinker://").partition("/")[0], Saved.at(resume).step
-        listed = [Saved.at(each.tinker_path) for each in rest.list_checkpoints(run_id).result().checkpoints]
+        paths = [each.tinker_path for each in rest.list_checkpoints(run_id).result().checkpoints]
+        listed = [Saved.at(path) for path in paths if NAME.fullmatch(path.rpartition("/")[2])]
         found += [each for each in listed if each.step <= last_step]
         session = rest.get_session(run_id.partition(":")[0]).result()
         resume = (session.user_metadata or {}).get("resumed")

@@ -97,12 +97,12 @@ class Adapters:
             return
         if record.model_path is None:
             directory = self._weights.directory(sampler.adapter_id)
-            with loaded_as(f"sampler {record.sampler_id}"):
+            with loaded_as(f"sampler {record.sampler_id}", directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
             return
         checkpoint = await self._checkpoints.resolve(Tenant(record.tenant_id, ""), record.model_path)
         async with self._checkpoints.reading(checkpoint) as directory:
-            with loaded_as(checkpoint.tinker_path):
+            with loaded_as(checkpoint.tinker_path, directory):
                 await self._dispatch.load_adapter(record.base_model, sampler.adapter_id, directory)
 
     async def _drop(self, adapter_id: str, loading: asyncio.Future[None] | None) -> None:

@@ -132,7 +132,7 @@ class Checkpoints:
         Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
         """
         async with AsyncExitStack() as held:
-            with _whole(checkpoint):
+            with _read_in_words(checkpoint):
                 here = await held.enter_async_context(self._files.reading(checkpoint.directory))
             yield here
 
@@ -256,11 +256,11 @@ class Checkpoints:
             raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: ask for new URLs", 403)
-        with _refusing(), _whole(record):
+        with _refusing(), _read_in_words(record):
             return await self._files.file(record.directory, signed.name)
 
     async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
-        with _whole(checkpoint):
+        with _read_in_words(checkpoint):
             return await self._files.manifest(checkpoint.directory)
 
     async def expire(self) -> None:
@@ -441,18 +441,21 @@ def _taken(checkpoint: CheckpointRecord) -> OperationError:
 
 
 @contextmanager
-def loaded_as(name: str) -> Iterator[None]:
-    """For what workers do with files: what they say of these is told under the name that whoever asked knows."""
+def loaded_as(name: str, directory: Path) -> Iterator[None]:
+    """For what workers do with files: what they say of these is told under the name that whoever asked knows. Where
+    the files are is for the log alone."""
     try:
         yield
     except WorkerLost:
         raise
     except OperationError as error:
-        raise OperationError(f"{name} cannot be loaded: {error.message}", error.category) from None
+        logger.warning("%s, which is in %s, cannot be loaded: %s", name, directory, error.message)
+        reason = error.message.replace(str(directory), "its directory")
+        raise OperationError(f"{name} cannot be loaded: {reason}", error.category) from None
 
 
 @contextmanager
-def _whole(checkpoint: CheckpointRecord) -> Iterator[None]:
+def _read_in_words(checkpoint: CheckpointRecord) -> Iterator[None]:
     """Where its files are is for the log alone."""
     try:
         yield

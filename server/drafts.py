@@ -166,7 +166,7 @@ class Drafts:
     async def _read(self, checkpoint: CheckpointRecord) -> None:
         try:
             async with self._checkpoints.reading(checkpoint) as directory:
-                with loaded_as(f"draft {checkpoint.tinker_path}"):
+                with loaded_as(f"draft {checkpoint.tinker_path}", directory):
                     await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
         except WorkerLost:
             raise

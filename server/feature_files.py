@@ -38,6 +38,8 @@ class Kept:
 
 
 class FeatureFiles:
+    """Below a directory of the server's."""
+
     def __init__(self, root: Path) -> None:
         self._root = root.absolute()
 

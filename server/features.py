@@ -106,8 +106,8 @@ class Features:
         most = self._ttl_seconds
         if ttl_seconds is not None and ttl_seconds > most:
             raise RequestError(
-                f"ttl_seconds is {ttl_seconds:g}, more than the {most:g} for which features are kept here: ask for at"
-                f" most that, leave it out, or start the server with --feature-ttl-seconds {ttl_seconds:g}"
+                f"ttl_seconds is {ttl_seconds}, more than the {most} for which features are kept here: ask for at"
+                f" most that, leave it out, or start the server with --feature-ttl-seconds {ttl_seconds}"
             )
 
     # Capturing

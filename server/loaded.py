@@ -6,6 +6,7 @@ with .staging-* beside them while they are made.
 """
 
 import asyncio
+import logging
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -16,6 +17,8 @@ from .checkpoint_files import link_files, link_or_copy
 from .checkpoints import directory_name
 from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
 from .manifest import MANIFEST, check
+
+logger = logging.getLogger(__name__)
 
 Part = Literal["weights", "target"]
 """What of a run a checkpoint was loaded into."""
@@ -44,10 +47,11 @@ class Loaded:
         try:
             return await asyncio.to_thread(self._keep, self._of(run_id), _name(seq_id, part), checkpoint)
         except FileNotFoundError as error:
-            raise OperationError(f"the checkpoint was not loaded, for it was deleted meanwhile ({error})") from error
+            raise OperationError("the checkpoint was not loaded, for it was deleted meanwhile") from error
         except OSError as error:
-            reason = f"the checkpoint was not loaded, for it cannot be kept for a crash ({error}): free space there"
-            raise OperationError(reason, "server") from error
+            logger.error("what %s loads cannot be kept in %s: %s", run_id, self._root, error)
+            reason = f"the checkpoint was not loaded, for the server cannot keep it for a crash ({error.strerror})"
+            raise OperationError(f"{reason}: free space on its disk", "server") from error
 
     async def forget(self, run_id: str, seq_id: int) -> None:
         """Of the operations up to this one, snapshots hold what they did."""

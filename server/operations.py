@@ -218,7 +218,7 @@ class Operations:
             case SetTargetRequest():
                 return await self._set_target(run, operation, seq_id)
             case BuildVocabMapRequest():
-                return await self._build_vocab_map(run, operation)
+                return await self._build_vocab_map(run, operation, seq_id)
             case CaptureRequest():
                 return await self._capture(run, operation, seq_id)
 
@@ -275,7 +275,7 @@ class Operations:
 
     async def restore(self, run: RunRecord, snapshot: Path) -> None:
         """Of a run that has been made. Raises OperationError."""
-        with loaded_as(f"snapshot {snapshot.name}"):
+        with loaded_as(f"snapshot {snapshot.name}", snapshot):
             await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
 
     async def snapshot(self, run: RunRecord, directory: Path) -> None:
@@ -461,7 +461,7 @@ class Operations:
 
         directory = await self._kept(run, seq_id, "weights", found, again=again)
         assert operation.path is not None
-        with loaded_as(full_path(operation.path)):
+        with loaded_as(full_path(operation.path), directory):
             await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
         await self._features.stepped(run, seq_id, were_used=False)
 
@@ -495,10 +495,10 @@ class Operations:
             return checkpoint
 
         directory = await self._kept(run, seq_id, "target", found, again=again)
-        with loaded_as(full_path(path)):
+        with loaded_as(full_path(path), directory):
             await self._dispatch.set_target(run.run_id, directory)
 
-    async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest) -> Result:
+    async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest, seq_id: int) -> Result:
         draft = draft_of(run.training)
         if draft is None:
             raise OperationError(f"a {run.role} says all tokens of its base model: build_vocab_map is of draft models")
@@ -506,6 +506,7 @@ class Operations:
         size = draft.draft_vocab_size or vocab_size
         vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
         await self._dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
+        await self._features.stepped(run, seq_id, were_used=False)
         return _json(vocabulary.described())
 
     async def _capture(self, run: RunRecord, operation: CaptureRequest, seq_id: int) -> Result:

@@ -164,7 +164,7 @@ class Resuming:
             self._waiting[seq_id] = earlier
 
     async def _ends_gradients(self, earlier: Earlier, window: Window) -> bool:
-        if earlier.kind == "load_weights":
+        if earlier.kind in BEGINS_WINDOW:
             return earlier.outcome is Outcome.DONE
         if earlier.kind != "optim_step" or earlier.refused is not None:
             return False

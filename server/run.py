@@ -246,6 +246,11 @@ class Run:
             slot.release()
 
     @property
+    def has_come(self) -> bool:
+        """Something of it was accepted, or is about to be."""
+        return bool(self._slots) or self._next_seq_id > 0
+
+    @property
     def is_busy(self) -> bool:
         """Something of it is under way, or about to be."""
         return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
@@ -346,8 +351,13 @@ class Run:
         """What an earlier process has accepted, or refused."""
         journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         journaled.set_result(undone.earlier.place)
-        slot = Slot(undone.content, time.monotonic(), Entry(journaled), num_strikes=undone.num_strikes)
-        slot.has_broken = undone.earlier.outcome is Outcome.BROKE
+        slot = Slot(
+            undone.content,
+            time.monotonic(),
+            Entry(journaled),
+            num_strikes=undone.num_strikes,
+            has_broken=undone.earlier.outcome is Outcome.BROKE,
+        )
         if undone.earlier.outcome is None:
             slot.future = self._new_future(seq_id, slot)
             slot.admission = self._room_again(undone.earlier.feature_bytes or 0)

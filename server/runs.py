@@ -281,7 +281,11 @@ class Runs:
             self._runs.setdefault(record.run_id, Run(record, self._services))
         run = self._runs[record.run_id]
         _check_same(run.record, record)
-        return await run.submit(0, operation, received, admission, drawn)
+        try:
+            return await run.submit(0, operation, received, admission, drawn)
+        finally:
+            if not run.has_come and self._runs.get(record.run_id) is run:
+                del self._runs[record.run_id]  # its number is free again
 
     def _check_full(self, new: RunRecord) -> None:
         """Before one more. Raises RequestError. What samplers hold beside these only the workers know."""

@@ -48,7 +48,7 @@ _PLACE_SECONDS = 2.0
 _ANYWHERE = ("memory", "drop_run", "drop_adapter")
 
 # Verbs after which a run has no gradients.
-_CLEARING = ("create_run", "load_run", "clear_gradients", "drop_run")
+_CLEARING = ("create_run", "load_run", "set_vocabulary", "clear_gradients", "drop_run")
 
 
 class Group:

@@ -223,6 +223,7 @@ class Worker:
     def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
         """The tokens that a draft can say, int64 ascending. Raises OperationError once it has learned."""
         self._check_draft(run_id)
+        self._passes.forget(run_id)
         with self._resident(run_id, FORWARD):
             self._models.drafts.get(run_id).say(token_ids)
 

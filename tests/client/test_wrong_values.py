@@ -8,7 +8,7 @@ from trainhouse.client.wrong_values import refused_in_words
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from trainhouse.schemas.models import LoraConfig, NewDraft
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.schemas.training import Wire
+from trainhouse.schemas.training import OptimStepRequest, Wire
 
 CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
 
@@ -35,6 +35,19 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
         (
             lambda: BuildVocabMapRequest(model_id="a"),
             "neither tokens nor counts are given: give either tokens or counts",
+        ),
+        (
+            lambda: BuildVocabMapRequest(model_id="a", tokens=[[-100] * 20_000]),
+            "; ".join(f"tokens.0.{i} is -100: it should be greater than or equal to 0" for i in range(5))
+            + "; and 19995 more",
+        ),
+        (
+            lambda: CaptureRequest.model_validate({"model_id": 5, "data": [{"model_input": [5, -1]}]}),
+            "model_id is 5: it should be a valid string; data.0.model_input.1 is -1: it should be greater than",
+        ),
+        (
+            lambda: OptimStepRequest.model_validate({"model_id": "a", "gradient_scale": "means"}),
+            "gradient_scale is 'means': it should be",
         ),
         (lambda: LoraConfig(rank=0), "rank is 0: it should be greater than or equal to 1"),
         (

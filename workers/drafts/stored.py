@@ -66,6 +66,8 @@ class FeatureKind:
     def difference(self, metadata: Mapping[str, str]) -> str | None:
         """Of what a draft is to be told, to what there is, in words."""
         own = self.metadata()
+        if "parts" not in metadata:
+            return "of an earlier version of the server"
         if own["parts"] != metadata["parts"]:
             return f"of layers {metadata['parts']}, and the draft reads {self.parts}"
         if own["dtype"] != metadata["dtype"]:

@@ -95,21 +95,22 @@ class Speculation:
         Of a row whose client gave the seed by its own guesses alone, as if it were sampled alone: a seed gives the same
         tokens whatever else is sampled, and however fast the machine is.
         """
-        guessed = row.guessed
         if not row.job.request.seed_is_drawn:
-            return guessed.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._has_paid(row, guessed, 1)
-        if guessed.num_passes < _PASSES_TO_JUDGE_BY:
-            guessed = self._fared_so_far(self._draft(row), row.namespace)
-        return guessed.num_passes < _PASSES_TO_JUDGE_BY or self._has_paid(row, guessed, num_sampled)
+            return row.guessed.num_passes % _PASSES_TO_JUDGE_BY != 0 or self._seems_to_pay(row, row.guessed, 1)
+        is_seen = row.guessed.num_passes >= _PASSES_TO_JUDGE_BY
+        guessed = row.guessed if is_seen else self._fared_so_far(self._draft(row), row.namespace)
+        return self._seems_to_pay(row, guessed, num_sampled)
 
     def may_pay(self, row: Row, namespace: int, num_sampled: int) -> bool:
-        """As `pays`, before its draft is told of it. namespace: of what is sampled."""
-        if not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
+        """As `pays`, before its draft is told of it; alone it may always. namespace: of what is sampled."""
+        if num_sampled == 1 or not row.job.request.seed_is_drawn or row.job.seed % _JOBS_FOR_A_TRIAL == 0:
             return True
-        fared = self._fared_so_far(self._draft(row), namespace)
-        return fared.num_passes < _PASSES_TO_JUDGE_BY or self._has_paid(row, fared, num_sampled)
+        return self._seems_to_pay(row, self._fared_so_far(self._draft(row), namespace), num_sampled)
 
-    def _has_paid(self, row: Row, guessed: Guessed, num_sampled: int) -> bool:
+    def _seems_to_pay(self, row: Row, guessed: Guessed, num_sampled: int) -> bool:
+        """guessed: by which it is judged; before that is enough it does."""
+        if guessed.num_passes < _PASSES_TO_JUDGE_BY:
+            return True
         draft = self._draft(row)
         num = guessed.num_guesses / guessed.num_passes
         of_draft = draft.reach.num_passes(num) * draft.num_parameters / self._base.num_parameters

@@ -85,6 +85,34 @@ async def test_uses_of_before_a_restart_are_not_there_for_others(
         assert USED_UP in await refused(draft, data)
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+async def test_what_failed_before_a_vocabulary_map_is_no_use_of_the_step_behind_it(
+    config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch, restarts: bool
+) -> None:
+    """The map begins anew what the next step is to be made of."""
+
+    async def broken(request: object) -> None:
+        raise RuntimeError("out of order")
+
+    async with AsyncExitStack() as servers:
+        server = await servers.enter_async_context(running_server(config, dispatch))
+        draft = await create_draft(server, draft_vocab_size=64)
+        failing, later = [await captured(draft, some_data(seed), uses=1) for seed in (1, 2)]
+        with monkeypatch.context() as patch:
+            patch.setattr(dispatch, "forward_backward", broken)
+            assert "internal error" in (await learned(draft, failing))["error"]
+        assert await held(server) == 3
+        assert "error" not in await draft.do("build_vocab_map", counts={"5": 1})
+        assert await held(server) == 0
+        await learn(draft, later)
+        if restarts:
+            await servers.aclose()
+            draft.server = await servers.enter_async_context(running_server(config, dispatch))
+        await step(draft)
+        await learn(draft, failing)
+        assert USED_UP in await refused(draft, later)
+
+
 @pytest.mark.parametrize("meanwhile", ["released", "expired"])
 async def test_what_an_unfinished_step_needs_is_held_by_the_next_server(
     config: ServerConfig, dispatch: WorkerDispatch, monkeypatch: pytest.MonkeyPatch, meanwhile: str

@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.journal import Journal
 from trainhouse.server.store.tables import runs
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
@@ -176,3 +178,21 @@ async def test_of_two_requests_at_once_with_one_number_one_is_refused(restarting
     body = {name: numbers[name] for name in ("session_id", number)}
     posts = (server.clients[ALICE].post(route, json=body | {"base_model": model}) for model in (MODEL, OTHER))
     assert sorted(answer.status_code for answer in await asyncio.gather(*posts)) == [200, 400]
+
+
+async def test_a_number_is_free_where_its_request_was_not_accepted(
+    restarting: Restarting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = await restarting.start()
+    body = {"session_id": await server.create_session(), "model_seq_id": 0, "base_model": MODEL}
+
+    def full(*_: object) -> "asyncio.Future[object]":
+        place = asyncio.get_running_loop().create_future()
+        place.set_exception(RequestError("the disk is full", 503))
+        return place
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Journal, "append", full)
+        both = [server.post("create_model", body | {"lora_config": {"rank": 4}}, status=503) for _ in range(2)]
+        await asyncio.gather(*both)
+    assert await created(server, body | {"lora_config": {"rank": 8}})

@@ -64,6 +64,9 @@ class RecordingWorker:
     def clear_gradients(self, run_id: str) -> None:
         self._num_calls += 1
 
+    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
+        self._num_calls += 1
+
     def copy_adapter(self, run_id: str, adapter_id: str) -> None:
         self._num_calls += 1
 

@@ -255,15 +255,17 @@ def test_a_part_that_fails_ends_its_operation_and_the_run_goes_on(fault: str) ->
     run(check())
 
 
-@pytest.mark.parametrize("clears", [False, True])
-def test_a_step_over_an_operation_of_a_call_that_failed_as_a_whole_is_refused_once(clears: bool) -> None:
+@pytest.mark.parametrize("clearing", [None, "gradients", "vocabulary"])
+def test_a_step_over_an_operation_of_a_call_that_failed_as_a_whole_is_refused_once(clearing: str | None) -> None:
     async def check() -> None:
         async with recording("a", "b") as dispatch:
             await dispatch.forward_backward(operation("a", lengths=[8]))
             with pytest.raises(OperationError, match="KeyError"):
                 await dispatch.forward_backward(operation("a", "fail", lengths=[64]))
-            if clears:
+            if clearing == "gradients":
                 await dispatch.clear_gradients("a")
+            elif clearing == "vocabulary":
+                await dispatch.set_vocabulary("a", np.arange(3))
             else:
                 with pytest.raises(OperationError, match="KeyError"):
                     await dispatch.optim_step(step("a"))

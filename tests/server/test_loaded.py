@@ -168,6 +168,16 @@ async def test_a_checkpoint_that_is_deleted_meanwhile_is_no_full_disk(checkpoint
     assert raised.value.category == "user"
 
 
+async def test_what_cannot_be_kept_tells_why_and_the_log_where(
+    checkpoint: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "loaded").write_text("no directory")
+    with pytest.raises(OperationError, match=r"cannot keep it for a crash \(Not a directory\)") as raised:
+        await Loaded(tmp_path / "loaded", sync=False).keep(RUN_ID, 3, checkpoint)
+    assert raised.value.category == "server" and str(tmp_path) not in raised.value.message
+    assert str(tmp_path / "loaded") in caplog.text
+
+
 async def test_a_load_that_was_never_answered_is_tried_with_a_new_copy(
     config: ServerConfig, dispatch: WorkerDispatch
 ) -> None:

@@ -224,6 +224,9 @@ def test_features_of_anything_else_are_refused_by_name(tiny_models: dict[str, Pa
     assert "datum 0: its feature_ref is of features of layers" in referring("layers")
     assert "hidden_state, and the draft reads 0, 1: capture them again" in referring("dflash", loss_fn="dflash")
     assert "of other tokens than its model_input" in referring(addresses=addresses[::-1])
+    earlier = {"target": "a", "layers": "0,1,last", "dtype": "float32"}
+    save_file(load(path_of(features, addresses[0]).read_bytes()), path_of(features, "0" * 32), earlier)
+    assert "of an earlier version of the server: capture" in referring(addresses=["0" * 32, addresses[1]])
     version = worker._models.drafts.get("draft").target_version
     worker.set_target("draft", str(saved_policy(worker, tmp_path, 5)))
     assert f"of features of target {version}, and the draft is aimed at" in referring()

@@ -34,10 +34,10 @@ class PoisonableWorker(Worker):
         super()._load(mesh)
         run = self._base.shared_hidden_states
 
-        def refusing(micro_batch: MicroBatch, share: TokenShare) -> Tensor:
+        def refusing(micro_batch: MicroBatch, share: TokenShare, captured: dict[int, Tensor] | None = None) -> Tensor:
             if REFUSED in micro_batch.tokens:
                 raise OperationError("refused on one rank")
-            return run(micro_batch, share)
+            return run(micro_batch, share, captured)
 
         self._base.shared_hidden_states = refusing
 

@@ -64,10 +64,18 @@ def test_a_draft_is_exported_as_engines_read_it(
     directory = tmp_path / "draft"
     said = exported(shared_server, stepped(draft, "eagle3"), directory)
     assert "vllm serve MODEL --speculative-config" in said and f'"model": "{directory}"' in said
-    assert {each.name for each in directory.iterdir()} == {"config.json", "model.safetensors", "trainhouse.json"}
+    files = {each.name for each in directory.glob("*.safetensors")}
+    index = {"model.safetensors.index.json"} if len(files) > 1 else set()
+    assert {each.name for each in directory.iterdir()} - files == {"config.json", "trainhouse.json"} | index
     config = json.loads((directory / "config.json").read_text())
-    tensors = load_file(directory / "model.safetensors")
+    found = {name: load_file(directory / name) for name in files}
+    tensors = {name: tensor for each in found.values() for name, tensor in each.items()}
     names = set(tensors)
+    if index:
+        weight_map = json.loads((directory / index.pop()).read_text())["weight_map"]
+        assert weight_map == {name: file for file, each in found.items() for name in each}
+    else:
+        assert files == {"model.safetensors"}
     assert config["architectures"] == ["LlamaForCausalLMEagle3"]
     assert config["draft_vocab_size"] == len(tensors["lm_head.weight"]) == (vocabulary or config["vocab_size"])
     # Of the two engines one counts from what goes into the first layer, the other from what comes out of it.

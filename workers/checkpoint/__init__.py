@@ -9,8 +9,8 @@ trainhouse.json          format version, what is trained, base, steps taken
 optimizer.safetensors    AdamW's moments, where the optimizer was asked for
 window.safetensors       in snapshots: the gradients accumulated since the last step, if any
 Of a draft:
-model.safetensors        by the names of published drafts of its algorithm, which engines read; with the tokens that it
-                         can say, d2t and t2d, where these are not all of the target's
+model.safetensors        or several and their index, by the names of published drafts of its algorithm, which engines
+                         read; with the tokens that it can say, d2t and t2d, where these are not all of the target's
 target/                  in snapshots: what it guesses, if that is not the bare base model
 Where several ranks write, each of these has a number, such as optimizer-00001-of-00004.safetensors. The weights are
 those of the last step. Saving disturbs no gradients, and but for snapshots saves none.

@@ -38,7 +38,7 @@ class Draft:
                     " that shape and load into that"
                 )
 
-    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+    def write_beside(self, directory: Path, base_name: str) -> None:
         config = self._model.shape.config.to_dict() | {"dtype": "float32"}
         write_json(directory / "config.json", {**config, **self._model.published()})
 

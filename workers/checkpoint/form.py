@@ -32,8 +32,8 @@ class Form(Protocol):
         """What its first file of weights has and nobody learns."""
         ...
 
-    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
-        """What else its readers want to find. num_parts: of the files of weights."""
+    def write_beside(self, directory: Path, base_name: str) -> None:
+        """What else its readers want to find, but for an index of several files."""
         ...
 
     def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:

@@ -1,4 +1,4 @@
-"""Models with weights of their own as Hugging Face has them: with a config, an index and the tokenizer."""
+"""Models with weights of their own as Hugging Face has them: with a config and the tokenizer."""
 
 import shutil
 from collections.abc import Mapping
@@ -6,15 +6,13 @@ from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedConfig
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ..full import FullWeights
-from .description import Description, write_json
-from .tensor_files import file_name
+from .description import Description
 
 WEIGHTS = "model"
 
@@ -51,10 +49,8 @@ class HuggingFace:
     def constants(self) -> Mapping[str, Tensor]:
         return {}
 
-    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+    def write_beside(self, directory: Path, base_name: str) -> None:
         _write_config(self._model, directory)
-        if num_parts > 1:
-            write_json(directory / f"{WEIGHTS}.safetensors.index.json", _index(self._model, num_parts))
         for pattern in _BESIDE:
             for path in Path(self._model.source).glob(pattern):  # a hub id is no directory, and has none
                 if path.is_file():
@@ -72,14 +68,3 @@ def _write_config(model: FullWeights, directory: Path) -> None:
         names = [architecture.__name__] if architecture is not None else None
         config.update({"architectures": names, "num_labels": 1})
     config.save_pretrained(directory)
-
-
-def _index(model: FullWeights, num_parts: int) -> dict[str, Any]:
-    layout = model.layout.whole
-    nothing = torch.empty(layout.size, device="meta")
-    weight_map = {
-        name: file_name(WEIGHTS, number % num_parts, num_parts)
-        for number, matrix in enumerate(layout.matrices)
-        for name, _ in matrix.named(layout.view(nothing, matrix.key))
-    }
-    return {"metadata": {"total_size": 4 * layout.num_weights}, "weight_map": weight_map}

@@ -48,7 +48,7 @@ class Peft:
     def constants(self) -> Mapping[str, Tensor]:
         return {}
 
-    def write_beside(self, directory: Path, num_parts: int, base_name: str) -> None:
+    def write_beside(self, directory: Path, base_name: str) -> None:
         write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
 
     def take(self, constants: Mapping[str, Tensor], saved: Description) -> None:

@@ -2,8 +2,9 @@
 
 import errno
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -63,9 +64,24 @@ def _write(learned: Learned, directory: Path, base_name: str) -> None:
         write("window", learned.vectors["accumulator"].named())
     if learned.part > 0:
         return
-    form.write_beside(directory, learned.num_parts, base_name)
+    form.write_beside(directory, base_name)
+    if learned.num_parts > 1:
+        write_json(directory / f"{form.stem}.safetensors.index.json", _index(learned, form.stem, constants))
     description = Description.of(model, learned.num_steps, learned.window, base_name)
     write_json(directory / "trainhouse.json", description | form.describe())
+
+
+def _index(learned: Learned, stem: str, constants: Iterable[str]) -> dict[str, Any]:
+    """In which file each of the weights is. constants: names of what is in the first one, too."""
+    layout, num_parts = learned.model.layout.whole, learned.num_parts
+    nothing = torch.empty(layout.size, device="meta")
+    weight_map = {
+        name: file_name(stem, number % num_parts, num_parts)
+        for number, matrix in enumerate(layout.matrices)
+        for name, _ in matrix.named(layout.view(nothing, matrix.key))
+    }
+    weight_map |= dict.fromkeys(constants, file_name(stem, 0, num_parts))
+    return {"metadata": {"total_size": 4 * layout.num_weights}, "weight_map": weight_map}
 
 
 def _named_moments(learned: Learned) -> dict[str, Tensor]:

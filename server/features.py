@@ -105,9 +105,10 @@ class Features:
         """Of a capture that is asked for. Raises RequestError."""
         most = self._ttl_seconds
         if ttl_seconds is not None and ttl_seconds > most:
+            asked = f"{ttl_seconds:.15g}"
             raise RequestError(
-                f"ttl_seconds is {ttl_seconds}, more than the {most} for which features are kept here: ask for at"
-                f" most that, leave it out, or start the server with --feature-ttl-seconds {ttl_seconds}"
+                f"ttl_seconds is {asked}, more than the {most:.15g} for which features are kept here: ask for at most"
+                f" that, leave it out, or start the server with --feature-ttl-seconds {asked}"
             )
 
     # Capturing

@@ -191,11 +191,11 @@ async def test_references_may_last_as_long_as_the_server_lets_them_and_what_was_
 ) -> None:
     async with serving(dispatch, tiny_models, tmp_path) as server:
         draft = await create_draft(server)
-        for seconds in (10**12, 86401, 1e300):
+        for seconds in (10**12, 86400.5, 1e300):
             refused = await draft.submit("capture", status=400, data=some_data(1), ttl_seconds=seconds)
             assert refused["detail"] == (
-                f"ttl_seconds is {seconds:g}, more than the 86400 for which features are kept here: ask for at most"
-                f" that, leave it out, or start the server with --feature-ttl-seconds {seconds:g}"
+                f"ttl_seconds is {seconds:.15g}, more than the 86400 for which features are kept here: ask for at most"
+                f" that, leave it out, or start the server with --feature-ttl-seconds {seconds:.15g}"
             )
         answer = await draft.do("capture", data=some_data(1), ttl_seconds=86400)
         assert "error" not in answer, "what was refused counts as done"

@@ -1,7 +1,7 @@
 """A whole server in this process, its worker a real one in a process of its own; and what tests say to it."""
 
 import itertools
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from trainhouse.server.config import ServerConfig
 from trainhouse.server.services import Services
 from trainhouse.server.standby import Held
 from trainhouse.workers.config import ServedModel
-from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 
 MODEL = "tiny/qwen3"
 VOCAB = 512
@@ -40,8 +40,10 @@ def soon_back(dispatch: WorkerDispatch) -> WorkerDispatch:
 
 
 @asynccontextmanager
-async def started_dispatch(config: ServerConfig) -> AsyncIterator[WorkerDispatch]:
-    dispatch = soon_back(WorkerDispatch(config.dispatch_config()))
+async def started_dispatch(
+    config: ServerConfig, change: Callable[[DispatchConfig], DispatchConfig] = lambda same: same
+) -> AsyncIterator[WorkerDispatch]:
+    dispatch = soon_back(WorkerDispatch(change(config.dispatch_config())))
     await dispatch.start(lambda message: None)
     try:
         yield dispatch

@@ -40,7 +40,6 @@ from .real import (
     running_server,
     sample_body,
     server_config,
-    soon_back,
     started_dispatch,
 )
 from .test_loaded import delete, until
@@ -69,11 +68,8 @@ def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
 async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
-    config = config_of(tiny_models, tmp_path_factory.mktemp("unused"))
-    dispatch = soon_back(WorkerDispatch(noting(config.dispatch_config())))
-    await dispatch.start(lambda message: None)
-    yield dispatch
-    await dispatch.close()
+    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+        yield dispatch
 
 
 @pytest.fixture

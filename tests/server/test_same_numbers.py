@@ -4,7 +4,6 @@ send it when an answer was lost; another request with it is refused."""
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,33 +12,25 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.server.config import ServerConfig
 from trainhouse.server.journal import Journal
 from trainhouse.server.store.tables import runs
-from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .noting import noting
-from .real import ALICE, MODEL, Server, running_server, server_config
+from .real import ALICE, MODEL, Server, running_server, started_dispatch
+from .test_drafts import OTHER, config_of
 
 pytestmark = pytest.mark.anyio
 
-OTHER = "tiny/other"
 EAGLE = {"algorithm": "eagle3", "seed": 5}
 LORA = {"lora_config": {"rank": 4}, "user_metadata": {"a": "b", "c": 1}}
 DRAFT = {"model_role": "draft", "draft": EAGLE}
-
-
-def config_of(tiny_models: dict[str, Path], state_dir: Path) -> ServerConfig:
-    config = server_config(tiny_models["qwen3"], state_dir)
-    return replace(config, base_models=(*config.base_models, ServedModel(OTHER, str(tiny_models["qwen3"]))))
 
 
 @pytest.fixture(scope="module")
 async def dispatch(
     tiny_models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory, anyio_backend: str
 ) -> AsyncIterator[WorkerDispatch]:
-    dispatch = WorkerDispatch(noting(config_of(tiny_models, tmp_path_factory.mktemp("unused")).dispatch_config()))
-    await dispatch.start(lambda message: None)
-    yield dispatch
-    await dispatch.close()
+    async with started_dispatch(config_of(tiny_models, tmp_path_factory.mktemp("unused")), noting) as dispatch:
+        yield dispatch
 
 
 class Restarting:

@@ -422,14 +422,23 @@ def test_a_gpu_that_we_do_not_see_is_refused(tmp_path: Path, monkeypatch: pytest
         run(process(tmp_path, "cuda:2").start(lambda _: None))
 
 
+@asynccontextmanager
+async def with_adapter(url: str, directory: Path) -> AsyncIterator[WorkerDispatch]:
+    """One that samples at this vLLM. directory: of its copies of adapters, of which there is one."""
+    sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(directory))
+    dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
+    await dispatch.start(lambda _: None)
+    try:
+        await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
+        await dispatch.copy_adapter("run", "adapter")
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
 def test_scoring_a_prompt_with_an_adapter_holds_up_no_samples_of_it(tmp_path: Path) -> None:
     async def check(url: str) -> None:
-        sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(tmp_path / "samplers"))
-        dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
-        await dispatch.start(lambda _: None)
-        try:
-            await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
-            await dispatch.copy_adapter("run", "adapter")
+        async with with_adapter(url, tmp_path / "samplers") as dispatch:
             scored = job("scored", adapter_id="adapter", prompt_logprobs=True)
             scoring = asyncio.create_task(dispatch.sample("tiny", scored))
             await asyncio.sleep(0.2)
@@ -437,8 +446,6 @@ def test_scoring_a_prompt_with_an_adapter_holds_up_no_samples_of_it(tmp_path: Pa
             await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
             assert time.monotonic() - started < 0.75 * LOADING_SECONDS and not scoring.done()
             await scoring
-        finally:
-            await dispatch.close()
 
     with at_url(tmp_path) as (url, _):
         run(check(url))
@@ -448,15 +455,9 @@ def test_adapters_of_one_server_are_not_those_of_the_next_at_the_same_vllm(tmp_p
     """Both call theirs "adapter", in its first version. And each takes what it has loaded with it."""
 
     async def sampled(url: str, name: str) -> list[str]:
-        sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(tmp_path / name))
-        dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
-        await dispatch.start(lambda _: None)
-        await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
-        await dispatch.copy_adapter("run", "adapter")
-        await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
-        loaded = await names(url)
-        await dispatch.close()
-        return loaded
+        async with with_adapter(url, tmp_path / name) as dispatch:
+            await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
+            return await names(url)
 
     async def names(url: str) -> list[str]:
         async with httpx.AsyncClient() as client:
@@ -475,20 +476,13 @@ def test_an_adapter_that_vllm_does_not_see_is_refused_without_our_directories(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def check(url: str) -> None:
-        sampling = SamplingConfig(vllm=VllmConfig(urls=(url,)), directory=str(tmp_path / "samplers"))
-        dispatch = WorkerDispatch(replace(config(sampling), worker=SLOW_LOADER))
-        await dispatch.start(lambda _: None)
-        try:
-            await dispatch.create_run("tiny", RunSpec("run", LoraConfig(rank=4, seed=0)), "tenant")
-            await dispatch.copy_adapter("run", "adapter")
+        async with with_adapter(url, tmp_path / "samplers") as dispatch:
             with pytest.raises(
                 OperationError, match=r"vLLM does not load adapter .*it must see the server's"
             ) as refused:
                 await dispatch.sample("tiny", job("plain", adapter_id="adapter"))
             assert str(tmp_path) not in refused.value.message
             assert f"No adapter found for {tmp_path}/samplers" in caplog.text
-        finally:
-            await dispatch.close()
 
     (tmp_path / "sees no files").touch()
     with at_url(tmp_path) as (url, _):

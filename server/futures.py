@@ -22,8 +22,8 @@ from ..schemas.futures import Pending, RequestFailed
 from .journal import Header
 from .segments import Guard, Place, Segments, read_segment
 from .store import ResultRecord, Store
-from .store.outages import words_of
 from .strikes import STRIKES
+from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
 
@@ -112,6 +112,8 @@ class Futures:
         self._deadlines: set[asyncio.Timeout] = set()
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
+        self._writing = Trouble(logger, f"writing results to {directory}")
+        self._storing = Trouble(logger, "storing the places of results")
 
     async def open(self) -> None:
         await self._tell_store_of_those_after(await self._store.newest_result())
@@ -258,11 +260,13 @@ class Futures:
         future.done.set()
         if error := written.exception():
             # Nothing is lost while this process lives: the result stays in memory, and the write is tried again.
-            logger.error("result %s cannot be written (%s)", future.request_id, error)
             if not self._closing.is_set():
+                self._writing.failed(cast(Exception, error))
                 asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._append, future)
                 return
+            logger.error("result %s cannot be written (%s)", future.request_id, error)
         else:
+            self._writing.passed()
             future.place = written.result()
             self._unstored.append(future)
         self._appending.discard(future)
@@ -281,9 +285,10 @@ class Futures:
             except SQLAlchemyError as error:
                 if self._closing.is_set():
                     raise
-                logger.error("the places of results cannot be stored, and it is tried again: %s", words_of(error))
+                self._storing.failed(error)
                 await self._linger(_RETRY_SECONDS)
                 continue
+            self._storing.passed()
             del self._unstored[: len(batch)]
             for future in batch:
                 future.on_stored()

@@ -1,7 +1,9 @@
 """Futures over a real store: waiting, keeping, surviving a restart, staying small."""
 
 import asyncio
+import errno
 import json
+import logging
 import signal
 import subprocess
 import sys
@@ -175,6 +177,34 @@ async def test_what_was_accepted_but_not_finished_is_answered_as_lost(open_futur
     answer = json.loads((await futures.wait("r:1", TENANT, 1)).body)
     assert answer["category"] == "server"
     assert "server restarted" in answer["error"] and "checkpoint" in answer["error"]
+    await futures.close()
+
+
+async def test_results_that_cannot_be_written_are_tried_again_and_told_of_once(
+    open_futures, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    tries = []
+
+    def full() -> None:
+        tries.append(1)
+        if len(tries) < 9:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("trainhouse.server.futures._RETRY_SECONDS", 0.01)
+    caplog.set_level(logging.WARNING)
+    futures = await open_futures(guard=full)
+    for name in ("r:1", "r:2"):
+        futures.resolve(futures.create(name, TENANT), Result(name.encode()))
+        assert await futures.wait(name, TENANT, 30) == Result(name.encode()), "whoever waits need not wait for the disk"
+    await wait_until(lambda: len(tries) > 9)
+    await futures.close()
+    failed, passed = caplog.messages
+    assert failed.startswith("writing results to ") and failed.endswith(
+        "failed, and is tried again: [Errno 28] No space left on device"
+    )
+    assert passed.endswith("succeeds again")
+    futures = await open_futures()
+    assert [await futures.wait(name, TENANT, 0) for name in ("r:1", "r:2")] == [Result(b"r:1"), Result(b"r:2")]
     await futures.close()
 
 

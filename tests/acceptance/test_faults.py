@@ -3,7 +3,6 @@ operation that kills its worker each time."""
 
 import random
 import signal
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -153,11 +152,9 @@ def on_a_small_disk(model: Path, directory: Path, manner: str = "local") -> Iter
 def fill_the_disk(crashing: Crashing, bystander: Bystander, seconds: float) -> None:
     # A sampler that cannot be written fails, and says so: both tenants are to have theirs.
     until(lambda: len(list((crashing.state_dir / "ephemeral").iterdir())) >= 2)
-    with filled(crashing.state_dir.parent) as fill_again:
+    with filled(crashing.state_dir.parent) as keep_full:
         for duration in (2.0, seconds):
-            time.sleep(duration)
-            # What was being written when the disk became full has failed by now, and left its room.
-            fill_again()
+            keep_full(duration)
             bystander.looks_on()
 
 
@@ -183,10 +180,9 @@ def test_full_disks_and_deaths_change_nothing(
         bystander = Bystander(crashing.url)
 
         def die_while_it_is_full() -> None:
-            with filled(crashing.state_dir.parent) as fill_again:
+            with filled(crashing.state_dir.parent) as keep_full:
                 crashing.signal_worker(signal.SIGKILL)
-                time.sleep(5)
-                fill_again()
+                keep_full(5)
                 bystander.looks_on()
             crashing.restart()
 

@@ -1,6 +1,7 @@
 """A disk that is small enough to be filled."""
 
 import subprocess
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -24,10 +25,11 @@ def small_disk(directory: Path, num_bytes: int) -> Iterator[Path]:
 
 
 @contextmanager
-def filled(disk: Path, leaving: int = 0) -> Iterator[Callable[[], None]]:
+def filled(disk: Path, leaving: int = 0) -> Iterator[Callable[[float], None]]:
     """Full to the last byte, but for `leaving`, until it is left.
 
-    Yields what fills it again: of a snapshot that fails, say, the files are removed.
+    Yields what keeps it full for so many seconds: of a snapshot that fails, say, the files are removed, and a fast
+    script would come to its end in their room.
     """
     ballast = disk / "ballast"
 
@@ -39,8 +41,14 @@ def filled(disk: Path, leaving: int = 0) -> Iterator[Callable[[], None]]:
             except OSError:
                 file.truncate(file.tell() - leaving)
 
+    def keep_full(seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            time.sleep(0.05)
+            fill()
+
     try:
         fill()
-        yield fill
+        yield keep_full
     finally:
         ballast.unlink()

@@ -43,8 +43,19 @@ def num_runs(server: LiveServer, key: str) -> int:
     return listed.json()["cursor"]["total_count"]
 
 
-def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer) -> None:
+@pytest.fixture
+def short_text(tmp_path: Path) -> Path:
+    """Some of what the examples learn."""
+    lines = (ROOT / "examples" / "pirate.jsonl").read_text().splitlines()
+    parts = ([line for line in lines if f'"{split}"' in line][:num] for split, num in (("train", 40), ("held_out", 12)))
+    path = tmp_path / "some.jsonl"
+    path.write_text("\n".join(chain.from_iterable(parts)))
+    return path
+
+
+def test_sft_lowers_the_held_out_loss_and_resumes_where_it_stopped(shared_server: LiveServer, short_text: Path) -> None:
     command = [sys.executable, "examples/sft.py", "--base-url", shared_server.url, "--model", MODEL]
+    command += ["--data", str(short_text)]
     options = ["--steps", 6, "--warmup", 2, "--eval-every", 3, "--batch-size", 4, "--learning-rate", 1e-2]
     output = run(*command, *options)
     held_out = values(r"held-out loss ([\d.]+)", output)
@@ -65,16 +76,6 @@ DRAFTS: dict[str, list[object]] = {
     "eagle3": ["--rollouts", 1, "--max-tokens", 16, "--temperature", 0.5, "--draft-vocab-size", 256],
     "dflash": [],
 }
-
-
-@pytest.fixture
-def short_text(tmp_path: Path) -> Path:
-    """Some of what the examples learn."""
-    lines = (ROOT / "examples" / "pirate.jsonl").read_text().splitlines()
-    parts = ([line for line in lines if f'"{split}"' in line][:num] for split, num in (("train", 40), ("held_out", 12)))
-    path = tmp_path / "some.jsonl"
-    path.write_text("\n".join(chain.from_iterable(parts)))
-    return path
 
 
 def draft_command(server: LiveServer, algorithm: str, data: Path) -> list[object]:

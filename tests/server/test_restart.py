@@ -84,7 +84,7 @@ def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repe
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         model_id = client.post("create_model", create)["model_id"]
-        losses = {"model_id": model_id, "data": 6 * DATA, "loss_fn": "cross_entropy"}
+        losses = {"model_id": model_id, "data": 12 * DATA, "loss_fn": "cross_entropy"}
         accepted = []
         for seq_id in range(1, 13, 2):
             for path, body in (("forward_backward", losses), ("optim_step", {"model_id": model_id})):

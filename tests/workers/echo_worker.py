@@ -1,5 +1,6 @@
 """A worker that needs no torch: what the pools are tested with. Child processes import it by name."""
 
+import gc
 import os
 import signal
 import time
@@ -48,6 +49,10 @@ class EchoWorker:
 
     def rank(self) -> int:
         return self._rank
+
+    def garbage(self) -> tuple[bool, int]:
+        """Whether it is collected, and how many objects stay out of it."""
+        return gc.isenabled(), gc.get_freeze_count()
 
     def echo(self, value: object) -> object:
         return value

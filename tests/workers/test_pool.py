@@ -68,6 +68,16 @@ def test_a_rank_that_waits_for_its_next_call_keeps_nothing_of_the_last(tmp_path:
     asyncio.run(asyncio.wait_for(check(), 20))
 
 
+@ray_in_full
+def test_ranks_collect_garbage_but_not_among_what_was_imported(new_pool: NewPool) -> None:
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            ((collects, num_kept),) = await pool.call("garbage")
+            assert collects and num_kept > 10_000
+
+    run(check())
+
+
 def test_a_call_reaches_every_rank_and_answers_in_rank_order(new_pool: NewPool) -> None:
     async def check() -> None:
         async with started(new_pool, num_ranks=2) as pool:

@@ -4,6 +4,7 @@ import abc
 import asyncio
 import contextlib
 import fcntl
+import gc
 import multiprocessing
 import multiprocessing.resource_tracker
 import multiprocessing.util
@@ -208,6 +209,9 @@ def _empty_main() -> Iterator[None]:
 
 def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: socket.socket, *arguments: object) -> None:
     """The child's main function."""
+    # What the forkserver has imported stays, in memory that both have as long as no collection touches it.
+    gc.freeze()
+    gc.enable()
     ignore_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
     if sys.platform == "linux":

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from pydoc_data.topics import topics
 from typing import Any
 
 import numpy as np
@@ -34,15 +35,16 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServiceClient]
         yield client
 
 
-def texts(pattern: str) -> list[list[int]]:
-    """Of this repository's files, cut up, in random order; a token for each ASCII character."""
-    characters = b"".join(path.read_bytes() for path in sorted(ROOT.glob(pattern)))
-    tokens = [3 + each for each in characters if each < 128]
+def texts(text: str) -> list[list[int]]:
+    """Cut up, in random order; a token for each ASCII character."""
+    tokens = [3 + each for each in text.encode() if each < 128]
     pieces = [tokens[i : i + TEXT_TOKENS] for i in range(0, len(tokens) - TEXT_TOKENS, TEXT_TOKENS)]
     return [pieces[i] for i in np.random.default_rng(0).permutation(len(pieces))]
 
 
-PROSE, CODE = texts("docs/*.md"), texts("workers/*.py")
+# What Python says of its language, which stays as it is while this repository grows.
+PROSE = texts("".join(topics[name] for name in sorted(topics)))
+CODE = texts("".join(path.read_text() for path in sorted((ROOT / "workers").glob("*.py"))))
 
 
 @dataclass

@@ -11,7 +11,6 @@ import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import count
 from pathlib import Path
 
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
@@ -57,13 +56,13 @@ class Quality:
     @staticmethod
     def told(metrics: Mapping[str, float]) -> "Quality":
         """Of sums alone: they are exact however the data were cut into requests."""
-        survivals = []
-        for number in count(1):
-            if (survived := metrics.get(f"greedy/{number}:sum")) is None:
-                break
-            survivals.append(survived / max(metrics[f"greedy/{number}/of:sum"], 1.0))
+        num_passes = metrics["acceptance_length/greedy/of:sum"] or 1.0
         num_first = max(metrics["accuracy/1/of:sum"], 1.0)
-        return Quality(1 + sum(survivals), metrics["accuracy/1:sum"] / num_first, metrics["loss:sum"] / num_first)
+        return Quality(
+            metrics["acceptance_length/greedy:sum"] / num_passes,
+            metrics["accuracy/1:sum"] / num_first,
+            metrics["loss:sum"] / num_first,
+        )
 
     def __str__(self) -> str:
         return f"acceptance length {self.acceptance_length:.4f}  accuracy {self.accuracy:.3f}  loss {self.loss:.4f}"

@@ -1,5 +1,7 @@
 """A draft over HTTP: what training says of it holds when it guesses, also once its target has moved."""
 
+import html.entities
+import inspect
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -9,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse import AdamParams, Datum, SamplingParams, ServiceClient, TrainingClient
+from trainhouse.schemas.sampling import GuessCounts
 
 from ..live import live_server
 from ..tiny import tiny_model
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(900)]
 
-ROOT = Path(__file__).parents[2]
 MODEL = "tiny/llama"
 NUM_GUESSES = 4
 PROMPT_TOKENS, TEXT_TOKENS, SAMPLED_TOKENS = 16, 144, 64
@@ -42,9 +44,9 @@ def texts(text: str) -> list[list[int]]:
     return [pieces[i] for i in np.random.default_rng(0).permutation(len(pieces))]
 
 
-# What Python says of its language, which stays as it is while this repository grows.
+# Of Python, which stays as it is while this repository grows: what it says of its language, and names of characters.
 PROSE = texts("".join(topics[name] for name in sorted(topics)))
-CODE = texts("".join(path.read_text() for path in sorted((ROOT / "workers").glob("*.py"))))
+NAMES = texts(inspect.getsource(html.entities))
 
 
 @dataclass
@@ -97,22 +99,36 @@ class Training:
         prompts = [text[:PROMPT_TOKENS] for text in of]
         futures = [sampler.sample(prompt, 1, each, **draft) for prompt, each in zip(prompts, params, strict=True)]
         responses = [future.result(120) for future in futures]
-        guesses = [response.guesses for response in responses if response.guesses is not None]
-        passes = sum(each.passes for each in guesses)
-        length = 1 + sum(each.accepted for each in guesses) / passes if passes else 1.0
         found = [response.sequences[0].tokens.tolist() for response in responses]
-        return Sampled([prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)], length)
+        sequences = [prompt + tokens for prompt, tokens in zip(prompts, found, strict=True)]
+        counts = [response.guesses for response in responses if response.guesses is not None]
+        return Sampled(sequences, counts)
 
-    def measured(self, path: str, of: Sequence[list[int]], temperature: float, draft_path: str) -> float:
-        """The acceptance length."""
+    def guessed(self, path: str, of: Sequence[list[int]], temperature: float, draft_path: str) -> "Sampled":
         drafted = {"draft_path": draft_path, "num_draft_tokens": NUM_GUESSES}
-        return self.sampled(path, of, temperature, 7000, **drafted).acceptance_length
+        return self.sampled(path, of, temperature, 7000, **drafted)
+
+    def measured(self, path: str, of: Sequence[list[int]], draft_path: str) -> float:
+        """The acceptance length, at temperature 1."""
+        return self.guessed(path, of, 1.0, draft_path).acceptance_length
 
 
 @dataclass(frozen=True)
 class Sampled:
+    """guesses: of each sequence, where there are any."""
+
     sequences: list[list[int]]
-    acceptance_length: float
+    guesses: list[GuessCounts]
+
+    @property
+    def acceptance_length(self) -> float:
+        return 1 + sum(each.accepted for each in self.guesses) / sum(each.passes for each in self.guesses)
+
+    @property
+    def guessed(self) -> list[list[int]]:
+        """As far as was guessed: behind a token that came with the prompt, tokens of passes and of guesses."""
+        numbers = [PROMPT_TOKENS + 1 + each.passes + each.accepted for each in self.guesses]
+        return [sequence[:number] for sequence, number in zip(self.sequences, numbers, strict=True)]
 
 
 def supervised(text: list[int]) -> Datum:
@@ -141,22 +157,24 @@ def test_a_draft_guesses_as_its_training_says_and_follows_its_target(service: Se
     held_out_rollouts = {kind: training.sampled(path, held_out, told[kind], seed=5000).sequences for kind in told}
     before = {kind: simulated(draft, held_out_rollouts[kind], kind) for kind in told}
     trained = training.train_draft(draft, rollouts, 150)
-    after = {kind: simulated(draft, held_out_rollouts[kind], kind) for kind in told}
     for kind, temperature in told.items():
-        assert before[kind] < 1.2 and after[kind] > 1.8, (before, after)
-        found = training.measured(path, held_out, temperature, trained)
-        assert abs(found / after[kind] - 1) < 0.1, (kind, found, after)
-        assert training.measured(path, held_out, temperature, untrained) < 0.7 * after[kind], "a draft of other weights"
+        found = training.guessed(path, held_out, temperature, trained)
+        after, length = simulated(draft, found.guessed, kind), found.acceptance_length
+        print(f"{kind}: simulated {before[kind]:.3f} -> {after:.3f}, measured {length:.3f}")
+        assert before[kind] < 1.2 and after > 1.8
+        # Where nothing is drawn, guesses are those that a forward knows, but for a tie here or there.
+        assert abs(length / after - 1) < (0.1 if temperature else 0.01)
+        assert training.guessed(path, held_out, temperature, untrained).acceptance_length < 0.7 * after
 
     # The policy goes on, elsewhere.
-    held_out, code = CODE[:NUM_HELD_OUT], CODE[NUM_HELD_OUT:]
-    of_old = training.measured(path, held_out, 1.0, trained)
-    path = training.train_policy(code, 50)
-    stale = training.measured(path, held_out, 1.0, trained)
+    held_out, names = NAMES[:NUM_HELD_OUT], NAMES[NUM_HELD_OUT:]
+    of_old = training.measured(path, held_out, trained)
+    path = training.train_policy(names, 50)
+    stale = training.measured(path, held_out, trained)
     draft.set_target(path).result(60)
-    moved = training.train_draft(draft, training.sampled(path, code[:200], 1.0, 0).sequences, 40)
-    restored = training.measured(path, held_out, 1.0, moved)
-    print(f"simulated {before} -> {after}; of the old target {of_old:.2f}, moved {stale:.2f}, restored {restored:.2f}")
+    moved = training.train_draft(draft, training.sampled(path, names[:200], 1.0, 0).sequences, 40)
+    restored = training.measured(path, held_out, moved)
+    print(f"of the old target {of_old:.2f}, moved {stale:.2f}, restored {restored:.2f}")
     assert stale < 0.85 * of_old and restored > 0.9 * of_old, (of_old, stale, restored)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..drafts.scores import DraftScores
-from .guesses import acceptance_lengths, guess_ratios
+from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 
 
@@ -45,7 +45,6 @@ DFLASH = Loss(
     optional={"weights": lambda inputs, config: 1.0},
     config={"gamma": 7.0, "alpha": 0.5, "num_anchors": 512, "seed": 0},
     choices={"objective": ("ce", "dpace")},
-    summary=acceptance_lengths,
     counted_by="weights",
     scores="losses",
 )

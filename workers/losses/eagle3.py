@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..drafts.scores import DraftScores
-from .guesses import acceptance_lengths, guess_ratios
+from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 
 # Of an acceptance of 0, which has no logarithm.
@@ -45,7 +45,6 @@ EAGLE3 = Loss(
     optional={"weights": lambda inputs, config: 1.0},
     config={"ttt_length": 7, "decay": 0.8, "lk_scale": 1.0, "lk_decay": 3.0},
     choices={"objective": ("kl", "lk_alpha", "lk_lambda")},
-    summary=acceptance_lengths,
     counted_by="weights",
     scores="losses",
 )

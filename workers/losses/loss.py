@@ -19,10 +19,6 @@ Fill = Callable[[Arrays, Config], "np.ndarray | float"]
 Scores = Literal["logprobs", "values", "losses", "features"]
 
 
-def _nothing(ratios: Mapping[str, float]) -> Mapping[str, float]:
-    return {}
-
-
 @dataclass(frozen=True, eq=False)
 class LossOutput:
     """losses: float32 of the shape of the scores; their sum is the loss.
@@ -47,8 +43,8 @@ class Loss:
     draft, whose function is given DraftScores and the weights of what was guessed, all [m, guesses]; or nothing of
     one, but where features were put.
     required, optional: names of inputs besides target_tokens; an optional one that is absent is filled.
-    config: numbers and their defaults. choices: of those that are words, the first is the default. summary: of ratios
-    by name, what else is to be told of an operation. counted_by: the input whose zeros do not count.
+    config: numbers and their defaults. choices: of those that are words, the first is the default. counted_by: the
+    input whose zeros do not count.
     sequence_wise: the function must see one whole sequence and nothing else at a time. Other functions see positions
     of any sequences, of several operations too, and keep them apart: what is wrong at one changes no other.
     many_targets: target_tokens may be [T, K].
@@ -59,7 +55,6 @@ class Loss:
     optional: Mapping[str, Fill] = field(default_factory=dict)
     config: Mapping[str, float] = field(default_factory=dict)
     choices: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    summary: Callable[[Mapping[str, float]], Mapping[str, float]] = _nothing
     counted_by: Literal["weights", "advantages"] = "advantages"
     sequence_wise: bool = False
     many_targets: bool = False

@@ -13,13 +13,14 @@ from ...schemas.training import FeaturePlace, ForwardBackwardRequest
 from ..batch import MicroBatch, part_of
 from ..drafts.features import Features
 from ..drafts.groups import DraftGroups
-from ..drafts.lessons import Carrier, Deal, Taken, had_by, lessons_of, lessons_of_all
+from ..drafts.lessons import Carrier, Deal, Lesson, Taken, had_by, lessons_of, lessons_of_all
 from ..drafts.model import DraftModel
 from ..drafts.room import LogitRoom
-from ..drafts.scores import Slopes
+from ..drafts.scores import DraftScores, Slopes
 from ..drafts.stored import Stored, address_of
 from ..drafts.strategy import DraftPass
 from ..drafts.teacher import HookedTarget, Inside, StoredFeatures, Teacher
+from ..drafts.walk import SurvivalBook, Survivals, acceptance_lengths
 from ..heads import LogprobHead
 from ..heads.head import chunks
 from ..lora import LoraPair, Segment
@@ -110,9 +111,9 @@ class Guessing:
                 found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
                 if taken.sequences:
                     self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
-                scores = _summed(draft.groups.audience.exchange(found.scores(taken)))
+                shares = draft.groups.audience.exchange(found.share(taken))
                 if lesson.part is not None:
-                    task.take(lesson.part, scores)
+                    task.take(lesson.part, _joined(lesson, shares))
 
     def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
         """The target runs over the sequences alone that nothing is stored of."""
@@ -231,6 +232,14 @@ class _TargetHead:
         return of_hidden
 
 
+@dataclass(frozen=True, eq=False)
+class _Share:
+    """What a rank has found of a lesson. scores: of all its tokens. survivals: None where it guessed nothing."""
+
+    scores: Scores
+    survivals: Survivals | None
+
+
 @dataclass(eq=False)
 class _Found:
     """losses: float32 [n], of each token the summed losses of what was guessed behind it."""
@@ -238,29 +247,33 @@ class _Found:
     losses: Tensor
     ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
     denominator: float = 0.0
+    book: SurvivalBook | None = None
 
-    def add(self, losses: Tensor, places: Tensor, output: LossOutput) -> None:
+    def add(self, scores: DraftScores, losses: Tensor, places: Tensor, output: LossOutput) -> None:
         self.losses.index_add_(0, places.flatten(), losses.detach().flatten())
         for name, (numerator, denominator) in output.ratios.items():
             so_far = self.ratios.get(name, (0.0, 0.0))
             self.ratios[name] = so_far[0] + float(numerator), so_far[1] + float(denominator)
         self.denominator += 0.0 if output.denominator is None else float(output.denominator)
+        self.book = self.book or SurvivalBook(len(self.losses), places.shape[1], places.device)
+        self.book.add(scores, places)
 
-    def scores(self, taken: Taken) -> Scores:
-        """Of all tokens of the lesson."""
+    def share(self, taken: Taken) -> _Share:
         losses = np.zeros(taken.lesson.num_tokens, np.float32)
         losses[taken.tokens] = self.losses.cpu().numpy()
-        return Scores(losses, losses, {}, self.ratios, self.denominator)
+        survivals = self.book and self.book.of(taken.tokens)
+        return _Share(Scores(losses, losses, {}, self.ratios, self.denominator), survivals)
 
 
-def _summed(of_ranks: Sequence[Scores]) -> Scores:
+def _joined(lesson: Lesson, shares: Sequence[_Share]) -> Scores:
     """Of ranks that had some of the guesses each."""
-    if len(of_ranks) == 1:
-        return of_ranks[0]
-    losses, totals = sum(each.losses for each in of_ranks), Totals()
+    losses, totals = sum(each.scores.losses for each in shares), Totals()
     assert isinstance(losses, np.ndarray)
-    for each in of_ranks:
-        totals.add(Totals(ratios=each.ratios, denominator=each.denominator))
+    for each in shares:
+        totals.add(Totals(ratios=each.scores.ratios, denominator=each.scores.denominator))
+    if survivals := [each.survivals for each in shares if each.survivals is not None]:
+        weights = lesson.labels.weights.cpu().numpy()
+        totals.ratios |= acceptance_lengths(survivals, weights, lesson.lengths)
     return Scores(losses, losses, {}, totals.ratios, totals.denominator)
 
 
@@ -271,7 +284,7 @@ def _score(guesses: DraftPass, rows: slice, operation: Operation, found: _Found,
         output: LossOutput = operation.loss.function(scores, {"weights": guesses.weights(rows)}, operation.config)
         losses = operation.weight * output.losses
         slopes = Slopes.of(losses, leaves) if trains else None
-    found.add(losses, guesses.places(rows), output)
+    found.add(scores, losses, guesses.places(rows), output)
     if slopes is not None:
         with torch.no_grad():
             guesses.backward(slopes)

@@ -82,10 +82,9 @@ class Progress:
         """Each, and what it is made of: the sums of several operations tell the ratio over all of them."""
         found: dict[str, float] = {}
         for name, (numerator, denominator) in self.totals.ratios.items():
-            found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
+            found |= {f"{name}:mean": numerator / (denominator or 1.0), f"{name}:sum": numerator}
             found[f"{name}/of:sum"] = denominator
-        of_all = {name.removesuffix(":mean"): value for name, value in found.items() if name.endswith(":mean")}
-        return found | {f"{name}:mean": value for name, value in self.loss.summary(of_all).items()}
+        return found
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,126 @@
+"""How many passes a text takes, against passes that are made one after the other."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+import torch
+from trainhouse.workers.drafts.scores import DraftScores
+from trainhouse.workers.drafts.walk import SurvivalBook, Survivals, acceptance_lengths
+
+LENGTHS = (150, 1, 40, 2, 97)
+
+
+def random_survivals(num_tokens: int, depth: int) -> np.ndarray:
+    """[2, num_tokens, depth]: greedy ones of hard and of easy passages, and others."""
+    random = np.random.default_rng(0)
+    hardness = np.where(np.arange(num_tokens) // 20 % 2, 0.1, 0.9)[:, None]
+    greedy = (random.random((num_tokens, depth)) < hardness).cumprod(1)
+    sampled = (random.random((num_tokens, depth)) ** (1 - hardness)).cumprod(1)
+    return np.stack([greedy, sampled]).astype(np.float32)
+
+
+def random_weights(num_tokens: int) -> np.ndarray:
+    return np.repeat(np.random.default_rng(1).integers(0, 3, num_tokens // 7 + 1), 7)[:num_tokens].astype(np.float32)
+
+
+def naive_passes(survivals: np.ndarray, weights: np.ndarray, lengths: Sequence[int]) -> tuple[float, float]:
+    """survivals: [n, depth]. Forward, by the probability that a pass begins behind a token."""
+    tokens = passes = 0.0
+    start = 0
+    for length in lengths:
+        j = start
+        while j < start + length:
+            if weights[j] == 0:
+                j += 1
+                continue
+            stop = j
+            while stop < start + length and weights[stop] != 0:
+                stop += 1
+            begins = {j + 1: 1.0} if j + 1 < stop else {}
+            tokens += max(stop - j - 1, 0)
+            for k in range(j + 1, stop):
+                begun = begins.pop(k, 0.0)
+                passes += begun
+                survived = [1.0, *survivals[k].tolist(), 0.0]
+                for n in range(len(survived) - 1):
+                    begins[k + 1 + n] = begins.get(k + 1 + n, 0.0) + begun * (survived[n] - survived[n + 1])
+            j = stop
+        start += length
+    return tokens, passes
+
+
+@pytest.mark.parametrize("depth", [1, 4, 90])
+def test_passes_are_those_of_one_after_the_other(depth: int) -> None:
+    num_tokens = sum(LENGTHS)
+    values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
+    whole = Survivals(np.arange(num_tokens), values)
+    found = acceptance_lengths([whole], weights, LENGTHS)
+    for kind, of_kind in zip(("greedy", "sampled"), values, strict=True):
+        tokens, passes = naive_passes(of_kind, weights, LENGTHS)
+        assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens, passes), rel=1e-12)
+        if depth > 1:  # passes begin more often where guesses are bad
+            assert tokens / passes < 0.95 * (1 + of_kind[weights != 0].sum(1).mean())
+
+
+def test_likeliest_tokens_are_followed_step_by_step() -> None:
+    survivals = np.zeros((2, 12, 3), np.float32)
+    survivals[0, [2, 4, 5, 6], 0] = 1
+    survivals[0, [4, 5], 1] = 1
+    survivals[0, 4, 2] = 1
+    weights = np.array([0, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 0], np.float32)
+    # From behind token 2 to 4, from there to 8, 9, 10 and the end.
+    found = acceptance_lengths([Survivals(np.arange(12), survivals)], weights, [12])
+    assert found == {"acceptance_length/greedy": (9.0, 5.0), "acceptance_length/sampled": (9.0, 9.0)}
+
+
+def test_parts_are_as_the_whole() -> None:
+    """As ranks know them: other tokens, or some guesses from behind the same ones."""
+    num_tokens, depth = sum(LENGTHS), 4
+    values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
+    whole = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, LENGTHS)
+    first, last = values[:, :160].copy(), values[:, 140:].copy()
+    first[:, 140:, 2:] = np.nan
+    last[:, :20, :2] = np.nan
+    parts = [Survivals(np.arange(140, num_tokens), last), Survivals(np.arange(160), first)]
+    assert acceptance_lengths(parts, weights, LENGTHS) == whole
+
+
+def test_where_some_guesses_are_known_passes_begin_behind_any_of_them() -> None:
+    num_tokens, depth = sum(LENGTHS), 4
+    values, weights = random_survivals(num_tokens, depth), np.ones(num_tokens, np.float32)
+    known = np.append(np.arange(0, 150, 3), np.arange(150, num_tokens))
+    found = acceptance_lengths([Survivals(known, values[:, known])], weights, LENGTHS)
+    for kind, of_kind in zip(("greedy", "sampled"), values, strict=True):
+        tokens, passes = naive_passes(of_kind[150:], weights[150:], LENGTHS[1:])
+        of_first = 149 / (1 + of_kind[0:150:3].sum(1).mean())
+        assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens + 149, passes + of_first), rel=1e-6)
+
+
+def test_texts_without_a_weight_take_no_passes() -> None:
+    values = random_survivals(10, 4)
+    found = acceptance_lengths([Survivals(np.arange(10), values)], np.zeros(10, np.float32), [10])
+    assert set(found.values()) == {(0.0, 0.0)}
+
+
+def test_scores_come_in_any_order() -> None:
+    """Rows of a token each, with the guesses that were made of what is behind it."""
+    num_tokens, depth = 20, 3
+    values = random_survivals(num_tokens, depth)
+    places = torch.arange(num_tokens)[:, None].expand(-1, depth)
+    behind = places - torch.arange(depth)
+    # Of the first token nothing was guessed.
+    exists = (behind > 0).float()
+    greedy, sampled = (
+        torch.from_numpy(each)[behind.clamp(min=0), torch.arange(depth).expand_as(behind)] * exists for each in values
+    )
+    book = SurvivalBook(num_tokens, depth, places.device)
+    nothing = torch.zeros(num_tokens, depth)
+    for rows in (slice(11, 20), slice(0, 4), slice(4, 11)):
+        parts = (each[rows] for each in (nothing, nothing, nothing, nothing, exists, greedy, sampled))
+        book.add(DraftScores(*parts), places[rows])
+    found = book.of(np.arange(100, 120))
+    np.testing.assert_array_equal(found.tokens, np.arange(101, 120))
+    of_last = np.isnan(found.values[0]).sum(1)
+    np.testing.assert_array_equal(of_last, [0] * 17 + [1, 2])
+    np.testing.assert_array_equal(found.values[:, :17], values[:, 1:18])

@@ -18,7 +18,7 @@ _SEGMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class Survivals:
-    """What is known of m tokens, ascending: values float32 [KINDS, m, depth], with which probability guess k that is
+    """What is known of m tokens: values float32 [KINDS, m, depth], with which probability guess k that is
     made behind a token survives, with those before it from there; NaN where it was not made."""
 
     tokens: np.ndarray
@@ -67,7 +67,7 @@ def acceptance_lengths(
         tokens = slice(start, start + length)
         if (follows[tokens] & ~is_known[tokens]).any():
             known = values[:, tokens][:, is_known[tokens] & (weights[tokens] != 0)]
-            passes += follows[tokens].sum() / (1 + np.nansum(known, axis=2).mean(axis=1))
+            passes += follows[tokens].sum() / (1 + np.nansum(known, axis=(1, 2)) / max(1, known.shape[1]))
             is_walked[tokens] = False
     passes += _num_passes(np.nan_to_num(values), is_walked)
     num_tokens = float(follows.sum())
@@ -83,34 +83,43 @@ def _that_follow(weights: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 
 def _num_passes(survivals: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[KINDS]: over all runs of neighbours that count, passes from the first one until the last has been left.
-
-    From behind token j so many are expected: e_j = 1 + sum over n = 0 .. depth of P(n guesses survive) e_(j + 1 + n),
-    and none beyond the run's end. So those of a segment's tokens are linear in the first ones of the next segment.
-    """
+    """[KINDS]: over all runs of neighbours that count, passes from the first one until the last has been left."""
     places = np.flatnonzero(counts)
-    num, reach = len(places), survivals.shape[2] + 1
-    size = max(_SEGMENT, reach)
-    num_segments = -(-num // size)
     is_first = np.diff(places, prepend=-2) != 1
-    ends = np.append(np.flatnonzero(is_first)[1:], num)[np.cumsum(is_first) - 1]
-    leads_to = np.arange(num)[:, None] + 1 + np.arange(reach)
-    padded = np.pad(survivals[:, places].astype(np.float64), ((0, 0), (0, 0), (1, 1)))
+    ends = np.append(np.flatnonzero(is_first)[1:], len(places))[np.cumsum(is_first) - 1]
+    return _expected(_steps(survivals[:, places], ends))[:, is_first].sum(axis=1)
+
+
+def _steps(survivals: np.ndarray, ends: np.ndarray) -> np.ndarray:
+    """Of n tokens, [KINDS, n, depth + 1]: the probability that a pass that begins behind a token goes on by 1, 2, ...
+    tokens, 0 where this is to its run's end, or beyond. ends: int64 [n]."""
+    padded = np.pad(survivals.astype(np.float64), ((0, 0), (0, 0), (1, 1)))
     padded[:, :, 0] = 1
-    steps = np.zeros((len(KINDS), num_segments * size, reach))
-    steps[:, :num] = -np.diff(padded, axis=2) * (leads_to < ends[:, None])
-    steps = np.ascontiguousarray(steps.reshape(len(KINDS), num_segments, size, reach).transpose(2, 3, 0, 1))
-    # By what comes behind the segment, and last what does not depend on it: [size + reach, reach + 1, KINDS, segments].
-    expected = np.zeros((size + reach, reach + 1, *steps.shape[2:]))
-    expected[size:, :reach] = np.eye(reach)[:, :, None, None]
+    leads_to = np.arange(len(ends))[:, None] + np.arange(1, padded.shape[2])
+    return -np.diff(padded, axis=2) * (leads_to < ends[:, None])
+
+
+def _expected(steps: np.ndarray) -> np.ndarray:
+    """[KINDS, n]: e_j = 1 + sum over i of steps_ji e_(j + i), passes from behind token j until its run has been left.
+
+    Those of a segment's tokens are linear in the first ones of the next segment: by what factors is found for all
+    segments at once, and then one goes after the other.
+    """
+    num, reach = steps.shape[1:]
+    size = max(_SEGMENT, reach)
+    steps = np.pad(steps, ((0, 0), (0, -num % size), (0, 0))).reshape(len(steps), -1, size, reach)
+    steps = np.ascontiguousarray(steps.transpose(2, 3, 0, 1))
+    # The last factor is of nothing: [size + reach, reach + 1, KINDS, segments].
+    factors = np.zeros((size + reach, reach + 1, *steps.shape[2:]))
+    factors[size:, :reach] = np.eye(reach)[:, :, None, None]
     for j in reversed(range(size)):
-        np.einsum("nks,nmks->mks", steps[j], expected[j + 1 : j + 1 + reach], out=expected[j])
-        expected[j, reach] += 1
-    behind = np.zeros((reach, len(KINDS), num_segments + 1))
-    for segment in reversed(range(num_segments)):
-        of_first = expected[:reach, :, :, segment]
-        behind[:, :, segment] = np.einsum("jmk,mk->jk", of_first[:, :reach], behind[:, :, segment + 1])
-        behind[:, :, segment] += of_first[:, reach]
-    found = np.einsum("jmks,mks->ksj", expected[:size, :reach], behind[:, :, 1:])
-    found += expected[:size, reach].transpose(1, 2, 0)
-    return found.reshape(len(KINDS), -1)[:, :num][:, is_first].sum(axis=1)
+        np.einsum("iks,imks->mks", steps[j], factors[j + 1 : j + 1 + reach], out=factors[j])
+        factors[j, reach] += 1
+    firsts = np.zeros((reach, *steps.shape[2:-1], steps.shape[-1] + 1))
+    for segment in reversed(range(steps.shape[-1])):
+        of_first = factors[:reach, :, :, segment]
+        firsts[:, :, segment] = np.einsum("jmk,mk->jk", of_first[:, :reach], firsts[:, :, segment + 1])
+        firsts[:, :, segment] += of_first[:, reach]
+    found = np.einsum("jmks,mks->ksj", factors[:size, :reach], firsts[:, :, 1:])
+    found += factors[:size, reach].transpose(1, 2, 0)
+    return found.reshape(len(found), -1)[:, :num]

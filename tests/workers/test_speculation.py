@@ -364,7 +364,6 @@ def test_the_acceptance_length_is_that_which_a_forward_tells(
     assert accepted > 0.3 * passes
     assert metrics["acceptance_length/greedy:sum"] == passes + accepted
     assert metrics["acceptance_length/greedy/of:sum"] == passes
-    assert 1 + sum(metrics[f"greedy/{k}:mean"] for k in range(1, num)) != pytest.approx(1 + accepted / passes, rel=0.05)
 
 
 def test_guessing_ends_where_it_does_not_pay(target: Target) -> None:

@@ -18,17 +18,13 @@ _SEGMENT = 64
 
 @dataclass(frozen=True, eq=False)
 class Survivals:
-    """What is known of m tokens: values float32 [KINDS, m, depth], with which probability guess k that is
-    made behind a token survives, with those before it from there; NaN where it was not made."""
+    """Of guesses that are made behind some tokens: the probability that guess k and all before it from there are right.
+
+    tokens: int64 [m], their numbers in the lesson. values: float32 [KINDS, m, depth]; NaN of what was not guessed here.
+    """
 
     tokens: np.ndarray
     values: np.ndarray
-
-    def along(self, num_tokens: int) -> np.ndarray:
-        """Of all tokens: [KINDS, num_tokens, depth]."""
-        whole = np.full((len(KINDS), num_tokens, self.values.shape[2]), np.nan, np.float32)
-        whole[:, self.tokens] = self.values
-        return whole
 
 
 class SurvivalBook:
@@ -39,13 +35,14 @@ class SurvivalBook:
         self._values = torch.full((len(KINDS), num_tokens + 1, depth), torch.nan, device=device)
 
     def add(self, scores: DraftScores, places: Tensor) -> None:
-        """places: int64 [m, depth], behind which tokens stands what was guessed."""
+        """places: int64 [m, depth], behind which tokens stands what was guessed: k tokens further than the first guess
+        from the same token, which stands behind that one."""
         numbers = torch.arange(places.shape[1], device=places.device).expand_as(places)
         behind = torch.where(scores.exists != 0, places - numbers, self._values.shape[1] - 1)
         self._values[:, behind, numbers] = torch.stack([scores.greedy, scores.sampled]).to(self._values.dtype)
 
     def of(self, tokens: np.ndarray) -> Survivals:
-        """tokens: int64 [num_tokens], what they are called."""
+        """tokens: int64 [num_tokens], their numbers in the lesson."""
         values = self._values[:, :-1].cpu().numpy()
         known = ~np.isnan(values).all(axis=(0, 2))
         return Survivals(tokens[known], values[:, known])
@@ -54,37 +51,52 @@ class SurvivalBook:
 def acceptance_lengths(
     survivals: Sequence[Survivals], weights: np.ndarray, lengths: Sequence[int]
 ) -> dict[str, tuple[float, float]]:
-    """By name, the tokens that passes give, and how many passes these take.
+    """By name, the tokens that passes give, and how many passes these take: 0 of 0 where no neighbours have weights.
 
-    survivals: parts of all. weights: [n], of what stands behind the n tokens of sequences of these lengths. Sampling is
-    followed: of neighbours with a weight the first comes with what is before them, and guesses end with the last. In
-    sequences that guesses are not known of behind each token, passes begin behind all that are known as often.
+    survivals: of ranks; no two know of the same guess. weights: [n], of what stands behind the n tokens of sequences of
+    these lengths. Passes go along runs of neighbours with a weight, as sampling does: the first of a run comes with
+    what is before it, and none is guessed beyond the last. Where nothing was guessed behind one of a sequence's tokens,
+    the mean over the others stands for it.
     """
-    follows = _that_follow(weights, lengths)
-    values = np.fmax.reduce([each.along(len(weights)) for each in survivals])
-    is_known, is_walked, passes = ~np.isnan(values[0, :, 0]), follows.copy(), np.zeros(len(KINDS))
-    for start, length in zip(np.cumsum((0, *lengths[:-1])), lengths, strict=True):
-        tokens = slice(start, start + length)
-        if (follows[tokens] & ~is_known[tokens]).any():
-            known = values[:, tokens][:, is_known[tokens] & (weights[tokens] != 0)]
-            passes += follows[tokens].sum() / (1 + np.nansum(known, axis=(1, 2)) / max(1, known.shape[1]))
-            is_walked[tokens] = False
-    passes += _num_passes(np.nan_to_num(values), is_walked)
+    starts = np.cumsum((0, *lengths[:-1]))
+    follows, passes = _that_follow(weights, starts), np.zeros(len(KINDS))
+    if follows.any():
+        values = _joined(survivals, len(weights))
+        is_missing = follows & np.isnan(values[0, :, 0])
+        for start, length in zip(starts, lengths, strict=True):
+            tokens = slice(start, start + length)
+            if is_missing[tokens].any():
+                values[:, tokens][:, is_missing[tokens]] = _mean(values[:, tokens])[:, None]
+        passes = _num_passes(np.nan_to_num(values), follows)
     num_tokens = float(follows.sum())
     return {f"acceptance_length/{kind}": (num_tokens, float(num)) for kind, num in zip(KINDS, passes, strict=True)}
 
 
-def _that_follow(weights: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
-    """bool [n]: tokens of which the next one has a weight, as has their own."""
+def _that_follow(weights: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """bool [n]: tokens behind which passes may begin: the next one has a weight, as has their own. The first of a run
+    does not follow, so that runs never touch."""
     follows = weights != 0
     follows[1:] &= weights[:-1] != 0
-    follows[np.cumsum((0, *lengths[:-1]))] = False
+    follows[starts] = False
     return follows
 
 
-def _num_passes(survivals: np.ndarray, counts: np.ndarray) -> np.ndarray:
-    """[KINDS]: over all runs of neighbours that count, passes from the first one until the last has been left."""
-    places = np.flatnonzero(counts)
+def _joined(survivals: Sequence[Survivals], num_tokens: int) -> np.ndarray:
+    """[KINDS, num_tokens, depth]"""
+    values = np.full((len(KINDS), num_tokens, survivals[0].values.shape[2]), np.nan, np.float32)
+    for part in survivals:
+        values[:, part.tokens] = np.fmax(values[:, part.tokens], part.values)
+    return values
+
+
+def _mean(survivals: np.ndarray) -> np.ndarray:
+    """[KINDS, depth], of what is known; 0 of what is not."""
+    return np.nansum(survivals, axis=1) / np.maximum(1, (~np.isnan(survivals)).sum(axis=1))
+
+
+def _num_passes(survivals: np.ndarray, follows: np.ndarray) -> np.ndarray:
+    """[KINDS]: over all runs, passes from the first one until the run has been left."""
+    places = np.flatnonzero(follows)
     is_first = np.diff(places, prepend=-2) != 1
     ends = np.append(np.flatnonzero(is_first)[1:], len(places))[np.cumsum(is_first) - 1]
     return _expected(_steps(survivals[:, places], ends))[:, is_first].sum(axis=1)
@@ -109,7 +121,7 @@ def _expected(steps: np.ndarray) -> np.ndarray:
     size = max(_SEGMENT, reach)
     steps = np.pad(steps, ((0, 0), (0, -num % size), (0, 0))).reshape(len(steps), -1, size, reach)
     steps = np.ascontiguousarray(steps.transpose(2, 3, 0, 1))
-    # The last factor is of nothing: [size + reach, reach + 1, KINDS, segments].
+    # [size + reach, reach + 1, KINDS, segments]: by the first ones of the next segment, and last what is always added.
     factors = np.zeros((size + reach, reach + 1, *steps.shape[2:]))
     factors[size:, :reach] = np.eye(reach)[:, :, None, None]
     for j in reversed(range(size)):

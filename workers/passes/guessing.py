@@ -111,9 +111,9 @@ class Guessing:
                 found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
                 if taken.sequences:
                     self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
-                shares = draft.groups.audience.exchange(found.share(taken))
+                of_ranks = draft.groups.audience.exchange(found.findings(taken))
                 if lesson.part is not None:
-                    task.take(lesson.part, _joined(lesson, shares))
+                    task.take(lesson.part, _joined(lesson, of_ranks))
 
     def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
         """The target runs over the sequences alone that nothing is stored of."""
@@ -233,7 +233,7 @@ class _TargetHead:
 
 
 @dataclass(frozen=True, eq=False)
-class _Share:
+class _Findings:
     """What a rank has found of a lesson. scores: of all its tokens. survivals: None where it guessed nothing."""
 
     scores: Scores
@@ -258,23 +258,22 @@ class _Found:
         self.book = self.book or SurvivalBook(len(self.losses), places.shape[1], places.device)
         self.book.add(scores, places)
 
-    def share(self, taken: Taken) -> _Share:
+    def findings(self, taken: Taken) -> _Findings:
         losses = np.zeros(taken.lesson.num_tokens, np.float32)
         losses[taken.tokens] = self.losses.cpu().numpy()
         survivals = self.book and self.book.of(taken.tokens)
-        return _Share(Scores(losses, losses, {}, self.ratios, self.denominator), survivals)
+        return _Findings(Scores(losses, losses, {}, self.ratios, self.denominator), survivals)
 
 
-def _joined(lesson: Lesson, shares: Sequence[_Share]) -> Scores:
+def _joined(lesson: Lesson, of_ranks: Sequence[_Findings]) -> Scores:
     """Of ranks that had some of the guesses each."""
-    losses, totals = sum(each.scores.losses for each in shares), Totals()
+    losses, totals = sum(each.scores.losses for each in of_ranks), Totals()
     assert isinstance(losses, np.ndarray)
-    for each in shares:
+    for each in of_ranks:
         totals.add(Totals(ratios=each.scores.ratios, denominator=each.scores.denominator))
-    if survivals := [each.survivals for each in shares if each.survivals is not None]:
-        weights = lesson.labels.weights.cpu().numpy()
-        totals.ratios |= acceptance_lengths(survivals, weights, lesson.lengths)
-    return Scores(losses, losses, {}, totals.ratios, totals.denominator)
+    survivals = [each.survivals for each in of_ranks if each.survivals is not None]
+    lengths = acceptance_lengths(survivals, lesson.labels.weights.cpu().numpy(), lesson.lengths)
+    return Scores(losses, losses, {}, totals.ratios | lengths, totals.denominator)
 
 
 def _score(guesses: DraftPass, rows: slice, operation: Operation, found: _Found, trains: bool) -> None:

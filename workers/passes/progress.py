@@ -24,7 +24,8 @@ Answer = ForwardBackwardOutput | SharedOutput | Failure | None
 
 @dataclass
 class Totals:
-    """loss, metrics: sums over positions. ratios, denominator: see LossOutput and Loss.denominator."""
+    """loss, metrics: sums over positions. ratios, denominator: see LossOutput and Loss.denominator; ratios of a draft's
+    acceptance_lengths besides."""
 
     loss: float = 0.0
     metrics: dict[str, float] = field(default_factory=dict)
@@ -82,7 +83,7 @@ class Progress:
         """Each, and what it is made of: the sums of several operations tell the ratio over all of them."""
         found: dict[str, float] = {}
         for name, (numerator, denominator) in self.totals.ratios.items():
-            found |= {f"{name}:mean": numerator / (denominator or 1.0), f"{name}:sum": numerator}
+            found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
             found[f"{name}/of:sum"] = denominator
         return found
 

@@ -21,7 +21,7 @@ def random_survivals(num_tokens: int, depth: int) -> np.ndarray:
 
 
 def random_weights(num_tokens: int) -> np.ndarray:
-    return np.repeat(np.random.default_rng(1).integers(0, 3, num_tokens // 7 + 1), 7)[:num_tokens].astype(np.float32)
+    return np.repeat(np.random.default_rng(1).integers(-1, 2, num_tokens // 7 + 1), 7)[:num_tokens].astype(np.float32)
 
 
 def naive_passes(survivals: np.ndarray, weights: np.ndarray, lengths: Sequence[int]) -> tuple[float, float]:
@@ -59,8 +59,15 @@ def test_passes_are_those_of_one_after_the_other(depth: int) -> None:
     for kind, of_kind in zip(("greedy", "sampled"), values, strict=True):
         tokens, passes = naive_passes(of_kind, weights, LENGTHS)
         assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens, passes), rel=1e-12)
-        if depth > 1:  # passes begin more often where guesses are bad
-            assert tokens / passes < 0.95 * (1 + of_kind[weights != 0].sum(1).mean())
+
+
+def test_passes_begin_more_often_where_guesses_are_bad() -> None:
+    num_tokens = 2000
+    values, weights = random_survivals(num_tokens, 4), np.ones(num_tokens, np.float32)
+    found = acceptance_lengths([Survivals(np.arange(num_tokens), values)], weights, [num_tokens])
+    for (tokens, passes), mean in zip(found.values(), 1 + values.sum(2).mean(1), strict=True):
+        assert tokens == num_tokens - 1
+        assert tokens / passes < 0.95 * mean
 
 
 def test_likeliest_tokens_are_followed_step_by_step() -> None:
@@ -86,21 +93,41 @@ def test_parts_are_as_the_whole() -> None:
     assert acceptance_lengths(parts, weights, LENGTHS) == whole
 
 
-def test_where_some_guesses_are_known_passes_begin_behind_any_of_them() -> None:
+def test_where_nothing_was_guessed_the_mean_of_the_sequence_stands() -> None:
     num_tokens, depth = sum(LENGTHS), 4
-    values, weights = random_survivals(num_tokens, depth), np.ones(num_tokens, np.float32)
-    known = np.append(np.arange(0, 150, 3), np.arange(150, num_tokens))
+    values, weights = random_survivals(num_tokens, depth), random_weights(num_tokens)
+    values[:, 149, 2:] = np.nan  # beyond the sequence
+    known = np.append(np.arange(0, 150, 3), np.arange(149, num_tokens))
     found = acceptance_lengths([Survivals(known, values[:, known])], weights, LENGTHS)
-    for kind, of_kind in zip(("greedy", "sampled"), values, strict=True):
-        tokens, passes = naive_passes(of_kind[150:], weights[150:], LENGTHS[1:])
-        of_first = 149 / (1 + of_kind[0:150:3].sum(1).mean())
-        assert found[f"acceptance_length/{kind}"] == pytest.approx((tokens + 149, passes + of_first), rel=1e-6)
+    filled = np.where(np.isin(np.arange(num_tokens), known)[:, None], values, np.nan)
+    of_first = np.nanmean(filled[:, :150], axis=1)
+    for kind, of_kind, mean in zip(("greedy", "sampled"), filled, of_first, strict=True):
+        of_kind[np.isnan(of_kind[:, 0])] = mean
+        wanted = naive_passes(np.nan_to_num(of_kind), weights, LENGTHS)
+        assert found[f"acceptance_length/{kind}"] == pytest.approx(wanted, rel=1e-6)
+
+
+@pytest.mark.parametrize("length", [6, 30, 300])
+def test_what_is_estimated_is_close_to_what_is_known(length: int) -> None:
+    random, depth = np.random.default_rng(2), 7
+    weights = np.tile(np.array([0] + [1] * length, np.float32), 2000 // length)
+    values = (random.random((2, len(weights), depth)) < 0.8).astype(np.float32).cumprod(2)
+    known = np.flatnonzero(random.random(len(weights)) < 0.9)
+    whole, some = (
+        acceptance_lengths([Survivals(tokens, values[:, tokens])], weights, [len(weights)])
+        for tokens in (np.arange(len(weights)), known)
+    )
+    for kind, (tokens, passes) in whole.items():
+        assert some[kind] == (tokens, pytest.approx(passes, rel=0.03))
+        assert some[kind][1] != passes
 
 
 def test_texts_without_a_weight_take_no_passes() -> None:
     values = random_survivals(10, 4)
-    found = acceptance_lengths([Survivals(np.arange(10), values)], np.zeros(10, np.float32), [10])
-    assert set(found.values()) == {(0.0, 0.0)}
+    for weights in ([0] * 10, [1] + [0] * 9, [1, 0] * 5):
+        found = acceptance_lengths([Survivals(np.arange(10), values)], np.array(weights, np.float32), [10])
+        assert set(found.values()) == {(0.0, 0.0)}
+    assert acceptance_lengths([], np.zeros(10, np.float32), [10]) == found
 
 
 def test_scores_come_in_any_order() -> None:

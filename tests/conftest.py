@@ -1,6 +1,7 @@
 """Shared fixtures: tiny models, made once a session."""
 
 import contextlib
+import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -87,6 +88,13 @@ def vllm_python() -> str:
     if not python:
         pytest.skip("TRAINHOUSE_VLLM_PYTHON names no Python that has vLLM: make test-vllm")
     return python
+
+
+def pytest_collection_finish() -> None:
+    """What was imported, and the tests themselves, stay: to look through them takes a second each time that garbage is
+    collected."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)

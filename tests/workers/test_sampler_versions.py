@@ -155,7 +155,8 @@ def test_no_more_than_two_versions_are_there_and_the_one_between_is_left_out(tin
                 await step_and_push(dispatch)  # which nobody waits for
             assert not old.answer.done() and await num_versions(dispatch) == 2
             behind = await drawn(dispatch, 2, 12)
-            assert old.answer.done() and await num_versions(dispatch) <= 2
+            # Both are as long, and take turns.
+            assert (old.answer.done() or second.answer.done()) and await num_versions(dispatch) <= 2
             assert_same(await old.answer, first)
             between = await second.answer
             await until_one_is_left(dispatch)

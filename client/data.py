@@ -95,9 +95,20 @@ def merged(outputs: Sequence[ForwardBackwardOutput]) -> ForwardBackwardOutput:
         reduce = _REDUCTIONS.get(name.rpartition(":")[2])
         if reduce and all(name in output.metrics for output in outputs):
             metrics[name] = reduce(np.asarray([output.metrics[name] for output in outputs]), sizes)
+    metrics |= _ratios(metrics)
     rows = tuple(row for output in outputs for row in output.loss_fn_outputs)
     refs = tuple(ref for output in outputs for ref in output.feature_refs)
     return ForwardBackwardOutput(rows, metrics, outputs[0].loss_fn_output_type, refs)
+
+
+def _ratios(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of what is told with the sums that it is made of: these know what it is over all chunks, an average does not."""
+    names = [name.removesuffix("/of:sum") for name in metrics if name.endswith("/of:sum")]
+    return {
+        f"{name}:mean": metrics[f"{name}:sum"] / max(metrics[f"{name}/of:sum"], 1.0)
+        for name in names
+        if {f"{name}:sum", f"{name}:mean"} <= metrics.keys()
+    }
 
 
 # reduction -> (values by chunk, number of datums by chunk) -> value

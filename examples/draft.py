@@ -55,13 +55,9 @@ class Quality:
 
     @staticmethod
     def told(metrics: Mapping[str, float]) -> "Quality":
-        """Of sums alone: they are exact however the data were cut into requests."""
-        num_passes = metrics["acceptance_length/greedy/of:sum"] or 1.0
         num_first = max(metrics["accuracy/1/of:sum"], 1.0)
         return Quality(
-            metrics["acceptance_length/greedy:sum"] / num_passes,
-            metrics["accuracy/1:sum"] / num_first,
-            metrics["loss:sum"] / num_first,
+            metrics["acceptance_length/greedy:mean"], metrics["accuracy/1:mean"], metrics["loss:sum"] / num_first
         )
 
     def __str__(self) -> str:

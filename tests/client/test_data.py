@@ -47,3 +47,12 @@ def test_metrics_of_chunks_are_merged_by_their_reduction() -> None:
     whole = merged([output(1, 2, lonely=1), output(2, 2), output(3, 1)])
     assert whole.metrics == {"m:sum": 6, "m:min": 1, "m:max": 3, "m:mean": 1.8}
     assert len(whole.loss_fn_outputs) == 5
+
+
+def test_a_ratio_of_chunks_is_that_of_their_sums() -> None:
+    def output(numerator: float, denominator: float) -> ForwardBackwardOutput:
+        metrics = {"r:sum": numerator, "r/of:sum": denominator, "r:mean": numerator / max(denominator, 1)}
+        return ForwardBackwardOutput(({},), metrics)
+
+    assert merged([output(6, 2), output(1, 1), output(0, 0)]).metrics == {"r:sum": 7, "r/of:sum": 3, "r:mean": 7 / 3}
+    assert merged([output(0, 0), output(0, 0)]).metrics["r:mean"] == 0

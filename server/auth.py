@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 from fastapi import Depends, Request, Security
 from fastapi.security import APIKeyHeader
@@ -21,6 +21,8 @@ from .rate_limits import UNCOUNTED, RateLimits
 from .scopes import check_scopes, route_of
 from .store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .tokens import Tokens
+
+T = TypeVar("T")
 
 KEY_PREFIX = "tml-"
 CACHE_SECONDS = 1.0
@@ -55,8 +57,10 @@ class Auth:
         self._clock = clock
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
-        # Valid while the store's counts of keys stay as they are.
-        self._known: dict[str, _Known | None] = {}
+        # Valid while the store's counts of keys stay as they are. Then replaced by new ones, so that a look-up that
+        # began before writes to those that nobody reads. Refused keys are apart and push out none that is in force.
+        self._known: dict[str, _Known] = {}
+        self._refused: dict[str, None] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
@@ -91,7 +95,7 @@ class Auth:
 
     async def revoke(self, key: ApiKeyRecord) -> None:
         await revoke_key(self._store, key.key_id)
-        self._known.clear()
+        self._forget()
 
     def _check(self, key: ApiKeyRecord, route: str) -> None:
         if key.requests_per_minute is not None and route not in UNCOUNTED:
@@ -116,15 +120,20 @@ class Auth:
             await self._count()
         stood_for = self._tokens.key_hash_of(key)
         key_hash = stood_for or hash_key(key)
-        if key_hash in self._known:
-            return self._known[key_hash]
-        if len(self._known) >= _MOST_CACHED:
-            self._known.clear()
-        counts = self._counts
+        in_force, refused = self._known, self._refused
+        if key_hash in in_force:
+            return in_force[key_hash]
+        if key_hash in refused:
+            return None
         known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
-        if counts is self._counts:
-            self._known[key_hash] = known
+        if known is not None:
+            _keep(in_force, key_hash, known)
+        else:
+            _keep(refused, key_hash, None)
         return known
+
+    def _forget(self) -> None:
+        self._known, self._refused = {}, {}
 
     async def _count(self) -> None:
         """One question for all keys: each may be that of a tenant who sends many small requests."""
@@ -136,7 +145,7 @@ class Auth:
             self._counted_until = before
             raise
         if counts != self._counts:
-            self._known.clear()
+            self._forget()
             self._counts = counts
 
     async def _ask_store(self, key_hash: str, may_be_new: bool) -> _Known | None:
@@ -160,6 +169,13 @@ class Auth:
         tenant = Tenant(f"local-{key_hash[:16]}", f"local-{key_hash[:16]}")
         await self._store.ensure_tenant(TenantRecord(tenant.id, tenant.name, time.time()))
         return tenant
+
+
+def _keep(cache: dict[str, T], key_hash: str, found: T) -> None:
+    """In place of the oldest, where there are too many."""
+    while len(cache) >= _MOST_CACHED:
+        del cache[next(iter(cache))]
+    cache[key_hash] = found
 
 
 def _refusal(key: str, is_open: bool) -> str:

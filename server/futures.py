@@ -20,7 +20,7 @@ from sqlalchemy.exc import SQLAlchemyError
 from ..schemas.errors import Category, RequestError
 from ..schemas.futures import Pending, RequestFailed
 from .journal import Header
-from .segments import Guard, Place, Segments, read_segment
+from .segments import MOST_BODY_BYTES, Guard, Place, Segments, read_segment
 from .store import ResultRecord, Store
 from .strikes import STRIKES
 from .trouble import Trouble
@@ -163,6 +163,11 @@ class Futures:
     def resolve(self, future: Future, result: Result) -> None:
         if future.result is not None:
             return
+        if len(result.body) > MOST_BODY_BYTES:
+            words = (
+                f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: ask for less"
+            )
+            result = failure(words, "user")
         future.result, future.resolved_at = result, time.time()
         self._append(future)
 

@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from ..schemas.errors import RequestError
-from .segments import Damage, Guard, Place, Record, Segments, read_segment, scan_segment
+from .segments import Damage, Guard, Place, Record, RecordTooLarge, Segments, read_segment, scan_segment
 from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Journal:
         self._newest = self._segments.current
 
     def append(self, header: Header, body: bytes = b"") -> "asyncio.Future[Place]":
-        """Done once the entry is durable; fails with RequestError 503."""
+        """Done once the entry is durable; fails with RequestError 503, or 413 where it is too large for any disk."""
         appended: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         written = self._segments.append(vars(header), body)
         if written.done():
@@ -90,6 +90,9 @@ class Journal:
             return
         if error := written.exception():
             assert isinstance(error, OSError)
+            if isinstance(error, RecordTooLarge):
+                appended.set_exception(RequestError(f"the request cannot be journaled: {error}", 413))
+                return
             self._trouble.failed(_named(error))
             appended.set_exception(RequestError(self._unwritable(error), 503))
             return

@@ -38,6 +38,9 @@ _FRAME = struct.Struct("<III")
 
 _SUFFIX = ".segment"
 _TRIAL = ".trial-"
+MOST_BODY_BYTES = (1 << 32) - 1
+"""The frame has no room for a larger number."""
+_MOST_HEADER_BYTES = 16 << 20
 _SMALL_BYTES = 32 << 10
 """Writing less than this into the page cache takes less than handing it to a thread and hearing back."""
 
@@ -86,6 +89,10 @@ class _Append:
     written: "asyncio.Future[Place]"
 
 
+class RecordTooLarge(OSError):
+    """No segment takes a record of this size, however much room there is; nothing was written."""
+
+
 class Segments:
     """One writer per directory. What earlier processes left there is in `earlier` and never appended to.
 
@@ -112,10 +119,19 @@ class Segments:
         """Done once the operating system has the record: for a small one when this returns, unless others wait.
 
         Large ones are written by a thread, those that wait together in one go. Fails with OSError (disk full, directory
-        gone, the guard's); where that was not the guard's, later appends start a new segment.
+        gone, no memory, the guard's); where that was not the guard's, later appends start a new segment. Fails with
+        RecordTooLarge above MOST_BODY_BYTES.
         """
         written: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
         append = _Append(json.dumps(header, separators=(",", ":")).encode(), body, written)
+        if len(append.header) > _MOST_HEADER_BYTES or len(body) > MOST_BODY_BYTES:
+            written.set_exception(
+                RecordTooLarge(
+                    f"a record of {len(append.header)} and {len(body)} bytes is too large: at most "
+                    f"{_MOST_HEADER_BYTES} and {MOST_BODY_BYTES} can be stored"
+                )
+            )
+            return written
         if self._flush is None and len(body) < _SMALL_BYTES and not self._sync:
             self._write_at_once(append)
             return written
@@ -173,8 +189,8 @@ class Segments:
     def _write_at_once(self, append: _Append) -> None:
         try:
             append.written.set_result(self._write_guarded([append])[0])
-        except OSError as error:
-            append.written.set_exception(error)
+        except Exception as error:
+            append.written.set_exception(_as_os_error(error))
 
     async def _write_pending(self) -> None:
         loop = asyncio.get_running_loop()
@@ -182,8 +198,8 @@ class Segments:
             batch, self._pending = self._pending, []
             try:
                 places = await loop.run_in_executor(self._thread, self._write_guarded, batch)
-            except OSError as error:
-                _fail(batch, error)
+            except Exception as error:  # whatever it was: those that wait must hear of it, and later ones be written
+                _fail(batch, _as_os_error(error))
                 continue
             for append, place in zip(batch, places, strict=True):
                 if not append.written.cancelled():
@@ -207,7 +223,7 @@ class Segments:
             writer.flush()
             if self._sync:
                 os.fsync(writer.fileno())
-        except OSError:
+        except Exception:  # MemoryError, too, may come in the midst of a record
             # The file may end in half a record: nothing may follow it. Nor may whole ones stay, which are said to have
             # failed.
             _cut_off(self._file, num_bytes if self._file is file else 0)
@@ -405,6 +421,10 @@ def _cut_off(file: BufferedWriter | None, num_bytes: int) -> None:
             os.unlink(file.name)
     # Its own close would write what it still has, now that there is room, behind a hole.
     file.raw.close()
+
+
+def _as_os_error(error: Exception) -> OSError:
+    return error if isinstance(error, OSError) else OSError(f"{type(error).__name__}: {error}")
 
 
 def _fail(batch: list[_Append], error: OSError) -> None:

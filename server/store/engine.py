@@ -74,7 +74,7 @@ class EngineStore(Store):
     def _answer(self, group: "Sequence[Write]") -> None:
         try:
             self._commit(group)
-        except SQLAlchemyError as error:  # of the transaction itself: a full disk, say
+        except Exception as error:  # of the transaction itself: a full disk, no memory; the thread serves all others
             for write in group:
                 write.done.set_exception(error)
         else:

@@ -1,6 +1,9 @@
 """Keys: made, shown, revoked; and who is let in without."""
 
+import asyncio
 import re
+from collections import Counter
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,9 +13,9 @@ from tinker.cli.auth_api import SelfApiKeyResponse
 from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, list_keys, require_keys, revoke_key
+from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, hash_key, list_keys, require_keys, revoke_key
 from trainhouse.server.config import ServerConfig, TenantWeight, parse_weights
-from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
 from trainhouse.server.tokens import LIFETIME_SECONDS, Tokens
 from trainhouse.workers.config import ServedModel
 
@@ -117,6 +120,58 @@ async def test_a_key_made_by_another_process_is_let_in_soon(tmp_path: Path) -> N
     with pytest.raises(RequestError, match="unknown or revoked"):  # the server is open no longer
         await auth.authenticate(ALICE)
     store.close()
+
+
+class WatchedStore(SqliteStore):
+    """asked: how often for each key. may_go_on: look-ups wait for it between the key and its tenant."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.asked: Counter[str] = Counter()
+        self.is_between = asyncio.Event()
+        self.may_go_on = asyncio.Event()
+
+    async def find_key(self, key_hash: str) -> ApiKeyRecord | None:
+        self.asked[key_hash] += 1
+        return await super().find_key(key_hash)
+
+    async def get_tenant(self, tenant_id: str) -> TenantRecord | None:
+        self.is_between.set()
+        await self.may_go_on.wait()
+        return await super().get_tenant(tenant_id)
+
+
+async def test_a_look_up_that_began_before_its_key_was_revoked_lets_nobody_in_later(tmp_path: Path) -> None:
+    with closing(WatchedStore(tmp_path / "store.db")) as store:
+        auth = Auth(store, loopback=False, clock=Clock())
+        key = await create_key(store, "team")
+        looking = asyncio.create_task(auth.authenticate(key))
+        await store.is_between.wait()
+        record = await store.find_key(hash_key(key))
+        assert record is not None
+        await auth.revoke(record)
+        store.may_go_on.set()
+        assert (await looking).name == "team", "this request came before"
+        with pytest.raises(RequestError, match="revoked"):
+            await auth.authenticate(key)
+
+
+async def test_made_up_keys_push_none_out_that_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainhouse.server.auth._MOST_CACHED", 50)
+    with closing(WatchedStore(tmp_path / "store.db")) as store:
+        store.may_go_on.set()
+        auth = Auth(store, loopback=False, clock=Clock())
+        key = await create_key(store, "team")
+        await auth.authenticate(key)
+        for number in range(120):
+            with pytest.raises(RequestError, match="unknown"):
+                await auth.authenticate(f"tml-made-up-{number}")
+        with pytest.raises(RequestError, match="unknown"):
+            await auth.authenticate("tml-made-up-119")
+        assert (await auth.authenticate(key)).name == "team"
+        assert store.asked[hash_key(key)] == 1
+        assert store.asked[hash_key("tml-made-up-119")] == 1, "a refusal is remembered, too"
+        assert len(auth._known) + len(auth._refused) == 51
 
 
 async def test_revoking_what_is_not_in_force_says_so(api: Api) -> None:

@@ -18,6 +18,7 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.server.futures import Futures, Result
 from trainhouse.server.journal import Header
+from trainhouse.server.segments import MOST_BODY_BYTES
 from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
 from trainhouse.server.strikes import REBUILD_STRIKE, STRIKE
 
@@ -206,6 +207,18 @@ async def test_results_that_cannot_be_written_are_tried_again_and_told_of_once(
     futures = await open_futures()
     assert [await futures.wait(name, TENANT, 0) for name in ("r:1", "r:2")] == [Result(b"r:1"), Result(b"r:2")]
     await futures.close()
+
+
+async def test_a_result_that_no_file_takes_is_an_error_that_says_so(open_futures) -> None:
+    futures = await open_futures()
+    async with asyncio.timeout(60):
+        futures.resolve(futures.create("r:1", TENANT), Result(bytes(MOST_BODY_BYTES + 1), "sample"))
+        answer = await futures.wait("r:1", TENANT, 30)
+        assert isinstance(answer, Result) and answer.is_error and b"at most 4294967295 can be stored" in answer.body
+        futures.resolve(futures.create("r:2", TENANT), Result(b"{}"))
+        assert await futures.wait("r:2", TENANT, 30) == Result(b"{}")
+        await wait_until(lambda: futures.num_stored == 2)
+        await futures.close()
 
 
 async def test_memory_lets_go_of_stored_results_and_reads_them_again(open_futures) -> None:

@@ -12,8 +12,17 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import RequestError
+from trainhouse.server import segments as segments_module
 from trainhouse.server.journal import Header, Journal, read_journal
-from trainhouse.server.segments import Damage, Place, Segments, read_segment, scan_segment
+from trainhouse.server.segments import (
+    MOST_BODY_BYTES,
+    Damage,
+    Place,
+    RecordTooLarge,
+    Segments,
+    read_segment,
+    scan_segment,
+)
 
 from ..faults.disk import filled, small_disk
 
@@ -361,3 +370,50 @@ async def test_of_a_batch_that_is_refused_nothing_stays_in_the_segment_before(tm
     told = [0, *(number for number, answer in enumerate(answers, 1) if isinstance(answer, Place))]
     there = [one.header["number"] for path in segment_files(tmp_path) for one in read_segment(path)]
     assert there == told
+
+
+async def test_a_record_that_is_too_large_is_refused_and_later_ones_are_written(tmp_path: Path) -> None:
+    too_large = bytes(MOST_BODY_BYTES + 1)  # pages that nobody touches take no memory
+    segments = Segments(tmp_path / "segments", 64 << 20)
+    journal = Journal(tmp_path / "journal", 64 << 20)
+    async with asyncio.timeout(60):
+        with pytest.raises(RecordTooLarge, match=f"{MOST_BODY_BYTES + 1} bytes is too large"):
+            await segments.append({"number": 0}, too_large)
+        with pytest.raises(RecordTooLarge):
+            await segments.append({"number": 0, "words": "w" * (17 << 20)})
+        with pytest.raises(RequestError, match="too large") as refusal:
+            await journal.append(header(1), too_large)
+        assert refusal.value.status == 413
+        await segments.append({"number": 1}, bytes(1 << 20))
+        await segments.append({"number": 2})
+        await journal.append(header(2), bytes(1 << 20))
+    await segments.close()
+    await journal.close()
+    (of_segments,), (of_journal,) = segment_files(tmp_path / "segments"), segment_files(tmp_path / "journal")
+    assert [record.header["number"] for record in read_segment(of_segments)] == [1, 2]
+    assert [entry.header.seq_id for entry in read_journal(of_journal)] == [2]
+
+
+@pytest.mark.parametrize("num_bytes", [100, 1 << 20])
+async def test_memory_that_runs_out_in_the_midst_of_a_record_leaves_the_journal_appendable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_bytes: int
+) -> None:
+    class Starved(segments_module.BufferedWriter):
+        def write(self, buffer) -> int:
+            if len(buffer) == num_bytes:
+                raise MemoryError
+            return super().write(buffer)
+
+    monkeypatch.setattr(segments_module, "BufferedWriter", Starved)
+    journal = Journal(tmp_path, 1 << 20)
+    async with asyncio.timeout(60):
+        await journal.append(header(1))
+        with pytest.raises(RequestError, match="MemoryError") as refusal:
+            await journal.append(header(2), bytes(num_bytes))
+        assert refusal.value.status == 503
+        for seq_id, body in ((3, b""), (4, bytes(64 << 10))):
+            await journal.append(header(seq_id), body)
+    await journal.close()
+    found = [one for path in segment_files(tmp_path) for one in scan_segment(path)]
+    assert [one.header["seq_id"] for one in found if one.header] == [1, 3, 4]
+    assert not any(isinstance(one, Damage) for one in found)

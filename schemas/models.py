@@ -174,7 +174,8 @@ class Limits(Wire):
 
     tenant: its name, as --tenant-weights takes it. queued_operations, queued_bytes: accepted and not answered yet,
     uploads included. tokens_per_minute: of training and sampling; `used` falls with time. feature_bytes: captured for
-    drafts. server_queued_bytes, server_feature_bytes: of all tenants together.
+    drafts. server_queued_bytes, server_feature_bytes: of all tenants together; what is used of them is the tenant's own
+    share where whoever asks is no operator.
     """
 
     tenant: str
@@ -185,6 +186,13 @@ class Limits(Wire):
     server_queued_bytes: Limit
     feature_bytes: Limit | None = None
     server_feature_bytes: Limit | None = None
+
+    def of_tenant_alone(self) -> "Limits":
+        """With nothing in it of what others use."""
+        shares = {"server_queued_bytes": self.queued_bytes, "server_feature_bytes": self.feature_bytes}
+        totals = {name: getattr(self, name) for name in shares}
+        seen = {name: total.model_copy(update={"used": shares[name].used}) for name, total in totals.items() if total}
+        return self.model_copy(update=seen)
 
 
 class FeatureStock(Wire):
@@ -338,15 +346,16 @@ class Health(Wire):
 
 class Readiness(Wire):
     """base_models: served name -> whether its workers are up. runs: live ones; of these runs_to_make_again have their
-    state on disk alone since the server started or a worker died, until they are needed or rest for long.
+    state on disk alone since the server started or a worker died, until they are needed or rest for long. Both are
+    None for whoever is no operator, and from a server that does no work now.
 
     holder: of a standby, the URL of the server that it sends requests on to. reason: of one that is unavailable.
     """
 
     status: Literal["ready", "stopping", "standby", "taking over", "unavailable"]
     base_models: dict[str, Literal["up", "restarting"]]
-    runs: int
-    runs_to_make_again: int
+    runs: int | None = None
+    runs_to_make_again: int | None = None
     holder: str | None = None
     reason: str | None = None
 

@@ -18,7 +18,7 @@ from fastapi.security import APIKeyHeader
 from ..schemas.errors import RequestError
 from .config import ServerConfig
 from .rate_limits import UNCOUNTED, RateLimits
-from .scopes import check_scopes, route_of
+from .scopes import OPERATOR, TENANT_SCOPES, check_scopes, route_of
 from .store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .tokens import Tokens
 
@@ -67,9 +67,8 @@ class Auth:
     async def admit(self, request: Request) -> Tenant:
         """Who sends it. Raises RequestError 401; 403 and 429 where the key lacks the scope or exceeds its rate."""
         known = await self._require(presented_key(request))
-        key = known.key
-        if key is not None and (key.scopes is not None or key.requests_per_minute is not None):
-            self._check(key, route_of(request))
+        if known.key is not None:
+            self._check(known.key, route_of(request))
         return known.tenant
 
     async def authenticate(self, key: str | None) -> Tenant:
@@ -88,6 +87,13 @@ class Auth:
             return None
         return known.tenant
 
+    async def is_operator(self, key: str | None) -> bool:
+        """True if whoever shows this may see what concerns all tenants; on an open server everybody is that."""
+        if not key:
+            return await self._is_open()
+        known = await self._look_up(key)
+        return known is not None and (known.key is None or OPERATOR in (known.key.scopes or ()))
+
     async def key_of(self, key: str) -> ApiKeyRecord | None:
         """The record behind a key in force; None for the keys of an open loopback server."""
         known = await self._look_up(key)
@@ -100,8 +106,7 @@ class Auth:
     def _check(self, key: ApiKeyRecord, route: str) -> None:
         if key.requests_per_minute is not None and route not in UNCOUNTED:
             self._rates.take(key.key_id, key.requests_per_minute)
-        if key.scopes is not None:
-            check_scopes(key.scopes, route)
+        check_scopes(key.scopes or TENANT_SCOPES, route)
 
     async def _require(self, key: str | None) -> _Known:
         """Raises RequestError 401."""
@@ -203,6 +208,14 @@ async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
 TenantDependency = Annotated[Tenant, Depends(current_tenant)]
 
 
+async def is_operator(request: Request) -> bool:
+    """For routes that take no key, too."""
+    return await request.app.state.services.auth.is_operator(presented_key(request))
+
+
+OperatorDependency = Annotated[bool, Depends(is_operator)]
+
+
 def presented_key(request: Request) -> str | None:
     """X-API-Key, as the SDK sends it, or else a bearer token, as people type it."""
     if key := request.headers.get("X-API-Key"):
@@ -239,7 +252,7 @@ async def create_key(
 ) -> str:
     """A new key of the tenant of that name, who is made if there is none. The key can be shown only now.
 
-    scopes: None = all. requests_per_minute: None = any number. Raises ValueError when it is no name that
+    scopes: None = TENANT_SCOPES. requests_per_minute: None = any number. Raises ValueError when it is no name that
     --tenant-weights can say.
     """
     if not name or name != name.strip() or "," in name or "=" in name:

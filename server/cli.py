@@ -34,7 +34,7 @@ from .config import (
 )
 from .logs import configure_logging
 from .plan import main as plan
-from .scopes import SCOPES, parse_scopes
+from .scopes import SCOPES, TENANT_SCOPES, parse_scopes
 from .store import DatabaseUnreachable, Store, StoreConfig, open_store
 from .verify import lock_to_verify, verify
 
@@ -233,7 +233,7 @@ def _add_keys(commands: _Commands) -> None:
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     create = verbs.add_parser("create", help="make a key and print it, this once")
     create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
-    create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all)")
+    create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all but operator)")
     create.add_argument("--requests-per-minute", metavar="N", help="beyond them it is answered 429 (any number)")
     revoke = verbs.add_parser("revoke", help="refuse a key from now on")
     revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
@@ -294,7 +294,7 @@ async def _list_keys(store: Store, _: argparse.Namespace) -> None:
     keys = await list_keys(store)
     print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  {'SCOPES':<23}  {'A MINUTE':>8}  NAME")
     for key in keys:
-        scopes = "all" if key.scopes is None else ",".join(key.scopes)
+        scopes = ",".join(key.scopes or TENANT_SCOPES)
         times = f"{_day(key.created_at):<16}  {_day(key.revoked_at):<16}"
         print(f"{key.key_id:>4}  {times}  {scopes:<23}  {key.requests_per_minute or 'any':>8}  {key.name}")
 

@@ -11,6 +11,7 @@ from ..schemas.models import Limit
 from .config import ServerConfig
 
 _RETRY_SECONDS = 5.0
+_OWN = "of yours"
 
 
 class NoRoom(RequestError):
@@ -105,8 +106,10 @@ class FeatureRoom:
     def _lack(self, tenant_id: str, num_bytes: int) -> str | None:
         for budget in self._budgets(tenant_id):
             if budget.used + num_bytes > budget.limit:
+                # How much others have is not for a tenant to know.
+                held = f"have {budget.used} bytes" if budget.whose == _OWN else "leave no room"
                 return (
-                    f"captured features {budget.whose} have {budget.used} bytes, these have {num_bytes}, beyond"
+                    f"captured features {budget.whose} {held}, these have {num_bytes}, beyond"
                     f" {budget}: more is captured when there is room; release_features of what is not needed, or"
                     " capture for a number of uses"
                 )
@@ -116,6 +119,6 @@ class FeatureRoom:
         own = self._stored[tenant_id] + self._claimed[tenant_id]
         of_all = self._stored.total() + self._claimed.total()
         return (
-            _Budget("tenant_feature_bytes", "of yours", self._config.tenant_feature_bytes, own),
+            _Budget("tenant_feature_bytes", _OWN, self._config.tenant_feature_bytes, own),
             _Budget("feature_bytes", "of all tenants", self._config.feature_bytes, of_all),
         )

@@ -319,7 +319,7 @@ class Quotas:
         if missing <= 0:
             return None
         reason = (
-            f"the server holds {self._num_bytes} bytes of queued operations of all tenants, this one has {num_bytes}, "
+            f"the server's memory for queued operations of all tenants has no room, this one has {num_bytes} bytes, "
             f"and {_words('queued_bytes', limit)}: more are accepted as those are done"
         )
         seconds = self._drain.seconds_for(missing, now)

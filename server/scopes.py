@@ -1,7 +1,8 @@
 """Scopes: what a key may do. One table says for each route which scopes open it; any one of them is enough.
 
 read: list and get what is there, results and weights included. sample: sampling sessions, samples, OpenAI's endpoint.
-train: models, their operations, saving. admin: delete, publish and age checkpoints, revoke the key.
+train: models, their operations, saving. admin: delete, publish and age checkpoints, revoke the key. operator: see what
+concerns all tenants together; a key has it only where `trainhouse keys create` was told so.
 """
 
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,10 @@ from fastapi import Request
 
 from ..schemas.errors import RequestError
 
-SCOPES = ("train", "sample", "read", "admin")
+OPERATOR = "operator"
+TENANT_SCOPES = ("train", "sample", "read", "admin")
+"""Those of a key that was made without any."""
+SCOPES = (*TENANT_SCOPES, OPERATOR)
 
 _WORK = ("train", "sample")
 _USE = ("train", "sample", "read")
@@ -24,7 +28,7 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "POST /api/v1/telemetry": SCOPES,
     "GET /api/v1/get_server_capabilities": SCOPES,
     "GET /api/v1/limits": SCOPES,
-    "GET /api/v1/workers": SCOPES,
+    "GET /api/v1/workers": (OPERATOR,),
     # Sessions; the SDK opens one to list, too.
     "POST /api/v1/create_session": SCOPES,
     "POST /api/v1/session_heartbeat": SCOPES,

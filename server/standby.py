@@ -245,7 +245,7 @@ def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]
 def _readiness(
     status: Literal["standby", "taking over", "unavailable"], holder: str | None, reason: str | None = None
 ) -> JSONResponse:
-    answer = Readiness(status=status, base_models={}, runs=0, runs_to_make_again=0, holder=holder, reason=reason)
+    answer = Readiness(status=status, base_models={}, holder=holder, reason=reason)
     return JSONResponse(answer.model_dump(), 503 if holder is None else 200)
 
 

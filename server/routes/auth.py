@@ -7,7 +7,7 @@ from fastapi import APIRouter, Depends
 from ...schemas.errors import RequestError
 from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
 from ..auth import TenantDependency, presented_key
-from ..scopes import SCOPES
+from ..scopes import SCOPES, TENANT_SCOPES
 from ..services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
@@ -25,7 +25,7 @@ async def token(services: ServicesDependency, tenant: TenantDependency, key: Key
 async def own_key(services: ServicesDependency, tenant: TenantDependency, key: KeyDependency) -> OwnKey:
     """Whose key it is, and what it may."""
     record = await services.auth.key_of(key or "")
-    scopes = SCOPES if record is None or record.scopes is None else record.scopes
+    scopes = SCOPES if record is None else record.scopes or TENANT_SCOPES
     return OwnKey(
         key_id=0 if record is None else record.key_id,
         name=tenant.name,

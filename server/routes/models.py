@@ -21,7 +21,7 @@ from ...schemas.models import (
     lora_of,
 )
 from ...workers.config import ServedModel
-from ..auth import TenantDependency
+from ..auth import OperatorDependency, TenantDependency
 from ..services import Services, ServicesDependency
 from .examples import MODEL_ID, FilePath, ModelPath, body_example
 
@@ -53,18 +53,19 @@ async def get_server_capabilities(services: ServicesDependency, tenant: TenantDe
 
 
 @router.get("/limits")
-async def get_limits(services: ServicesDependency, tenant: TenantDependency) -> Limits:
+async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_operator: OperatorDependency) -> Limits:
     """Your tenant's name, what you may have queued and send per minute, and what of it is in use.
 
     A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
     """
     limits = services.quotas.limits(tenant, services.runs.num_live(tenant.id))
-    return limits.model_copy(update=services.features.room.limits(tenant.id))
+    limits = limits.model_copy(update=services.features.room.limits(tenant.id))
+    return limits if is_operator else limits.of_tenant_alone()
 
 
 @router.get("/workers")
 async def get_workers(services: ServicesDependency, tenant: TenantDependency) -> Workers:
-    """What is where in the memory of workers, as they report it, all tenants' together."""
+    """What is where in the memory of workers, as they report it, all tenants' together; for operators."""
     return Workers(groups=await services.dispatch.memory(), features=services.features.stock())
 
 

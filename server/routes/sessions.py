@@ -17,7 +17,7 @@ from ...schemas.models import (
     Readiness,
     TelemetryResponse,
 )
-from ..auth import TenantDependency
+from ..auth import OperatorDependency, TenantDependency
 from ..services import ServicesDependency
 from .examples import SESSION_ID, SessionIdPath, body_example
 
@@ -31,8 +31,11 @@ async def healthz() -> Health:
 
 
 @router.get("/readyz", responses={503: {"model": Readiness}})
-async def readyz(services: ServicesDependency, response: Response) -> Readiness:
-    """Whether new work is accepted, and how far the state of an earlier process is taken up; needs no key."""
+async def readyz(services: ServicesDependency, is_operator: OperatorDependency, response: Response) -> Readiness:
+    """Whether new work is accepted, and, for operators, how far the state of an earlier process is taken up.
+
+    Needs no key.
+    """
     is_stopping, dispatch = services.quotas.is_closed, services.dispatch
     reason = None if services.tenure is None else services.tenure.trouble
     if reason is None:
@@ -42,8 +45,8 @@ async def readyz(services: ServicesDependency, response: Response) -> Readiness:
         status="stopping" if is_stopping else "ready" if reason is None else "unavailable",
         reason=reason,
         base_models={name: "up" if dispatch.is_up(name) else "restarting" for name in dispatch.models},
-        runs=services.runs.num_live(),
-        runs_to_make_again=services.runs.num_lost,
+        runs=services.runs.num_live() if is_operator else None,
+        runs_to_make_again=services.runs.num_lost if is_operator else None,
     )
 
 

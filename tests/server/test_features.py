@@ -381,7 +381,10 @@ async def test_all_tenants_together_have_a_limit(
         draft, of_bob = await create_draft(server), await create_draft(server, BOB)
         await captured(draft, some_data(1))
         put_off = await of_bob.submit("capture", status=429, data=some_data(1))
-        assert "captured features of all tenants have" in put_off["detail"] and "--feature-bytes" in put_off["detail"]
+        assert (
+            "captured features of all tenants leave no room" in put_off["detail"]
+            and "--feature-bytes" in put_off["detail"]
+        )
 
 
 async def test_the_room_of_a_draft_that_is_not_created_yet_is_waited_for(

@@ -487,6 +487,28 @@ async def test_what_could_never_find_room_once_decompressed_is_refused(limited: 
         assert refused.status_code == 413 and "100000 bytes once decompressed" in refused.json()["detail"]
 
 
+async def test_a_tenant_sees_nothing_of_what_others_use_unless_its_key_is_an_operators(limited: Server) -> None:
+    run, services = await limited.create_run(BOB), limited.services
+    await run.do("save_weights", path="a")
+    carol, operator = limited.clients[ALICE], limited.clients[BOB]
+    carol.headers["X-API-Key"] = await create_key(services.store, "carol")
+    operator.headers["X-API-Key"] = await create_key(services.store, "olga", ("operator",))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(limited.app), base_url="http://test/api/v1/") as nobody:
+        with services.quotas.admission("bob") as held:
+            held.claim(150_000, UNORDERED)
+            assert (await limits_of(limited))["server_queued_bytes"] == {"limit": 200_000, "used": 0}
+            assert (await limits_of(limited, BOB))["server_queued_bytes"]["used"] == 150_000
+            put_off = await carol.post("optim_step", content=bytes(90_000))
+            assert put_off.status_code == 429 and "150000" not in put_off.json()["detail"]
+        refused = await carol.get("workers")
+        assert refused.status_code == 403 and "needs operator" in refused.json()["detail"]
+        assert (await operator.get("workers")).json()["groups"]
+        counts = [(await client.get("readyz")).json()["runs"] for client in (nobody, carol, operator)]
+        assert counts == [None, None, 1]
+    own = (await carol.get("auth/apikey/me")).json()
+    assert own["scopes"] == ["train", "sample", "read", "admin"]
+
+
 # Weights
 
 

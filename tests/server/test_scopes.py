@@ -109,9 +109,9 @@ def test_keys_are_made_with_scopes_and_rates_and_listed_so(tmp_path: Path, capsy
     capsys.readouterr()
     assert main(["keys", "list", *place]) == 0
     _, alice, bob = (line.split() for line in capsys.readouterr().out.splitlines())
-    assert (alice[-3:], bob[-3:]) == (["sample,read", "90", "alice"], ["all", "any", "bob"])
+    assert (alice[-3:], bob[-3:]) == (["sample,read", "90", "alice"], ["train,sample,read,admin", "any", "bob"])
     for wrong, reason in (
-        (["--scopes", "write"], "'write' is not a scope: give one or more of train,sample,read,admin"),
+        (["--scopes", "write"], "'write' is not a scope: give one or more of train,sample,read,admin,operator"),
         (["--scopes", ""], "'' is not a scope"),
         (["--requests-per-minute", "0"], "'0': expected an integer from 1"),
     ):

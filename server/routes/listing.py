@@ -29,6 +29,7 @@ AccessScope = Literal["owned", "accessible"]
 Offset = Annotated[int, Query(ge=0, le=2**31 - 1)]
 Limit = Annotated[int, Query(ge=1, le=1000)]
 
+_STRANGER = "another tenant"
 _TYPES = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}
 
 
@@ -41,7 +42,7 @@ async def list_training_runs(
     access_scope: AccessScope = "owned",
     project_id: str | None = None,
 ) -> TrainingRunList:
-    """Last used first. accessible: also other tenants' runs with a public checkpoint."""
+    """Last used first. accessible: also other tenants' runs with a public checkpoint. project_id: own runs alone."""
     public_at = services.checkpoints.now() if access_scope == "accessible" else None
     runs, page = await services.store.list_runs(tenant.id, offset, limit, project_id, public_at)
     return TrainingRunList(training_runs=await _training_runs(services, tenant, runs), cursor=_cursor(page))
@@ -55,7 +56,9 @@ async def get_training_run(
     run = await services.store.get_run(run_id)
     if run is None or (run.tenant_id != tenant.id and not await _readable(services, tenant, run, access_scope)):
         raise _no_run(run_id)
-    return (await _training_runs(services, tenant, [run]))[0]
+    if not (found := await _training_runs(services, tenant, [run])):  # what was public expires at this moment
+        raise _no_run(run_id)
+    return found[0]
 
 
 @router.get("/training_runs/{run_id}/checkpoints")
@@ -144,26 +147,29 @@ async def _training_runs(services: Services, tenant: Tenant, runs: Iterable[RunR
     records = await services.store.list_run_checkpoints([run.run_id for run in runs], services.checkpoints.now())
     seen = [one for one in records if one.public or one.tenant_id == tenant.id]
     # Oldest first: of each kind of each run, the newest stays.
-    last = {(one.run_id, one.kind): checkpoint_of(one) for one in seen}
-    owners = {tenant.id: tenant.name}
-    for other in {run.tenant_id for run in runs} - {tenant.id}:
-        owner = await services.store.get_tenant(other)
-        owners[other] = owner.name if owner else other
+    last = {(one.run_id, one.kind): one for one in seen}
+    newest_at = {one.run_id: one.created_at for one in seen}
     return [
         TrainingRun(
             training_run_id=run.run_id,
             base_model=run.base_model,
-            model_owner=owners[run.tenant_id],
+            # Strangers see what is published, not who its owner is, what he notes or when he works.
+            model_owner=tenant.name if (is_own := run.tenant_id == tenant.id) else _STRANGER,
             is_lora=(lora := lora_of(run.training)) is not None,
             lora_rank=lora and lora.rank,
-            last_request_time=_time(run.last_request_at),
-            last_checkpoint=last.get((run.run_id, "weights")),
-            last_sampler_checkpoint=last.get((run.run_id, "sampler_weights")),
-            user_metadata=run.user_metadata,
+            last_request_time=_time(run.last_request_at if is_own else newest_at[run.run_id]),
+            last_checkpoint=_checkpoint_of(last.get((run.run_id, "weights"))),
+            last_sampler_checkpoint=_checkpoint_of(last.get((run.run_id, "sampler_weights"))),
+            user_metadata=run.user_metadata if is_own else None,
             model_role=run.role,
         )
         for run in runs
+        if run.tenant_id == tenant.id or run.run_id in newest_at
     ]
+
+
+def _checkpoint_of(record: CheckpointRecord | None) -> Checkpoint | None:
+    return record and checkpoint_of(record)
 
 
 def _cursor(page: Page) -> Cursor:

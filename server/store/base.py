@@ -196,14 +196,17 @@ class Store:
     async def list_runs(
         self, tenant_id: str, offset: int, limit: int, project_id: str | None = None, public_at: float | None = None
     ) -> tuple[tuple[RunRecord, ...], Page]:
-        """Most recently used first. public_at: also other tenants' runs with a public checkpoint unexpired then."""
+        """Most recently used first. public_at: also other tenants' runs with a public checkpoint unexpired then.
+
+        project_id: only the tenant's own runs in that project.
+        """
         visible: ColumnElement[bool] = runs.c.tenant_id == tenant_id
         if public_at is not None:
             public = select(checkpoints.c.run_id).where(checkpoints.c.public, _unexpired(public_at))
             visible = or_(visible, runs.c.run_id.in_(public))
         query = select(runs).where(visible)
-        if project_id is not None:
-            query = query.join(sessions).where(sessions.c.project_id == project_id)
+        if project_id is not None:  # which projects others have is theirs to know
+            query = query.join(sessions).where(sessions.c.project_id == project_id, runs.c.tenant_id == tenant_id)
         return await self._page(RunRecord, query.order_by(runs.c.last_request_at.desc(), runs.c.run_id), offset, limit)
 
     async def touch_runs(self, requests: Mapping[str, float]) -> None:

@@ -89,10 +89,39 @@ async def test_a_run_with_a_public_checkpoint_is_accessible_and_shows_only_that(
     await api.services.checkpoints.set_public(public, True)
     assert (await runs_of(api, BOB, access_scope="owned")).training_runs == []
     (told,) = (await runs_of(api, BOB, access_scope="accessible")).training_runs
-    assert told.model_owner == (await api.tenant(ALICE)).name
     assert told.last_checkpoint is not None and told.last_checkpoint.checkpoint_id == "weights/public"
     response = await (await api.client(BOB)).get(f"/api/v1/training_runs/{run.run_id}/checkpoints")
     assert [one["checkpoint_id"] for one in response.json()["checkpoints"]] == ["weights/public"]
+
+
+async def test_of_a_published_checkpoint_others_see_neither_its_owner_nor_what_he_notes_or_does(api: Api) -> None:
+    run = await api.run(ALICE, at=1_700_000_500.0)
+    owner = await api.client(ALICE)
+    await owner.put(f"/api/v1/sessions/{run.session_id}/project", json={"project_id": "secret-project"})
+    public = await api.save(run, "public")
+    api.clock.now += 10
+    await api.save(run, "private")
+    await api.services.checkpoints.set_public(public, True)
+    other = await api.client(BOB)
+    one, params = f"/api/v1/training_runs/{run.run_id}", {"access_scope": "accessible"}
+    answers = [
+        (await other.get(one, params=params)).raise_for_status(),
+        (await other.get(f"{one}/checkpoints")).raise_for_status(),
+        (await other.get("/api/v1/training_runs", params=params)).raise_for_status(),
+        (await other.post("/api/v1/weights_info", json={"tinker_path": public.tinker_path})).raise_for_status(),
+        (await other.get(f"{one}/checkpoints/weights/public/external_weights_urls")).raise_for_status(),
+    ]
+    told = types.TrainingRun.model_validate(answers[0].json())
+    assert (told.model_owner, told.user_metadata) == ("another tenant", None)
+    assert told.last_request_time.timestamp() == public.created_at != run.last_request_at
+    tenant = await api.tenant(ALICE)
+    for answer in answers:
+        assert tenant.name not in answer.text and "purpose" not in answer.text and "private" not in answer.text
+    by_project = params | {"project_id": "secret-project"}
+    assert (await other.get("/api/v1/training_runs", params=by_project)).json()["training_runs"] == []
+    (own,) = (await owner.get("/api/v1/training_runs", params=by_project)).json()["training_runs"]
+    assert (own["model_owner"], own["user_metadata"]) == (tenant.name, {"purpose": "test"}), "the control"
+    assert (await other.get(f"/api/v1/sessions/{run.session_id}")).status_code == 404
 
 
 async def test_a_session_tells_its_runs_and_samplers(api: Api) -> None:

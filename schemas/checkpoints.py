@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from .models import LoraConfig, OptimizerConfig, Role
-from .training import SeqId, Wire
+from .training import Natural, SeqId, Wire
 
 TtlSeconds = Annotated[int, Field(ge=3600, le=10 * 365 * 86400)]
 SamplerKind = Literal["snapshot", "inflight"]
@@ -33,7 +33,7 @@ class SaveWeightsForSamplerRequest(Wire):
     model_id: str
     seq_id: SeqId = 0
     path: str | None = None
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Natural | None = None
     kind: SamplerKind = "snapshot"
     ttl_seconds: TtlSeconds | None = None
     user_metadata: dict[str, str] | None = None
@@ -72,7 +72,7 @@ class LoadWeightsRequest(Wire):
     model_id: str | None = None
     seq_id: SeqId | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Natural | None = None
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: OptimizerConfig | None = None
@@ -108,7 +108,7 @@ class CopyWeightsRequest(Wire):
     source_path: str
     destination_project_id: str | None = None
     session_id: str | None = None
-    model_seq_id: int | None = None
+    model_seq_id: Natural | None = None
     ttl_seconds: TtlSeconds | None = None
     weights_access_token: str | None = None
 

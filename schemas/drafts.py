@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, model_validator
 
 from .sampling import ModelInput
-from .training import SeqId, Wire
+from .training import Positive, SeqId, Wire
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Tokens = Sequence[TokenId]
@@ -86,7 +86,7 @@ class CaptureRequest(Wire):
     seq_id: SeqId = 0
     data: Annotated[Sequence[Captured], Field(min_length=1)]
     ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    uses: Annotated[int, Field(ge=1)] | None = None
+    uses: Positive | None = None
     type: Literal["capture"] = "capture"
 
 

@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from .errors import Category
-from .training import Wire
+from .training import Natural, Wire
 
 QueueState = Literal["active", "paused_capacity", "paused_rate_limit"]
 
@@ -32,7 +32,7 @@ class SamplingSessionTarget(Wire):
     """One client of a sampling session: the original (0) or a clone, whose seq_ids start at a billion times this."""
 
     sampling_session_id: str
-    cloned_sampler_id: Annotated[int, Field(ge=0)] = 0
+    cloned_sampler_id: Natural = 0
     type: Literal["sampling_session"] = "sampling_session"
 
 
@@ -40,7 +40,7 @@ class RetrieveFuturesRequest(Wire):
     """prev_cursor: of the last answer, 0 at first. timeout: seconds to wait when nothing is new; 0 = not at all."""
 
     target: SamplingSessionTarget
-    prev_cursor: Annotated[int, Field(ge=0)] = 0
+    prev_cursor: Natural = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     retrieved_request_ids: tuple[str, ...] = ()
 

@@ -6,17 +6,21 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
-from .training import Wire
+from .training import Integer, Natural, Seed, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
 """The kinds of model that can be created: see docs/roles.md, docs/drafts.md."""
 
 
+Size = Annotated[int, Field(ge=1, le=2**31 - 1)]
+Index = Annotated[int, Field(ge=0, le=2**31 - 1)]
+
+
 class LoraConfig(Wire):
     """alpha (ours) is not on the SDK's wire; 32 at every rank. The adapter's scale is alpha / rank, as in PEFT."""
 
-    rank: Annotated[int, Field(ge=1)] = 32
-    seed: int | None = None
+    rank: Size = 32
+    seed: Seed | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -27,7 +31,7 @@ class FullConfig(Wire):
     """Full fine-tuning: all weights are the model's own. seed: of what a critic's head starts from."""
 
     training: Literal["full"] = "full"
-    seed: int | None = None
+    seed: Seed | None = None
 
 
 Algorithm = Literal["eagle3", "dflash"]
@@ -46,12 +50,12 @@ class DraftConfig(Wire):
     training: Literal["draft"] = "draft"
     algorithm: Algorithm
     num_layers: Annotated[int, Field(ge=1, le=64)] | None = None
-    capture_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
-    draft_vocab_size: Annotated[int, Field(ge=1)] | None = None
+    capture_layers: tuple[Index, ...] | None = None
+    draft_vocab_size: Size | None = None
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 18)] | None = None
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None
-    mask_token_id: Annotated[int, Field(ge=0)] | None = None
-    seed: int | None = None
+    mask_token_id: Index | None = None
+    seed: Seed | None = None
 
 
 class NewDraft(DraftConfig):
@@ -69,6 +73,9 @@ _TRAININGS = {"full": FullConfig, "draft": DraftConfig}
 
 def training_of(values: Mapping[str, Any]) -> TrainingConfig:
     """From the fields of one, as they were stored; those of LoRA do not say what they are."""
+    seed = values.get("seed")
+    if isinstance(seed, int) and not -(2**63) <= seed < 2**64:  # earlier versions accepted any
+        values = {**values, "seed": seed % 2**63}
     return _TRAININGS.get(str(values.get("training")), LoraConfig).model_validate(values)
 
 
@@ -84,7 +91,7 @@ def draft_of(training: TrainingConfig) -> DraftConfig | None:
 
 class OptimizerConfig(Wire):
     type: str = "adamw"
-    version: int | None = None
+    version: Integer | None = None
 
 
 class CreateModelRequest(Wire):
@@ -96,14 +103,14 @@ class CreateModelRequest(Wire):
     """
 
     session_id: str
-    model_seq_id: int
+    model_seq_id: Natural
     base_model: str
     user_metadata: dict[str, Any] | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     model_role: Role = "policy"
     training: Literal["lora", "full"] | None = None
-    seed: int | None = None
+    seed: Seed | None = None
     draft: NewDraft | None = None
     target_path: str | None = None
     type: Literal["create_model"] = "create_model"

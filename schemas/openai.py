@@ -20,11 +20,13 @@ from pydantic_core import PydanticCustomError
 
 from .errors import RequestError
 from .sampling import NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
+from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
 
 MOST_STOP_STRINGS = 16
 MOST_LOGPROBS = 20
 MOST_CHOICES_OF_A_PROMPT = 1024
 COMPLETION_TOKENS = 16
+_MOST_OF_A_NAME = 80
 """Of a completion that does not say how many it wants."""
 
 _NEUTRAL: Mapping[str, tuple[JsonValue, ...]] = {
@@ -66,9 +68,11 @@ _BRANCHES = (
     "str",
     "constrained-str",
     "list[int]",
+    "list[constrained-int]",
     "list[str]",
     "list[constrained-str]",
     "list[list[int]]",
+    "list[list[constrained-int]]",
     "list[TextPart]",
 )
 """What stands among the names of fields in the place of an error, for keys and for the types that a field may have."""
@@ -92,9 +96,9 @@ def _in_pieces(entries: object, validate: ValidatorFunctionWrapHandler) -> dict[
 
 
 Stop = Annotated[StopString, Field(min_length=1)]
-Tokens = Annotated[list[int], _FirstOnly()]
+Tokens = Annotated[list[Integer], _FirstOnly()]
 Texts = Annotated[list[str], _FirstOnly()]
-LogitBias = Annotated[dict[int, Shift], WrapValidator(_in_pieces)]
+LogitBias = Annotated[dict[Integer, Shift], WrapValidator(_in_pieces)]
 
 
 class OpenAiError(RequestError):
@@ -181,12 +185,12 @@ class Asking(_Strict):
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), _FirstOnly()] = []
     stop_token_ids: Tokens = []
     ignore_eos: bool = False
-    seed: int | None = None
+    seed: Seed | None = None
     temperature: Temperature = 1.0
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INTEGER)] = -1
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Natural = 0
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Shift = 0.0
     frequency_penalty: Shift = 0.0
@@ -230,7 +234,7 @@ class CompletionRequest(Asking):
     the context."""
 
     prompt: str | Tokens | Texts | Annotated[list[Tokens], _FirstOnly()]
-    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
 
@@ -292,8 +296,8 @@ class ChatCompletionRequest(Asking):
     messages: Annotated[list[ChatMessage], Field(min_length=1), _FirstOnly()]
     tools: list[JsonValue] = []
     tool_choice: JsonValue = "auto"
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Positive | None = None
+    max_completion_tokens: Positive | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] = 0
     add_generation_prompt: bool = True
@@ -330,7 +334,7 @@ def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:
 
 
 def _bad_request(error: Mapping[str, Any]) -> OpenAiError:
-    param = ".".join(str(part) for part in error["loc"] if part not in _BRANCHES) or None
+    param = ".".join(str(part)[:_MOST_OF_A_NAME] for part in error["loc"] if part not in _BRANCHES) or None
     match error["type"]:
         case "json_invalid":
             return OpenAiError(f"the body is not valid JSON: {error['ctx']['error']}")

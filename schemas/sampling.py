@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
-from .training import Wire
+from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Wire
 
 
 class Constraint(Wire):
@@ -57,18 +57,18 @@ class SamplingParams(Wire):
     # A misspelt one would sample with a default.
     model_config = ConfigDict(extra="forbid")
 
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
-    seed: int | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | list[int] | None = None
+    max_tokens: Positive | None = None
+    seed: Seed | None = None
+    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | list[Integer] | None = None
     temperature: Temperature = 1.0
-    top_k: Annotated[int, Field(ge=-1)] = -1
+    top_k: Annotated[int, Field(ge=-1, le=MOST_INTEGER)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    min_tokens: Annotated[int, Field(ge=0)] = 0
+    min_tokens: Natural = 0
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Shift = 0.0
     frequency_penalty: Shift = 0.0
-    logit_bias: dict[int, Shift] | None = None
+    logit_bias: dict[Integer, Shift] | None = None
     constraint: Constraint | None = None
 
 
@@ -76,7 +76,7 @@ class TokenChunk(Wire):
     """A piece of a model input. Types other than encoded_text are known by name only and refused by it."""
 
     type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
-    tokens: tuple[int, ...] = ()
+    tokens: tuple[Integer, ...] = ()
 
 
 class ModelInput(Wire):
@@ -100,19 +100,19 @@ class SampleRequest(Wire):
 
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
-    num_samples: Annotated[int, Field(ge=1)] = 1
+    num_samples: Positive = 1
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Natural | None = None
     base_model: str | None = None
     model_path: str | None = None
     draft_path: str | None = None
     num_draft_tokens: NumDraftTokens | None = None
     prompt_logprobs: bool = False
-    prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
-    topk_prompt_logprobs: Annotated[int, Field(ge=0)] = 0
-    topk_sample_logprobs: Annotated[int, Field(ge=0)] = 0
+    prompt_logprobs_last_n: Positive | None = None
+    topk_prompt_logprobs: Natural = 0
+    topk_sample_logprobs: Natural = 0
     target_prompt_logprobs: dict[str, Any] | None = None
-    prompt_alt_tokens_k: Annotated[int, Field(ge=0)] = 0
+    prompt_alt_tokens_k: Natural = 0
     record_stability_info: bool = False
     type: Literal["sample"] = "sample"
 
@@ -121,7 +121,7 @@ class CreateSamplingSessionRequest(Wire):
     """draft_path (ours): of a draft's checkpoint, which guesses what all requests to it sample that name no other."""
 
     session_id: str
-    sampling_session_seq_id: int
+    sampling_session_seq_id: Natural
     base_model: str | None = None
     model_path: str | None = None
     draft_path: str | None = None

@@ -187,7 +187,15 @@ class AdamParams(Wire):
     grad_clip_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.0
 
 
-SeqId = Annotated[int, Field(ge=0)]
+MOST_INTEGER = 2**63 - 1
+Integer = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=MOST_INTEGER)]
+"""Python's have no bounds, databases and tensors do. Every integer of a request has these bounds, or closer ones."""
+Natural = Annotated[int, Field(ge=0, le=MOST_INTEGER)]
+Positive = Annotated[int, Field(ge=1, le=MOST_INTEGER)]
+Seed = Annotated[int, Field(ge=-MOST_INTEGER - 1, le=2**64 - 1)]
+"""What torch takes."""
+
+SeqId = Natural
 """Number of an operation of its run, from 1; 0 (ours) lets the server give it the next one."""
 
 
@@ -197,7 +205,7 @@ class OptimStepRequest(Wire):
     model_id: str
     seq_id: SeqId = 0
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, float | int | str] | None = None
+    optimizer_params: dict[str, float | Integer | str] | None = None
     gradient_scale: float | Literal["mean"] | None = None
     type: Literal["optim_step"] = "optim_step"
 

@@ -183,7 +183,7 @@ def describe_not_json(content_type: str | None) -> str:
 
 
 def _describe(error: dict) -> str:
-    place = ".".join(str(part) for part in error["loc"] if part != "body")
+    place = ".".join(_shorten(str(part)) for part in error["loc"] if part != "body")
     if error["type"] in ("json_invalid", "json_type"):
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":

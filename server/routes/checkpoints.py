@@ -20,6 +20,7 @@ from ...schemas.checkpoints import (
     WeightsInfoResponse,
 )
 from ...schemas.models import lora_of
+from ...schemas.training import Natural
 from ..auth import Tenant, TenantDependency
 from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
@@ -106,7 +107,7 @@ async def download_file(
     name: str,
     file: str,
     services: ServicesDependency,
-    expires: Annotated[int, Query()],
+    expires: Annotated[Natural, Query()],
     signature: Annotated[str, Query()],
 ) -> FileResponse:
     path = f"tinker://{run_id}/{kind}/{name}"

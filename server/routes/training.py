@@ -21,7 +21,7 @@ from ...schemas.drafts import (
 )
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
-from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
 from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
 from ..operations import LoadWeights
@@ -44,7 +44,12 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
     "required": ["model_id", "data", "loss_fn"],
     "properties": {
         "model_id": {"type": "string"},
-        "seq_id": {"type": "integer", "minimum": 0, "description": "1, 2, 3, ...; left out: the next one"},
+        "seq_id": {
+            "type": "integer",
+            "minimum": 0,
+            "maximum": MOST_INTEGER,
+            "description": "1, 2, 3, ...; left out: the next one",
+        },
         "loss_fn": {"type": "string", "description": "cross_entropy, importance_sampling, ppo, cispo, dro, gspo, ..."},
         "loss_fn_config": {"type": "object", "additionalProperties": {"type": ["number", "string"]}},
         "forward_only": {"type": "boolean", "default": False},
@@ -58,7 +63,7 @@ _FORWARD_BACKWARD_SCHEMA: dict[str, object] = {
                     "model_input": {
                         "description": 'token ids, or {"chunks": [{"type": "encoded_text", "tokens": [...]}]}',
                         "type": "array",
-                        "items": {"type": "integer"},
+                        "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
                     },
                     "loss_fn_inputs": {
                         "type": "object",

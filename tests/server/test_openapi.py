@@ -2,7 +2,7 @@
 
 import json
 import shutil
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +80,64 @@ async def test_every_route_says_what_it_does_and_shows_a_body(server: Server) ->
             assert operation["requestBody"]["content"]["application/json"]["example"], route
     forward_backward = (await described(server))["post", "/api/v1/forward_backward"]
     assert PROTOBUF in forward_backward["requestBody"]["content"]
+
+
+def unbounded(schema: object, document: dict[str, Any], place: str = "") -> Iterator[str]:
+    """The places of integers that may be of any size."""
+    if isinstance(schema, list):
+        for entry in schema:
+            yield from unbounded(entry, document, place)
+    elif isinstance(schema, dict):
+        if "$ref" in schema:
+            schema = document["components"]["schemas"][schema["$ref"].rpartition("/")[2]]
+        bounds = {name.removeprefix("exclusive").lower() for name in schema}
+        if schema.get("type") == "integer" and not {"minimum", "maximum"} <= bounds:
+            yield place
+        for name, entry in schema.items():
+            inner = f"{place}.{name}" if place.endswith("properties") else f"{place}/{name}"
+            if name not in ("example", "examples", "default"):
+                yield from unbounded(entry, document, inner)
+
+
+async def test_every_integer_of_a_request_has_bounds(server: Server) -> None:
+    document = (await server.clients[ALICE].get("http://test/openapi.json")).json()
+    found = [
+        place
+        for (method, path), operation in (await described(server)).items()
+        for place in unbounded([operation.get("parameters", []), operation.get("requestBody", {})], document, path)
+    ]
+    assert not found
+    assert list(unbounded({"type": "integer", "minimum": 0}, document, "control")) == ["control"]
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("create_model", {"session_id": "s", "model_seq_id": HUGE, "base_model": "m", "lora_config": {}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": {"rank": HUGE}}),
+        ("create_model", {"session_id": "s", "model_seq_id": 0, "base_model": "m", "lora_config": {"seed": -HUGE}}),
+        ("create_sampling_session", {"session_id": "s", "sampling_session_seq_id": HUGE, "base_model": "m"}),
+        ("optim_step", {"model_id": "s:train:0", "seq_id": HUGE, "adam_params": {}}),
+        ("save_weights", {"model_id": "s:train:0", "seq_id": HUGE, "path": "a"}),
+        ("save_weights_for_sampler", {"model_id": "s:train:0", "seq_id": 1, "sampling_session_seq_id": HUGE}),
+        ("load_weights", {"session_id": "s", "model_seq_id": HUGE, "path": "tinker://a/weights/b"}),
+        ("copy_weights", {"source_path": "tinker://a/weights/b", "session_id": "s", "model_seq_id": HUGE}),
+        ("asample", {"sampling_session_id": "s", "seq_id": HUGE, "prompt": {"chunks": []}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [HUGE]}]}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": []}, "sampling_params": {"max_tokens": HUGE}}),
+        ("asample", {"base_model": MODEL, "prompt": {"chunks": []}, "sampling_params": {"logit_bias": {HUGE: 1}}}),
+        ("forward_backward", {"model_id": "s:train:0", "seq_id": HUGE, "loss_fn": "cross_entropy", "data": []}),
+        ("retrieve_futures", {"target": {"sampling_session_id": "s", "cloned_sampler_id": HUGE}}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else next(str(at) for at in value),
+)
+async def test_an_integer_of_400_digits_is_refused_and_cut_short(server: Server, path: str, body: dict) -> None:
+    refused = await server.clients[ALICE].post(path, json=body)
+    assert refused.status_code == 400, refused.text
+    assert "00..." in refused.text and len(refused.text) < 400
 
 
 async def test_the_documentation_page_asks_for_the_key(server: Server) -> None:

@@ -180,9 +180,9 @@ class Limits(Wire):
     """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
 
     tenant: its name, as --tenant-weights takes it. queued_operations, queued_bytes: accepted and not answered yet,
-    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. feature_bytes: captured for
-    drafts. server_queued_bytes, server_feature_bytes: of all tenants together; what is used of them is the tenant's own
-    share where whoever asks is no operator.
+    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. result_bytes: kept on the
+    server's disk. feature_bytes: captured for drafts. server_queued_bytes, server_feature_bytes: of all tenants
+    together; what is used of them is the tenant's own share where whoever asks is no operator.
     """
 
     tenant: str
@@ -191,6 +191,7 @@ class Limits(Wire):
     queued_bytes: Limit
     tokens_per_minute: Limit
     server_queued_bytes: Limit
+    result_bytes: Limit | None = None
     feature_bytes: Limit | None = None
     server_feature_bytes: Limit | None = None
 

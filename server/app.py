@@ -133,7 +133,9 @@ def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live
     completions = Completions(futures)
     drafts = Drafts(dispatch, checkpoints)
     samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
-    of_samplers = Sampling(dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions)
+    of_samplers = Sampling(
+        dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions, quotas
+    )
     loaded = Loaded(directory / "loaded", sync)
     features = Features(directory / "features", config)
     operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,6 +32,11 @@ _MEMORY_BYTES = 128 << 20
 _MOST_IN_MEMORY = 100_000
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
+_SUM_SHARE = 0.02
+"""Of the time, that summing up what is kept may take of the database."""
+
+_RECORD_BYTES = 512
+"""Of a kept result beside its body: its header, and its row in the store."""
 _LINGER_SECONDS = 0.25
 """What comes within this time of the first result is told to the store together with it."""
 
@@ -110,6 +115,8 @@ class Futures:
         self._unstored: list[Future] = []  # in the file, in its order; the store does not know them yet
         self._has_unstored = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
+        self._kept_bytes: Counter[str] = Counter()
+        self._sum_again_at = 0.0
         self._writer: asyncio.Task[None] | None = None
         self._closing = asyncio.Event()
         self._writing = Trouble(logger, f"writing results to {directory}")
@@ -117,6 +124,7 @@ class Futures:
 
     async def open(self) -> None:
         await self._tell_store_of_those_after(await self._store.newest_result())
+        await self._sum_up()
         self._writer = asyncio.create_task(self._write_behind())
 
     async def lose(self, headers: Iterable[Header]) -> None:
@@ -169,6 +177,7 @@ class Futures:
             )
             result = failure(words, "user")
         future.result, future.resolved_at = result, time.time()
+        self._kept_bytes[future.tenant_id] += _kept_size(future)
         self._append(future)
 
     def fail(self, future: Future, message: str, category: Category) -> None:
@@ -216,6 +225,22 @@ class Futures:
             if not deadline.expired():
                 deadline.reschedule(now)
 
+    def kept_bytes(self, tenant_id: str) -> int:
+        """Bytes on disk of the tenant's results, about."""
+        return self._kept_bytes[tenant_id]
+
+    async def _sum_up(self) -> None:
+        """What the store knows, and what it does not know yet."""
+        began_at = time.monotonic()
+        if began_at < self._sum_again_at:
+            return
+        sums = await self._store.sum_results()
+        kept = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
+        for future in (*self._unstored, *self._appending):
+            kept[future.tenant_id] += _kept_size(future)
+        self._kept_bytes, now = kept, time.monotonic()
+        self._sum_again_at = now + (now - began_at) / _SUM_SHARE
+
     async def expire(self) -> None:
         """Lets go of results that are older than the time they are kept for."""
         oldest = time.time() - self._ttl_seconds
@@ -223,6 +248,7 @@ class Futures:
         await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
         while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
             self._forget_oldest()
+        await self._sum_up()
 
     async def close(self) -> None:
         self._closing.set()
@@ -338,6 +364,10 @@ class Futures:
 
 def _size(future: Future) -> int:
     return len(future.result.body) if future.result else 0
+
+
+def _kept_size(future: Future) -> int:
+    return _size(future) + _RECORD_BYTES
 
 
 def _header(future: Future, result: Result) -> dict[str, object]:

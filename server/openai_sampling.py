@@ -7,20 +7,14 @@ what cannot be done, and a line in `sampling_params`.
 from collections.abc import Sequence
 
 from ..schemas.errors import OperationError
-from ..schemas.openai import Asking, OpenAiError, ResponseFormat
+from ..schemas.openai import Asking, ChatCompletionRequest, OpenAiError, ResponseFormat
 from ..schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
 from .drafts import DraftNotLoaded, NoDraft
 from .prompts import Prompt
-from .sampling_job import SamplingJob, Stops
+from .sampling_job import Stops
 
 MOST_ECHOED = 1 << 21
 """Tokens of prompts in one answer, each counted with its alternatives."""
-
-_BYTES = 8
-"""Of a token of a sample, or an alternative to it, with its log-probability."""
-
-_UNSAID_TOKENS = 4096
-"""Room for so many is claimed where a sample may go on until the context ends: few do."""
 
 
 def sampling_params(asked: Asking) -> SamplingParams:
@@ -73,6 +67,17 @@ def sample_requests(asked: Asking, prompts: Sequence[Prompt], context: int) -> l
     ]
 
 
+def check_alternatives(asked: Asking, most: int) -> None:
+    """Raises OpenAiError where more of them are asked for at a token than --max-logprobs allows."""
+    if (count := asked.num_top or 0) > most:
+        param = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
+        raise OpenAiError(
+            f"{param} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+            f"with --max-logprobs {count}",
+            param=param,
+        )
+
+
 def _check_echo(asked: Asking, prompts: Sequence[Prompt]) -> None:
     num_tokens = asked.n * sum(len(prompt.token_ids) for prompt in prompts)
     num_echoed = num_tokens * (1 + (asked.num_top or 0)) if asked.echoes else 0
@@ -88,13 +93,6 @@ def _max_tokens(asked: Asking, prompt: Prompt, context: int) -> int | None:
     most = asked.most_tokens(context - len(prompt.token_ids))
     # One token is sampled, and dropped, where only the prompt is to be scored.
     return None if most is None else max(1, most)
-
-
-def num_bytes_of(job: SamplingJob, context: int) -> int:
-    """That its prompt takes up, and its samples, as long as they were said to become."""
-    request, room = job.request, context - len(job.prompt)
-    num_tokens = min(request.sampling_params.max_tokens or _UNSAID_TOKENS, room)
-    return job.prompt.nbytes + _BYTES * request.num_samples * num_tokens * (1 + request.topk_sample_logprobs)
 
 
 def refusal(asked: Asking, error: OperationError | NoDraft) -> OpenAiError:

@@ -19,6 +19,7 @@ from ..schemas.futures import Pending, QueueState
 from ..schemas.models import Limit, Limits
 from .auth import Tenant
 from .config import ServerConfig
+from .sampling_job import ALTERNATIVES
 
 logger = logging.getLogger(__name__)
 
@@ -176,7 +177,34 @@ class Quotas:
             )
             self._refuse(tenant_id, PutOff("tenant_runs", reason, "paused_capacity", _RUN_SECONDS, self._clock()))
 
-    def limits(self, tenant: Tenant, num_runs: int) -> Limits:
+    @property
+    def max_logprobs(self) -> int:
+        """Most alternatives to a token that a sample may ask for."""
+        return self._config.max_logprobs
+
+    @property
+    def most_bytes(self) -> int:
+        """What is larger would never be let in."""
+        return min(self._config.tenant_queued_bytes, self._config.queued_bytes // 2)
+
+    def check_results(self, tenant_id: str, kept_bytes: int, result_bytes: int) -> None:
+        """Before one more that may take so much. kept_bytes: of the tenant's results. Raises RequestError 400, 429."""
+        if result_bytes > self.most_bytes:
+            raise RequestError(
+                f"the result may take {result_bytes} bytes, and {self.most_bytes} are the most: lower num_samples, "
+                f"max_tokens, {', '.join(ALTERNATIVES)}, or send several requests"
+            )
+        limit = self._config.tenant_result_bytes
+        if kept_bytes and kept_bytes + result_bytes > limit:
+            reason = (
+                f"results of yours take {kept_bytes} bytes, that of this request may take {result_bytes}, and "
+                f"{_words('tenant_result_bytes', limit)}: a result goes {self._config.result_ttl_seconds:g} s after it "
+                "came (--result-ttl-seconds)"
+            )
+            put_off = PutOff("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
+            self._refuse(tenant_id, put_off)
+
+    def limits(self, tenant: Tenant, num_runs: int, result_bytes: int = 0) -> Limits:
         """The tenant's, and their use."""
         config, usage = self._config, self._usage(tenant.id)
         tokens = config.tenant_tokens_per_minute
@@ -187,6 +215,7 @@ class Quotas:
             queued_bytes=Limit(limit=config.tenant_queued_bytes, used=usage.num_bytes),
             tokens_per_minute=Limit(limit=tokens or None, used=usage.bucket.used(self._clock()) if tokens else 0),
             server_queued_bytes=Limit(limit=config.queued_bytes, used=self._num_bytes),
+            result_bytes=Limit(limit=config.tenant_result_bytes, used=result_bytes),
         )
 
     def pending(self, tenant_id: str) -> Pending | None:

@@ -22,11 +22,11 @@ from .drafts import Drafts
 from .futures import Ended, Future, Futures, Result
 from .journal import Header, Journal, Journaled
 from .journaled import decode_entry
-from .quotas import Admission
+from .quotas import UNORDERED, Admission, Quotas
 from .recordings import Recordings
 from .sampler import Sampler
 from .samplers import Samplers
-from .sampling_job import SamplingJob, Stops
+from .sampling_job import SamplingJob, Stops, check_alternatives
 from .segments import Place
 from .served import require_served
 from .sessions import Sessions
@@ -60,6 +60,7 @@ class Sampling:
         journal: Journal,
         recordings: Recordings,
         completions: Completions,
+        quotas: Quotas,
     ) -> None:
         self._dispatch = dispatch
         self._samplers = samplers
@@ -70,6 +71,7 @@ class Sampling:
         self._journal = journal
         self._recordings = recordings
         self._completions = completions
+        self._quotas = quotas
         self._tasks: set[asyncio.Task[None]] = set()
         self._drawing: set[asyncio.Timeout] = set()
         self._is_stopping = False
@@ -117,7 +119,7 @@ class Sampling:
         answered_before = is_named and await self._futures.has_result(request_id)
         if seq_id not in sampler.accepted and not answered_before:
             job = self._job(sampler, request, request_id)
-            admission.keep(max(len(received.body), 4 * len(job.prompt)), len(job.prompt))
+            self._admit(job, received, admission)
             accepting = self._accept(sampler, seq_id, job, received, admission)
             sampler.accepted[seq_id] = asyncio.create_task(accepting)
         if (accepting := sampler.accepted.get(seq_id)) is not None:
@@ -127,6 +129,15 @@ class Sampling:
             sample_sequence_ids=[f"{request_id}:{number}" for number in range(request.num_samples)],
             seq_id=seq_id,
         )
+
+    def _admit(self, job: SamplingJob, received: Received, admission: Admission) -> None:
+        """With room for its result, before any of it is worked out. Raises RequestError 400, 429."""
+        check_alternatives(job.request, self._quotas.max_logprobs)
+        tenant_id = job.sampler.record.tenant_id
+        self._quotas.check_results(tenant_id, self._futures.kept_bytes(tenant_id), job.result_bytes)
+        num_bytes = max(len(received.body) + job.result_bytes, job.num_bytes)
+        admission.grow(num_bytes, UNORDERED)
+        admission.keep(num_bytes, len(job.prompt))
 
     def drawing(self, sampler: Sampler, request: SampleRequest, stops: Stops) -> SamplingJob:
         """A request to be answered with its samples by `draw`, under `stops` in place of its own. RequestError."""

@@ -14,6 +14,17 @@ from .store import CheckpointRecord
 from .strikes import Strikes
 
 MOST_SAMPLES = 4096
+ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+"""What of a request multiplies the tokens of its result."""
+
+_MOST_TARGET_BYTES = 32 << 20
+"""Most that a sparse target_prompt_logprobs may take once dense, int64."""
+
+_TOKEN_BYTES = 8
+"""Of a token, or an alternative to one, with its log-probability."""
+
+_LIKELY_TOKENS = 4096
+"""As long a sample is taken to become: few do, and each token of one costs a step of the model."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +61,7 @@ class SamplingJob:
         # What guesses for it. One that was begun before goes on without, where its draft is not to be had any more.
         self.draft: CheckpointRecord | None = None
         self.was_begun = False
+        self._most_tokens = _most_tokens(request, model, len(self.prompt))
         self.target_layout: CsrLayout | None = None
         if request.target_prompt_logprobs is not None:
             self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
@@ -58,6 +70,24 @@ class SamplingJob:
     def drawn_seed(self) -> int | None:
         """None when the request has one."""
         return self._seed if self.request.sampling_params.seed is None else None
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes that the result may take: all that is asked of the prompt, and all alternatives to the samples' tokens;
+        the tokens themselves as far as samples are likely to get."""
+        request = self.request
+        of_token = 4 * request.prompt_logprobs + _TOKEN_BYTES * (
+            request.topk_prompt_logprobs + request.prompt_alt_tokens_k
+        )
+        of_targets = 0 if self._targets is None else 4 * self._targets.size
+        of_sample = min(self._most_tokens, _LIKELY_TOKENS) + self._most_tokens * request.topk_sample_logprobs
+        return of_token * len(self.prompt) + of_targets + _TOKEN_BYTES * request.num_samples * of_sample
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it and its result may take in memory."""
+        of_targets = 0 if self._targets is None else self._targets.nbytes
+        return self.prompt.nbytes + of_targets + self.result_bytes
 
     def for_worker(self, streams: bool = False) -> SampleJob:
         request = self.request
@@ -115,10 +145,26 @@ def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
     return np.asarray(tokens, np.int32)
 
 
+def check_alternatives(request: SampleRequest, most: int) -> None:
+    """Raises RequestError where more of them are asked for at a token than --max-logprobs allows."""
+    for name in ALTERNATIVES:
+        if (count := getattr(request, name)) > most:
+            raise RequestError(
+                f"{name} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+                f"with --max-logprobs {count}"
+            )
+
+
+def _most_tokens(request: SampleRequest, model: ModelInfo, num_prompt: int) -> int:
+    """Most that a sample may have."""
+    room = max(1, model.max_context_length - num_prompt)
+    return min(request.sampling_params.max_tokens or room, room)
+
+
 def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:
     if request.num_samples > MOST_SAMPLES:
         raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: send several requests")
-    for name in ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k"):
+    for name in ALTERNATIVES:
         if (count := getattr(request, name)) > model.vocab_size:
             raise RequestError(f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens")
     room, max_tokens = model.max_context_length - num_prompt, request.sampling_params.max_tokens
@@ -136,7 +182,9 @@ def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
     """int64 [T - 1, K], -1 = nothing."""
     if request.target_prompt_logprobs is None:
         return None
-    targets = tensor_from_json(request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs")
+    targets = tensor_from_json(
+        request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs", max_dense_bytes=_MOST_TARGET_BYTES
+    )
     if targets.ndim != 2 or len(targets) != num_prompt - 1 or targets.dtype.kind != "i":
         raise RequestError(
             f"target_prompt_logprobs is {targets.dtype} {list(targets.shape)}: it must be int64 [{num_prompt - 1}, K], "

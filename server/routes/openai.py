@@ -35,7 +35,7 @@ from ..openai_answer import Answer, Told
 from ..openai_chats import CHATS
 from ..openai_completions import COMPLETIONS
 from ..openai_kind import Kind
-from ..openai_sampling import num_bytes_of, refusal, sample_requests, stops_of
+from ..openai_sampling import check_alternatives, refusal, sample_requests, stops_of
 from ..prompts import Prompt
 from ..quotas import UNORDERED, Admission
 from ..sampler import Sampler
@@ -133,6 +133,7 @@ async def _complete(request: Request, services: Services, tenant: Tenant, kind: 
         submit = await receive_unordered(request, services, admission, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
+        check_alternatives(asked, services.config.max_logprobs)
         try:
             prepared = await _prepare(services, tenant, kind, asked, admission.num_bytes)
             _admit(services, tenant, stack, admission, prepared, len(submit.received.body))
@@ -174,7 +175,7 @@ async def _prepare(services: Services, tenant: Tenant, kind: Kind[Asked], asked:
         prompts = kind.prompts(asked, tokenizer, model.max_context_length)
         requests = sample_requests(asked, prompts, model.max_context_length)
         jobs = [services.sampling.drawing(sampler, one, stops) for one in requests]
-        sizes = [num_bytes_of(job, model.max_context_length) for job in jobs]
+        sizes = [job.num_bytes for job in jobs]
         return _Prepared(tokenizer, stops, prompts, jobs, sizes)
 
     large = num_bytes > _LARGE_REQUEST_BYTES or asked.num_prompts > _MANY_PROMPTS
@@ -186,8 +187,7 @@ def _admit(
 ) -> None:
     """A claim for each job, given back with the stack. num_bytes: of the body. Raises RequestError 400, 429."""
     sizes = [max(num_bytes, prepared.sizes[0]), *prepared.sizes[1:]]
-    config = services.config
-    most_bytes = min(config.tenant_queued_bytes, config.queued_bytes // 2)
+    config, most_bytes = services.config, services.quotas.most_bytes
     if len(sizes) > config.tenant_queued_operations or sum(sizes) > most_bytes:
         raise OpenAiError(
             f"{len(sizes)} prompts and their samples, as long as they may become, take up {sum(sizes)} bytes, and "

@@ -437,6 +437,13 @@ class Store:
         named = (results.c.request_id >= prefix) & (results.c.request_id < following)
         return await self._all(ResultRecord, select(results).where(named).order_by(results.c.created_at))
 
+    async def sum_results(self) -> dict[str, tuple[int, int]]:
+        """Tenant -> how many it has, and their bytes."""
+        columns = (results.c.tenant_id, func.count(), func.sum(results.c.size_bytes))
+        query = select(*columns).group_by(results.c.tenant_id)
+        rows = await self._read(lambda connection: connection.execute(query).all())
+        return {tenant_id: (num, int(num_bytes)) for tenant_id, num, num_bytes in rows}
+
     async def delete_results(self, created_before: float) -> None:
         await self._delete(results, results.c.created_at < created_before)
 

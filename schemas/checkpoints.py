@@ -1,10 +1,11 @@
 """Saving, loading, publishing and downloading checkpoints."""
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .bounds import Id, Metadata, Path, StringMetadata, Text
 from .models import LoraConfig, OptimizerConfig, Role
 from .training import Natural, SeqId, Wire
 
@@ -13,12 +14,12 @@ SamplerKind = Literal["snapshot", "inflight"]
 
 
 class SaveWeightsRequest(Wire):
-    model_id: str
-    path: str
+    model_id: Id
+    path: Path
     seq_id: SeqId = 0
     overwrite: bool = False
     ttl_seconds: TtlSeconds | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: StringMetadata | None = None
     type: Literal["save_weights"] = "save_weights"
 
 
@@ -30,13 +31,13 @@ class SaveWeightsResponse(Wire):
 class SaveWeightsForSamplerRequest(Wire):
     """With `path`: a named, listed checkpoint. Without: an ephemeral sampler (answers `sampling_session_id`)."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId = 0
-    path: str | None = None
+    path: Path | None = None
     sampling_session_seq_id: Natural | None = None
     kind: SamplerKind = "snapshot"
     ttl_seconds: TtlSeconds | None = None
-    user_metadata: dict[str, str] | None = None
+    user_metadata: StringMetadata | None = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
 
@@ -47,11 +48,11 @@ class SaveWeightsForSamplerResponse(Wire):
 
 
 class SaveWeightsExternalRequest(Wire):
-    model_id: str
-    path: str
+    model_id: Id
+    path: Path
     seq_id: SeqId = 0
     ttl_seconds: TtlSeconds | None = None
-    age_encryption_recipients: list[str] | None = None
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=64)] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
 
@@ -67,16 +68,16 @@ class LoadWeightsRequest(Wire):
     model_role (ours): of the model that is created, None = that of the checkpoint's.
     """
 
-    path: str
+    path: Path
     optimizer: bool = False
-    model_id: str | None = None
+    model_id: Id | None = None
     seq_id: SeqId | None = None
-    session_id: str | None = None
+    session_id: Id | None = None
     model_seq_id: Natural | None = None
-    base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    base_model: Path | None = None
+    user_metadata: Metadata | None = None
     optimizer_config: OptimizerConfig | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Text | None = None
     model_role: Role | None = None
     type: Literal["load_weights"] = "load_weights"
 
@@ -88,7 +89,7 @@ class LoadWeightsResponse(Wire):
 
 
 class WeightsInfoRequest(Wire):
-    tinker_path: str
+    tinker_path: Path
 
 
 class WeightsInfoResponse(Wire):
@@ -105,12 +106,12 @@ class WeightsInfoResponse(Wire):
 
 
 class CopyWeightsRequest(Wire):
-    source_path: str
-    destination_project_id: str | None = None
-    session_id: str | None = None
+    source_path: Path
+    destination_project_id: Id | None = None
+    session_id: Id | None = None
     model_seq_id: Natural | None = None
     ttl_seconds: TtlSeconds | None = None
-    weights_access_token: str | None = None
+    weights_access_token: Text | None = None
 
 
 class CopyWeightsResponse(Wire):

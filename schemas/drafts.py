@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
+from .bounds import Id, Path
 from .sampling import ModelInput
 from .training import Positive, SeqId, Wire
 
@@ -17,9 +18,9 @@ Weights = Sequence[Annotated[float, Field(allow_inf_nan=False)]]
 class SetTargetRequest(Wire):
     """path: of a policy's checkpoint of the same base model; null, or left out = the bare base model."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId = 0
-    path: str | None = None
+    path: Path | None = None
     type: Literal["set_target"] = "set_target"
 
 
@@ -32,7 +33,7 @@ class BuildVocabMapRequest(Wire):
     """What is counted, either of: tokens, sequences of ids, of which those count that have a weight other than 0, or
     all where there are no weights; counts, by token id."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId = 0
     tokens: Sequence[Tokens] | None = None
     weights: Sequence[Weights] | None = None
@@ -82,7 +83,7 @@ class CaptureRequest(Wire):
     """ttl_seconds: how long the features are kept; left out: as long as the server lets it. uses: how many times a
     forward_backward uses each; behind the last one's optim_step they are deleted. Left out: any number."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId = 0
     data: Annotated[Sequence[Captured], Field(min_length=1)]
     ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
@@ -103,8 +104,8 @@ class CaptureResponse(Wire):
 class ReleaseFeaturesRequest(Wire):
     """feature_refs: that this model has captured; left out: all of them. Those that are gone are passed over."""
 
-    model_id: str
-    feature_refs: Sequence[str] | None = None
+    model_id: Id
+    feature_refs: Annotated[Sequence[Id], Field(max_length=1 << 16)] | None = None
 
 
 class ReleaseFeaturesResponse(Wire):

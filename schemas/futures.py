@@ -4,6 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
+from .bounds import Id
 from .errors import Category
 from .training import Natural, Wire
 
@@ -20,18 +21,18 @@ class SubmitResponse(Wire):
 
 
 class RetrieveFutureRequest(Wire):
-    request_id: str
+    request_id: Id
     allow_metadata_only: bool = False
 
 
 class CancelFutureRequest(Wire):
-    request_id: str
+    request_id: Id
 
 
 class SamplingSessionTarget(Wire):
     """One client of a sampling session: the original (0) or a clone, whose seq_ids start at a billion times this."""
 
-    sampling_session_id: str
+    sampling_session_id: Id
     cloned_sampler_id: Natural = 0
     type: Literal["sampling_session"] = "sampling_session"
 
@@ -42,7 +43,7 @@ class RetrieveFuturesRequest(Wire):
     target: SamplingSessionTarget
     prev_cursor: Natural = 0
     timeout: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
-    retrieved_request_ids: tuple[str, ...] = ()
+    retrieved_request_ids: Annotated[tuple[Id, ...], Field(max_length=1 << 16)] = ()
 
 
 class FutureCompletion(Wire):

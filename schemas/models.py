@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import ConfigDict, Field
 
+from .bounds import Detail, Id, Metadata, Path, Tags, Text
 from .training import Integer, Natural, Seed, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
@@ -50,7 +51,7 @@ class DraftConfig(Wire):
     training: Literal["draft"] = "draft"
     algorithm: Algorithm
     num_layers: Annotated[int, Field(ge=1, le=64)] | None = None
-    capture_layers: tuple[Index, ...] | None = None
+    capture_layers: Annotated[tuple[Index, ...], Field(max_length=1024)] | None = None
     draft_vocab_size: Size | None = None
     intermediate_size: Annotated[int, Field(ge=1, le=1 << 18)] | None = None
     block_size: Annotated[int, Field(ge=2, le=64)] | None = None
@@ -90,7 +91,7 @@ def draft_of(training: TrainingConfig) -> DraftConfig | None:
 
 
 class OptimizerConfig(Wire):
-    type: str = "adamw"
+    type: Id = "adamw"
     version: Integer | None = None
 
 
@@ -102,17 +103,17 @@ class CreateModelRequest(Wire):
     models, and the policy's checkpoint which they guess, None = the bare base model.
     """
 
-    session_id: str
+    session_id: Id
     model_seq_id: Natural
-    base_model: str
-    user_metadata: dict[str, Any] | None = None
+    base_model: Path
+    user_metadata: Metadata | None = None
     lora_config: LoraConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     model_role: Role = "policy"
     training: Literal["lora", "full"] | None = None
     seed: Seed | None = None
     draft: NewDraft | None = None
-    target_path: str | None = None
+    target_path: Path | None = None
     type: Literal["create_model"] = "create_model"
 
 
@@ -126,7 +127,7 @@ class CreateModelResponse(Wire):
 
 
 class GetInfoRequest(Wire):
-    model_id: str
+    model_id: Id
     type: Literal["get_info"] = "get_info"
 
 
@@ -227,11 +228,11 @@ class Workers(Wire):
 
 
 class CreateSessionRequest(Wire):
-    tags: tuple[str, ...] = ()
-    user_metadata: dict[str, Any] | None = None
-    sdk_version: str
-    project_id: str | None = None
-    display_name: str | None = None
+    tags: Tags = ()
+    user_metadata: Metadata | None = None
+    sdk_version: Id
+    project_id: Id | None = None
+    display_name: Text | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -241,7 +242,7 @@ class CreateSessionResponse(Wire):
 
 
 class HeartbeatRequest(Wire):
-    session_id: str
+    session_id: Id
     type: Literal["session_heartbeat"] = "session_heartbeat"
 
 
@@ -251,7 +252,7 @@ class FinishReason(Wire):
 
 class FinishSessionRequest(Wire):
     reason: FinishReason
-    detail: str | None = None
+    detail: Detail | None = None
 
 
 class SessionList(Wire):
@@ -341,7 +342,7 @@ class HeartbeatResponse(Wire):
 
 
 class AssignProjectRequest(Wire):
-    project_id: str
+    project_id: Id
 
 
 class TelemetryResponse(Wire):

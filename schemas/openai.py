@@ -18,6 +18,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from .bounds import MOST_TOKEN_IDS, ConstraintSchema, Id, Path
 from .errors import RequestError
 from .sampling import NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
@@ -88,7 +89,7 @@ class _FirstOnly(FailFast):
 
 def _in_pieces(entries: object, validate: ValidatorFunctionWrapHandler) -> dict[int, float]:
     """As _FirstOnly does for lists: what comes behind a piece with errors is not looked at."""
-    if not isinstance(entries, dict):
+    if not isinstance(entries, dict) or len(entries) > MOST_TOKEN_IDS:
         return validate(entries)
     items = iter(entries.items())
     pieces = iter(lambda: dict(islice(items, _PIECE)), {})
@@ -98,7 +99,7 @@ def _in_pieces(entries: object, validate: ValidatorFunctionWrapHandler) -> dict[
 Stop = Annotated[StopString, Field(min_length=1)]
 Tokens = Annotated[list[Integer], _FirstOnly()]
 Texts = Annotated[list[str], _FirstOnly()]
-LogitBias = Annotated[dict[Integer, Shift], WrapValidator(_in_pieces)]
+LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), WrapValidator(_in_pieces)]
 
 
 class OpenAiError(RequestError):
@@ -161,7 +162,7 @@ class JsonSchemaFormat(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    json_schema: Annotated[dict[str, JsonValue], Field(alias="schema")]
+    json_schema: Annotated[ConstraintSchema, Field(alias="schema")]
 
 
 class ResponseFormat(_Strict):
@@ -178,12 +179,12 @@ class Asking(_Strict):
     them) and return_token_ids are known from other servers. draft_path and num_draft_tokens: see SampleRequest.
     """
 
-    model: str
+    model: Path
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
     stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), _FirstOnly()] = []
-    stop_token_ids: Tokens = []
+    stop_token_ids: Annotated[Tokens, Field(max_length=MOST_TOKEN_IDS)] = []
     ignore_eos: bool = False
     seed: Seed | None = None
     temperature: Temperature = 1.0
@@ -197,7 +198,7 @@ class Asking(_Strict):
     logit_bias: LogitBias = {}
     response_format: ResponseFormat = ResponseFormat(type="text")
     return_token_ids: bool = False
-    draft_path: str | None = None
+    draft_path: Path | None = None
     num_draft_tokens: NumDraftTokens | None = None
 
     @property
@@ -273,7 +274,7 @@ class TextPart(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    type: str
+    type: Id
     text: str = ""
 
 
@@ -282,7 +283,7 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="allow")
 
-    role: str
+    role: Id
     content: str | Annotated[list[TextPart], _FirstOnly()] | None = None
     tool_calls: Annotated[list[dict[str, JsonValue]], _FirstOnly()] | None = None
 

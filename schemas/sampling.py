@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import ConfigDict, Field, model_validator
 
+from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, Id, Path
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Wire
 
 
@@ -17,9 +18,9 @@ class Constraint(Wire):
     grammar: the start rule derives it (Lark's syntax, as llguidance reads it).
     """
 
-    json_schema: dict[str, Any] | None = None
-    regex: str | None = None
-    grammar: str | None = None
+    json_schema: ConstraintSchema | None = None
+    regex: Annotated[str, Field(max_length=MOST_CONSTRAINT_BYTES)] | None = None
+    grammar: Annotated[str, Field(max_length=MOST_CONSTRAINT_BYTES)] | None = None
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -59,7 +60,12 @@ class SamplingParams(Wire):
 
     max_tokens: Positive | None = None
     seed: Seed | None = None
-    stop: StopString | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)] | list[Integer] | None = None
+    stop: (
+        StopString
+        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
+        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS)]
+        | None
+    ) = None
     temperature: Temperature = 1.0
     top_k: Annotated[int, Field(ge=-1, le=MOST_INTEGER)] = -1
     top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
@@ -68,7 +74,7 @@ class SamplingParams(Wire):
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Shift = 0.0
     frequency_penalty: Shift = 0.0
-    logit_bias: dict[Integer, Shift] | None = None
+    logit_bias: Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS)] | None = None
     constraint: Constraint | None = None
 
 
@@ -101,11 +107,11 @@ class SampleRequest(Wire):
     prompt: ModelInput
     sampling_params: SamplingParams = SamplingParams()
     num_samples: Positive = 1
-    sampling_session_id: str | None = None
+    sampling_session_id: Id | None = None
     seq_id: Natural | None = None
-    base_model: str | None = None
-    model_path: str | None = None
-    draft_path: str | None = None
+    base_model: Path | None = None
+    model_path: Path | None = None
+    draft_path: Path | None = None
     num_draft_tokens: NumDraftTokens | None = None
     prompt_logprobs: bool = False
     prompt_logprobs_last_n: Positive | None = None
@@ -120,11 +126,11 @@ class SampleRequest(Wire):
 class CreateSamplingSessionRequest(Wire):
     """draft_path (ours): of a draft's checkpoint, which guesses what all requests to it sample that name no other."""
 
-    session_id: str
+    session_id: Id
     sampling_session_seq_id: Natural
-    base_model: str | None = None
-    model_path: str | None = None
-    draft_path: str | None = None
+    base_model: Path | None = None
+    model_path: Path | None = None
+    draft_path: Path | None = None
     type: Literal["create_sampling_session"] = "create_sampling_session"
 
 
@@ -134,7 +140,7 @@ class CreateSamplingSessionResponse(Wire):
 
 
 class JoinSamplingSessionRequest(Wire):
-    sampling_session_id: str
+    sampling_session_id: Id
     type: Literal["join_sampling_session"] = "join_sampling_session"
 
 

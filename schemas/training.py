@@ -7,6 +7,7 @@ from typing import Annotated, Literal, NamedTuple
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
+from .bounds import Id
 from .columns import Column, Columns, column_of, columns_of, records_of
 
 
@@ -202,10 +203,10 @@ SeqId = Natural
 class OptimStepRequest(Wire):
     """gradient_scale (ours): nothing, "mean" = one over the window's summed weights, or a number."""
 
-    model_id: str
+    model_id: Id
     seq_id: SeqId = 0
     adam_params: AdamParams | None = None
-    optimizer_params: dict[str, float | Integer | str] | None = None
+    optimizer_params: Annotated[dict[Id, float | Integer | Id], Field(max_length=64)] | None = None
     gradient_scale: float | Literal["mean"] | None = None
     type: Literal["optim_step"] = "optim_step"
 

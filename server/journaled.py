@@ -1,7 +1,9 @@
 """Journaled: operations decoded again from what the journal has of them."""
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from pydantic import BaseModel
 
@@ -13,6 +15,7 @@ from ..schemas.checkpoints import (
 )
 from ..schemas.codec import decode_forward_backward
 from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
+from ..schemas.errors import RequestError
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
@@ -61,9 +64,21 @@ async def decode_entry(entry: Entry) -> Decoded:
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
     if kind in _JSON:
-        return json_decoder(_JSON[kind])  # pyright: ignore[reportReturnType]
+        return partial(_from_json, _JSON[kind])
 
     def decode(body: bytes) -> ForwardBackwardRequest:
         return replace(decode_forward_backward(body, content_type), forward_only=kind == "forward")
 
     return decode
+
+
+def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
+    """An earlier version took metadata of any size, which nothing that is rebuilt needs."""
+    decode = json_decoder(model)
+    try:
+        return decode(body)  # pyright: ignore[reportReturnType]
+    except RequestError:
+        fields = json.loads(body)
+        if not isinstance(fields, dict) or fields.pop("user_metadata", None) is None:
+            raise
+        return decode(json.dumps(fields).encode())  # pyright: ignore[reportReturnType]

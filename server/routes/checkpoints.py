@@ -9,6 +9,7 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Header, Query, Request
 from fastapi.responses import FileResponse
 
+from ...schemas.bounds import MOST_ID, MOST_PATH, MOST_TEXT
 from ...schemas.checkpoints import (
     CopyWeightsRequest,
     CopyWeightsResponse,
@@ -26,7 +27,7 @@ from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord, SessionRecord
-from .examples import CHECKPOINT, KindPath, NamePath, RunIdPath, body_example
+from .examples import CHECKPOINT, FilePath, IdempotencyKey, KindPath, NamePath, RunIdPath, body_example
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -102,13 +103,13 @@ async def external_weights_urls(
 
 @router.api_route("/downloads/{run_id}/{kind}/{name}/{file:path}", methods=["GET", "HEAD"], include_in_schema=False)
 async def download_file(
-    run_id: str,
-    kind: str,
-    name: str,
-    file: str,
+    run_id: RunIdPath,
+    kind: KindPath,
+    name: NamePath,
+    file: FilePath,
     services: ServicesDependency,
     expires: Annotated[Natural, Query()],
-    signature: Annotated[str, Query()],
+    signature: Annotated[str, Query(max_length=MOST_ID)],
 ) -> FileResponse:
     path = f"tinker://{run_id}/{kind}/{name}"
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
@@ -137,8 +138,8 @@ async def copy_weights(
     request: CopyWeightsRequest,
     services: ServicesDependency,
     tenant: TenantDependency,
-    access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token")] = None,
-    idempotency_key: Annotated[str | None, Header(alias="X-Idempotency-Key")] = None,
+    access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> CopyWeightsResponse:
     """The copy is the tenant's own, in the project asked for, and outlives its source."""
     token = access_token or request.weights_access_token
@@ -156,10 +157,12 @@ async def import_weights(
     services: ServicesDependency,
     tenant: TenantDependency,
     config_bytes: Annotated[int, Query(ge=2, le=_MOST_CONFIG_BYTES, description="those of adapter_config.json")],
-    base_model: Annotated[str | None, Query(description="left out: the one that adapter_config.json names")] = None,
-    name: Annotated[str, Query(description="of the checkpoint")] = "imported",
+    base_model: Annotated[
+        str | None, Query(max_length=MOST_PATH, description="left out: the one that adapter_config.json names")
+    ] = None,
+    name: Annotated[str, Query(max_length=MOST_ID, description="of the checkpoint")] = "imported",
     ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
-    idempotency_key: Annotated[str | None, Header(alias="X-Idempotency-Key")] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> ImportWeightsResponse:
     """An adapter that PEFT has saved, as a checkpoint to load and to sample from, without optimizer state.
 

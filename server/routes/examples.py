@@ -2,8 +2,9 @@
 
 from typing import Annotated
 
-from fastapi import Path
+from fastapi import Header, Path
 
+from ...schemas.bounds import MOST_ID, MOST_PATH
 from ..bodies import JsonSchema
 
 SESSION_ID = "3f1c0f6a9d2b4e58"
@@ -20,16 +21,19 @@ def body_example(example: dict[str, object]) -> JsonSchema:
     return {"requestBody": {"content": {"application/json": {"example": example}}}}
 
 
-SessionIdPath = Annotated[str, Path(openapi_examples={"a session": {"value": SESSION_ID}})]
-RunIdPath = Annotated[str, Path(openapi_examples={"a model": {"value": MODEL_ID}})]
-SamplerIdPath = Annotated[str, Path(openapi_examples={"a sampler": {"value": SAMPLER_ID}})]
+SessionIdPath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a session": {"value": SESSION_ID}})]
+RunIdPath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a model": {"value": MODEL_ID}})]
+SamplerIdPath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a sampler": {"value": SAMPLER_ID}})]
 KindPath = Annotated[
     str,
     Path(
+        max_length=MOST_ID,
         description="weights, sampler_weights or external_weights",
         openapi_examples={"of save_weights": {"value": "weights"}},
     ),
 ]
-NamePath = Annotated[str, Path(openapi_examples={"a checkpoint": {"value": NAME}})]
-ModelPath = Annotated[str, Path(openapi_examples={"a base model": {"value": BASE_MODEL}})]
-FilePath = Annotated[str, Path(openapi_examples={"a file": {"value": "tokenizer.json"}})]
+NamePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a checkpoint": {"value": NAME}})]
+ModelPath = Annotated[str, Path(max_length=MOST_PATH, openapi_examples={"a base model": {"value": BASE_MODEL}})]
+FilePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a file": {"value": "tokenizer.json"}})]
+IdempotencyKey = Annotated[str | None, Header(alias="X-Idempotency-Key", max_length=MOST_ID)]
+"""A request that is sent again has the same one."""

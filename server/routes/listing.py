@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 from fastapi import APIRouter, Query
 
+from ...schemas.bounds import MOST_ID
 from ...schemas.errors import RequestError
 from ...schemas.models import (
     Checkpoint,
@@ -40,7 +41,7 @@ async def list_training_runs(
     limit: Limit = 20,
     offset: Offset = 0,
     access_scope: AccessScope = "owned",
-    project_id: str | None = None,
+    project_id: Annotated[str | None, Query(max_length=MOST_ID)] = None,
 ) -> TrainingRunList:
     """Last used first. accessible: also other tenants' runs with a public checkpoint. project_id: own runs alone."""
     public_at = services.checkpoints.now() if access_scope == "accessible" else None

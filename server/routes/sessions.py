@@ -1,8 +1,6 @@
 """The life of a client: its configuration, its session, its heartbeats, its telemetry (which is dropped)."""
 
-from typing import Annotated
-
-from fastapi import APIRouter, Header, Request, Response
+from fastapi import APIRouter, Request, Response
 
 from ...schemas.models import (
     AssignProjectRequest,
@@ -19,7 +17,7 @@ from ...schemas.models import (
 )
 from ..auth import OperatorDependency, TenantDependency
 from ..services import ServicesDependency
-from .examples import SESSION_ID, SessionIdPath, body_example
+from .examples import SESSION_ID, IdempotencyKey, SessionIdPath, body_example
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
@@ -73,7 +71,7 @@ async def create_session(
     request: CreateSessionRequest,
     services: ServicesDependency,
     tenant: TenantDependency,
-    idempotency_key: Annotated[str | None, Header(alias="X-Idempotency-Key")] = None,
+    idempotency_key: IdempotencyKey = None,
 ) -> CreateSessionResponse:
     """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
     record = await services.sessions.create(tenant, request, idempotency_key)

@@ -1,0 +1,64 @@
+"""How long what a request says may be. What is not here is payload: prompts, data, messages, which are bounded by the
+body that they come in (--max-body-bytes) and by their tenant's quotas."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, Field, WithJsonSchema
+
+MOST_ID, MOST_PATH, MOST_TEXT = 256, 1024, 4096
+MOST_METADATA_BYTES = 8192
+MOST_CONSTRAINT_BYTES = 1 << 18
+MOST_TOKEN_IDS = 1 << 18
+"""As many as the largest vocabularies have."""
+
+Id = Annotated[str, Field(max_length=MOST_ID)]
+"""Of sessions, models, samplers, requests, projects; short names, such as those of optimizers."""
+
+Path = Annotated[str, Field(max_length=MOST_PATH)]
+"""Of checkpoints; names of base models, which may be hub ids."""
+
+Text = Annotated[str, Field(max_length=MOST_TEXT)]
+"""What people read: a session's name, how it ended."""
+
+Tags = Annotated[tuple[Id, ...], Field(max_length=64)]
+
+
+def _json_size(value: object, most: int) -> int:
+    """Bytes of the JSON text of a parsed value, about; counted no further than to where it is more than `most`."""
+    size, rest = 0, [value]
+    while rest and size <= most:
+        each = rest.pop()
+        size += 2
+        if isinstance(each, str):
+            size += len(each)
+        elif isinstance(each, dict):
+            rest += [part for entry in each.items() for part in entry]
+        elif isinstance(each, list | tuple):
+            rest += each
+        else:
+            size += len(repr(each))
+    return size
+
+
+def _at_most(num_bytes: int) -> AfterValidator:
+    def check(value: Any) -> Any:
+        if value is not None and _json_size(value, num_bytes) > num_bytes:
+            raise ValueError(f"it is longer than {num_bytes} bytes of JSON: shorten it")
+        return value
+
+    return AfterValidator(check)
+
+
+def _json_object(num_bytes: int) -> WithJsonSchema:
+    return WithJsonSchema({"type": "object", "maxProperties": num_bytes, "description": f"{num_bytes} bytes at most"})
+
+
+Metadata = Annotated[dict[str, Any], _at_most(MOST_METADATA_BYTES), _json_object(MOST_METADATA_BYTES)]
+"""A user's own words about a session, a model or a checkpoint, which are stored and listed."""
+
+StringMetadata = Annotated[dict[str, str], _at_most(MOST_METADATA_BYTES), _json_object(MOST_METADATA_BYTES)]
+
+ConstraintSchema = Annotated[dict[str, Any], _at_most(MOST_CONSTRAINT_BYTES), _json_object(MOST_CONSTRAINT_BYTES)]
+
+Detail = Annotated[str, AfterValidator(lambda text: text[:MOST_TEXT])]
+"""A reason that may hold a traceback: it is cut, since refusing it would refuse what it explains."""

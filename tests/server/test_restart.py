@@ -1,8 +1,8 @@
 """A server that is killed and started again on the same state directory."""
 
-import contextlib
 import os
 import signal
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +11,7 @@ import httpx
 import pytest
 
 from ..live import LiveServer, live_server
+from .gated import GATED
 from .real import ALICE, MODEL, sample_body
 
 DATA = [{"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8], "weights": [1.0, 1.0, 1.0]}}]
@@ -26,6 +27,12 @@ class Client:
         headers = {"X-API-Key": ALICE, "Prefer": "wait=30"} | headers
         response = httpx.post(f"{self.server.url}/api/v1/{path}", json=body, headers=headers, timeout=60)
         return response.json() | {"status": response.status_code}
+
+    def wait(self, request_id: str) -> dict:
+        """The answer of a future, however often it must be polled."""
+        while (answer := self.post("retrieve_future", {"request_id": request_id}))["status"] == 408:
+            pass
+        return answer
 
 
 @pytest.mark.full
@@ -75,34 +82,34 @@ def test_what_nobody_takes_up_is_answered_as_lost(tiny_models: dict[str, Path], 
 
 
 def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repeat(
-    tiny_models: dict[str, Path], tmp_path: Path
+    tiny_models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Slow passes: at the signal there is much left to do, however slow the client has been.
-    slow = {"micro_batch_tokens": 1, "drain_seconds": 100}
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, **slow) as server, ThreadPoolExecutor(1) as threads:
+    gate = tmp_path / "gate"
+    monkeypatch.setenv("GATE", str(gate))
+    models, options = {MODEL: tiny_models["qwen3"]}, {"module": GATED, "drain_seconds": 250}
+    with live_server(models, tmp_path / "state", **options) as server, ThreadPoolExecutor(1) as threads:
         client = Client(server)
         session_id = client.post("create_session", {"sdk_version": "0"})["session_id"]
         create = {"session_id": session_id, "model_seq_id": 0, "base_model": MODEL, "lora_config": {"rank": 4}}
         model_id = client.post("create_model", create)["model_id"]
         losses = {"model_id": model_id, "data": 12 * DATA, "loss_fn": "cross_entropy"}
         accepted = []
+        gate.touch()
         for seq_id in range(1, 13, 2):
             for path, body in (("forward_backward", losses), ("optim_step", {"model_id": model_id})):
                 number = seq_id + (path == "optim_step")
                 accepted.append(client.post(path, body | {"seq_id": number}, Prefer="respond-async")["request_id"])
-        poll = threads.submit(client.post, "retrieve_future", {"request_id": accepted[8]})
-        client.post("retrieve_future", {"request_id": accepted[0]})
+        poll = threads.submit(client.wait, accepted[8])
         server.process.terminate()
-        refused = []
-        while server.process.poll() is None and not refused:
-            with contextlib.suppress(httpx.TransportError):
-                answer = client.post("optim_step", {"model_id": model_id, "seq_id": 99}, Prefer="respond-async")
-                refused += [answer] if answer["status"] == 503 else []
-        assert server.process.wait(100) == 0
+        while httpx.get(f"{server.url}/api/v1/readyz", timeout=60).json()["status"] != "stopping":
+            time.sleep(0.1)
+        refused = client.post("optim_step", {"model_id": model_id, "seq_id": 99})
+        assert refused["status"] == 503 and "stopping" in refused["detail"]
+        gate.unlink()
+        assert server.process.wait(250) == 0
         assert poll.result()["status"] == 200 and poll.result()["metrics"]
-        assert refused and "stopping" in refused[0]["detail"]
         assert "WARNING" not in server.log.read_text()
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path) as server:
+    with live_server(models, tmp_path / "state") as server:
         client = Client(server)
         assert httpx.get(f"{server.url}/api/v1/readyz").json() == {
             "status": "ready",
@@ -112,7 +119,7 @@ def test_a_termination_lets_what_was_accepted_be_done_and_leaves_nothing_to_repe
             "holder": None,
             "reason": None,
         }
-        assert all(client.post("retrieve_future", {"request_id": one})["metrics"] for one in accepted)
+        assert all(client.wait(one)["metrics"] for one in accepted)
         assert client.post("forward", losses)["metrics"]["loss:sum"] > 0
         assert "from the snapshot behind seq_id 12 and 0 operations" in server.log.read_text()
         assert httpx.get(f"{server.url}/api/v1/readyz").json()["runs_to_make_again"] == 0

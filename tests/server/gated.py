@@ -1,0 +1,33 @@
+"""`trainhouse serve` whose passes wait while the file $GATE exists; to be run with python -m."""
+
+import os
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from unittest import mock
+
+from trainhouse.schemas.training import ForwardBackwardOutput
+from trainhouse.server.__main__ import main
+from trainhouse.server.config import ServerConfig
+from trainhouse.workers.dispatch import DispatchConfig
+from trainhouse.workers.verbs import Failure, Pass
+from trainhouse.workers.worker import Worker
+
+GATED = "trainhouse.tests.server.gated"
+
+
+class GatedWorker(Worker):
+    def run_pass(self, work: Pass) -> tuple[ForwardBackwardOutput | Failure | None, ...]:
+        while Path(os.environ["GATE"]).exists():
+            time.sleep(0.02)
+        return super().run_pass(work)
+
+
+def dispatch_config(config: ServerConfig, original=ServerConfig.dispatch_config) -> DispatchConfig:
+    return replace(original(config), worker=f"{GATED}:{GatedWorker.__name__}")
+
+
+if __name__ == "__main__":
+    with mock.patch.object(ServerConfig, "dispatch_config", dispatch_config):
+        sys.exit(main())

@@ -20,7 +20,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if directory.is_dir() and any(directory.iterdir()):
             raise ValueError(f"{directory} has files already: name a new directory")
         with ServiceClient(options.base_url, options.api_key) as service:
-            service.create_rest_client().export_checkpoint(options.path, directory).result()
+            files = service.create_rest_client().export_checkpoint(options.path, directory).result()
+        if all(file.suffix == ".age" for file in files):
+            print(f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`")
+            return 0
         description = json.loads((directory / "trainhouse.json").read_text())
     except (TrainhouseError, ValueError, OSError) as error:
         print(f"trainhouse export: error: {error}", file=sys.stderr)

@@ -48,11 +48,13 @@ class SaveWeightsForSamplerResponse(Wire):
 
 
 class SaveWeightsExternalRequest(Wire):
+    """age_encryption_recipients: public keys to which every file is encrypted; its name then ends in `.age`."""
+
     model_id: Id
     path: Path
     seq_id: SeqId = 0
     ttl_seconds: TtlSeconds | None = None
-    age_encryption_recipients: Annotated[list[Text], Field(max_length=64)] | None = None
+    age_encryption_recipients: Annotated[list[Text], Field(max_length=10)] | None = None
     type: Literal["save_weights_external"] = "save_weights_external"
 
 

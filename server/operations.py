@@ -39,6 +39,7 @@ from ..schemas.training import (
 )
 from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
+from .age import encrypt_files, parse_recipients
 from .auth import Tenant
 from .bodies import Received
 from .checkpoints import Checkpoints, full_path, loaded_as
@@ -397,10 +398,6 @@ class Operations:
 
     async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest, request_id: str) -> Result:
         """PEFT files, or a full model's, to be downloaded through the checkpoint's external_weights_urls."""
-        if operation.age_encryption_recipients:
-            raise OperationError(
-                "age_encryption_recipients is not supported: leave it out, and encrypt what was downloaded"
-            )
         path = await self._save(run, "external_weights", operation.path, request_id, operation)
         saved = await self._checkpoints.resolve(Tenant(run.tenant_id, ""), path)
         return _json(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
@@ -419,7 +416,9 @@ class Operations:
             raise OperationError("a reference has nothing of its own to save: it is what it was loaded from")
         if not await self._checkpoints.was_saved(run, kind, name, request_id):
             optimizer = kind == "weights"
-            metadata = None if isinstance(operation, SaveWeightsExternalRequest) else operation.user_metadata
+            is_export = isinstance(operation, SaveWeightsExternalRequest)
+            recipients = parse_recipients(operation.age_encryption_recipients or ()) if is_export else ()
+            metadata = None if is_export else operation.user_metadata
             writing = self._checkpoints.writing(
                 run,
                 kind,
@@ -433,6 +432,7 @@ class Operations:
             with room_for("the checkpoint was"):
                 async with writing as staging:
                     await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+                    await asyncio.to_thread(encrypt_files, staging, recipients)
         return f"tinker://{run.run_id}/{kind}/{name}"
 
     async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:

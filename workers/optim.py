@@ -41,13 +41,13 @@ class Update:
         return min(1.0, max_norm / (self.norm + 1e-6)) if max_norm else 1.0
 
     def metrics(self) -> dict[str, float]:
+        """None has a name that loggers own (`step`, `num_tokens`, `time`): scripts merge these into their own."""
         window = self.adapter.window
         return window.losses | {
-            "grad_norm": self.norm,
-            "clipped": float(self.clip_coefficient < 1.0),
-            "lr": self.params.learning_rate,
-            "step": float(self.adapter.num_steps),
-            "num_tokens": float(window.num_tokens),
+            "unclipped_grad_l2:mean": self.norm,
+            "grad_clipped:mean": float(self.clip_coefficient < 1.0),
+            "optimizer_step:last": float(self.adapter.num_steps),
+            "window_tokens:sum": float(window.num_tokens),
         }
 
 
@@ -58,7 +58,7 @@ def apply_steps(
 
     On all ranks of a mesh at once, which add up their gradients before.
 
-    Consumes the windows; answers grad_norm (scaled, before clipping), clipped, lr, step, num_tokens and loss sums.
+    Consumes the windows; answers the loss sums and the metrics of `Update.metrics`; the norm is the scaled gradient's.
     A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
     window is then cleared), on a gradient_scale or eps that is no use, and when there is no memory for the optimizer
     (the window then stays).

@@ -137,7 +137,7 @@ async def carried_out(url: str, plan: list[Planned]) -> list[Entry]:
 async def weigh(url: str) -> Sentence:
     entries = await carried_out(url, [Planned("forward_backward", 1), Planned("optim_step", 1, 1)])
     passed, step = (entry.answer["metrics"] for entry in entries)
-    return Sentence(passed["loss:sum"], step["grad_norm"])
+    return Sentence(passed["loss:sum"], step["unclipped_grad_l2:mean"])
 
 
 def expected_moment(client: LedgerClient, sentence: Sentence) -> float:

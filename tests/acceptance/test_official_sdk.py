@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.request import urlopen
 
 import numpy as np
+import pyrage
 import pytest
 import tinker
 import torch
@@ -405,16 +406,71 @@ def test_external_weights_download_as_a_peft_adapter(
     client = make_training()
     train(client, batch(), 4)
     path = client.save_weights_external("export").result(60).path
-    urls = rest.get_external_weights_urls(path).result(60).urls
-    for file, url in urls.items():
-        with urlopen(url, timeout=30) as response:
-            (tmp_path / file).write_bytes(response.read())
+    download(rest, path, tmp_path)
     tokens = torch.tensor([5, 6, 7, 8, 9, 10])
     model = AutoModelForCausalLM.from_pretrained(tiny_models["qwen3"], dtype=torch.float32)
     expected = logprobs_of(client.forward([datum(tokens.tolist())], "cross_entropy").result(60))
     bare = token_logprobs(model, tokens)
     np.testing.assert_allclose(token_logprobs(PeftModel.from_pretrained(model, tmp_path), tokens), expected, atol=1e-4)
     assert np.abs(bare - expected).max() > 1e-2
+
+
+def download(rest: tinker.RestClient, path: str, directory: Path) -> list[str]:
+    urls = rest.get_external_weights_urls(path).result(60).urls
+    for file, url in urls.items():
+        with urlopen(url, timeout=30) as response:
+            (directory / file).write_bytes(response.read())
+    return sorted(urls)
+
+
+def test_an_export_is_encrypted_to_age_recipients(
+    service: tinker.ServiceClient, rest: tinker.RestClient, make_training, tmp_path: Path
+) -> None:
+    """The steps of the cookbook's `weights.download`, which exports a training checkpoint so."""
+    source = make_training()
+    train(source, batch(), 2)
+    client = service.create_training_client_from_state(source.save_state("saved").result(60).path).result(60)
+    identity, other = pyrage.x25519.Identity.generate(), pyrage.x25519.Identity.generate()
+    saving = client.save_weights_external(
+        "download", ttl_seconds=86400, age_encryption_recipients=[str(identity.to_public())]
+    )
+    path = saving.result(60).path
+    plain, encrypted = tmp_path / "plain", tmp_path / "encrypted"
+    plain.mkdir(), encrypted.mkdir()
+    names = download(rest, client.save_weights_external("plain").result(60).path, plain)
+    assert download(rest, path, encrypted) == [f"{name}.age" for name in names]
+    for name in names:
+        content = (encrypted / f"{name}.age").read_bytes()
+        assert pyrage.decrypt(content, [identity]) == (plain / name).read_bytes()
+        with pytest.raises(pyrage.DecryptError):
+            pyrage.decrypt(content, [other])
+    rest.set_checkpoint_ttl_from_tinker_path(path, 86400).result(60)
+    rest.delete_checkpoint_from_tinker_path(path).result(60)
+
+
+def test_an_age_recipient_that_is_none_is_refused_by_its_text(make_training) -> None:
+    client = make_training()
+    with pytest.raises(tinker.RequestFailedError, match=r"'age1nobody' is no public key of age"):
+        client.save_weights_external("never", age_encryption_recipients=["age1nobody"]).result(60)
+    assert train(client, batch(), 1)
+
+
+# What loggers write themselves: of the cookbook, Weights & Biases, TensorBoard, MLflow and transformers' Trainer.
+NAMES_OF_LOGGERS = {
+    *("step", "epoch", "progress", "time", "timestamp", "runtime", "wall_time", "global_step", "loss", "grad_norm"),
+    *("lr", "learning_rate", "num_sequences", "num_tokens", "num_loss_tokens", "_step", "_runtime", "_timestamp"),
+}
+
+
+def test_metrics_take_no_name_that_loggers_own(make_training) -> None:
+    client = make_training()
+    passed = client.forward_backward(batch(), "cross_entropy").result(60).metrics
+    for clip in (0.0, 1e-9):
+        client.forward_backward(batch(), "cross_entropy").result(60)
+        adam = types.AdamParams(learning_rate=1e-3, grad_clip_norm=clip)
+        metrics = client.optim_step(adam).result(60).metrics
+        assert metrics is not None and not NAMES_OF_LOGGERS & {*passed, *metrics}
+        assert metrics["unclipped_grad_l2:mean"] > 1e-2 and metrics["grad_clipped:mean"] == (clip > 0)
 
 
 @torch.no_grad()

@@ -860,7 +860,7 @@ async def test_what_was_captured_and_answered_for_is_not_captured_again(
     async with running_server(config, dispatch) as server:
         policy.server = server
         assert "error" not in await server.result(first)
-        assert (await policy.optim_step())["metrics"]["num_tokens"] == 2 * 3 * LENGTH
+        assert (await policy.optim_step())["metrics"]["window_tokens:sum"] == 2 * 3 * LENGTH
         assert (await stock(server))["num_references"] == 0 and files(server) == []
 
 
@@ -886,4 +886,4 @@ async def test_what_could_not_be_captured_for_fails_again(config: ServerConfig, 
         assert await server.result(second["request_id"]) == failed
         assert "forward_backward with seq_id 2 failed" in (await policy.optim_step())["error"]
         assert "error" not in await policy.do("forward_backward", **asked)
-        assert (await policy.optim_step())["metrics"]["num_tokens"] == 3 * LENGTH
+        assert (await policy.optim_step())["metrics"]["window_tokens:sum"] == 3 * LENGTH

@@ -118,8 +118,8 @@ def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) ->
     accumulate(adapter, random_gradient(adapter), num_tokens=3, loss=0.5)
     norm = float(2 * random_gradient(adapter).norm())
     metrics = apply_step(adapter, step(learning_rate=1e-3, grad_clip_norm=norm / 2))
-    assert metrics.pop("grad_norm") == pytest.approx(norm, rel=1e-5)
-    assert metrics == {"loss:sum": 2.5, "num_tokens": 8.0, "clipped": 1.0, "lr": 1e-3, "step": 1.0}
+    assert metrics.pop("unclipped_grad_l2:mean") == pytest.approx(norm, rel=1e-5)
+    assert metrics == {"loss:sum": 2.5, "window_tokens:sum": 8.0, "grad_clipped:mean": 1.0, "optimizer_step:last": 1.0}
     assert adapter.window.num_operations == 0
     assert not adapter.accumulator.any()
 
@@ -127,7 +127,7 @@ def test_a_step_answers_its_metrics_and_consumes_the_window(adapter: Adapter) ->
 @pytest.mark.parametrize("max_norm, clipped", [(0.0, 0.0), (1e9, 0.0), (1e-3, 1.0)])
 def test_clipped_says_whether_it_was(adapter: Adapter, max_norm: float, clipped: float) -> None:
     accumulate(adapter, random_gradient(adapter))
-    assert apply_step(adapter, step(grad_clip_norm=max_norm))["clipped"] == clipped
+    assert apply_step(adapter, step(grad_clip_norm=max_norm))["grad_clipped:mean"] == clipped
 
 
 @pytest.mark.parametrize("size", [10, 1 << 14, 5_000_011])
@@ -146,7 +146,7 @@ def test_the_gradient_scale_multiplies_the_sum(
     gradient = random_gradient(adapter)
     accumulate(adapter, gradient, weight_sum=4.0)
     metrics = apply_step(adapter, step(scale))
-    assert metrics["grad_norm"] == pytest.approx(factor * float(gradient.norm()), rel=1e-5)
+    assert metrics["unclipped_grad_l2:mean"] == pytest.approx(factor * float(gradient.norm()), rel=1e-5)
     assert relative_error(adapter.exp_avg, 0.1 * factor * gradient) < 1e-6
 
 
@@ -156,7 +156,7 @@ def test_an_unusable_gradient_scale_leaves_the_window(
 ) -> None:
     accumulate(adapter, random_gradient(adapter), weight_sum=0.0)
     assert reason in refusal(adapter, step(scale))
-    assert apply_step(adapter, step())["step"] == 1.0
+    assert apply_step(adapter, step())["optimizer_step:last"] == 1.0
 
 
 def test_at_learning_rate_zero_weights_stay_bit_identical(adapter: Adapter) -> None:
@@ -185,7 +185,7 @@ def test_a_sum_that_is_not_finite_is_refused_and_discarded(adapter: Adapter, val
     assert torch.equal(adapter.weights, before)
     assert adapter.num_steps == 0
     accumulate(adapter, random_gradient(adapter))
-    assert apply_step(adapter, step())["step"] == 1.0
+    assert apply_step(adapter, step())["optimizer_step:last"] == 1.0
 
 
 def test_a_window_that_lost_an_operation_is_refused_and_discarded(adapter: Adapter) -> None:
@@ -226,7 +226,7 @@ def test_a_step_is_bit_identical_whoever_else_steps_in_the_same_call(tiny_models
             accumulate(adapter, random_gradient(adapter, seed), weight_sum=4.0)
         answers = apply_steps(together, MIXED)
         assert answers == [apply_step(adapter, step) for adapter, step in zip(alone, MIXED, strict=True)]
-        assert [answer["clipped"] for answer in answers if isinstance(answer, dict)] == [0, 1, 0, 0, 0]
+        assert [answer["grad_clipped:mean"] for answer in answers if isinstance(answer, dict)] == [0, 1, 0, 0, 0]
     for one, other in zip(alone, together, strict=True):
         assert all(map(torch.equal, learned(one), learned(other)))
     assert not torch.equal(together[0].exp_avg, together[3].exp_avg)
@@ -289,9 +289,9 @@ def test_without_memory_for_the_optimizer_a_step_fails_alone_and_its_gradients_s
         failed, stepped = apply_steps([new, old], [step(0.5), step(0.5)])
     assert isinstance(failed, Failure) and failed.category == "server"
     assert "no memory for the optimizer state of" in failed.message
-    assert isinstance(stepped, dict) and stepped["step"] == 2.0
+    assert isinstance(stepped, dict) and stepped["optimizer_step:last"] == 2.0
     assert torch.equal(new.accumulator, gradient)
-    assert apply_step(new, step(0.5))["grad_norm"] == pytest.approx(float(gradient.norm()) / 2, rel=1e-5)
+    assert apply_step(new, step(0.5))["unclipped_grad_l2:mean"] == pytest.approx(float(gradient.norm()) / 2, rel=1e-5)
 
 
 @pytest.mark.gpu

@@ -143,7 +143,7 @@ def test_a_snapshot_holds_the_gradients_that_wait_for_their_step(
         ]
         assert same(restored, undisturbed) and ends[1] == ends[0]
         assert not same(without, undisturbed)
-        assert ends[2]["num_tokens"] < ends[0]["num_tokens"]
+        assert ends[2]["window_tokens:sum"] < ends[0]["window_tokens:sum"]
         for run_id in ("undisturbed", "restored", "without"):
             await dispatch.drop_run(run_id)
 

@@ -56,7 +56,7 @@ class Trained:
                 self.values += [each["values"] for each in outputs[0].loss_fn_outputs]  # pyright: ignore
             for metrics in where.call("apply_steps", (Step("critic", ADAM), Step("a", ADAM))):
                 assert isinstance(metrics, dict), metrics
-                self.losses.append(metrics["grad_norm"])
+                self.losses.append(metrics["unclipped_grad_l2:mean"])
         self.directory = where.saved("critic")
         stem = "model" if isinstance(training, FullConfig) else "adapter_model"
         paths = self.directory.glob(f"{stem}*.safetensors")

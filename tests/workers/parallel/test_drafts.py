@@ -63,7 +63,7 @@ class Trained:
                 self.told += [value for name, value in output.metrics.items() if name.endswith(":sum")]
             (metrics,) = where.call("apply_steps", (Step("draft", ADAM, "mean"),))
             assert isinstance(metrics, dict), metrics
-            self.told.append(metrics["grad_norm"])
+            self.told.append(metrics["unclipped_grad_l2:mean"])
         self.directory = where.saved("draft")
         paths = self.directory.glob("model*.safetensors")
         self.weights = {name: each for path in paths for name, each in load_file(path).items()}
@@ -107,7 +107,7 @@ def went_on(where: Layout, algorithm: Algorithm) -> list[float]:
     assert isinstance(metrics, dict), metrics
     (output,) = where.run_pass(guessed(algorithm, 4, 8, 13))
     assert isinstance(output, ForwardBackwardOutput), output
-    return [metrics["grad_norm"], output.metrics["loss:sum"]]
+    return [metrics["unclipped_grad_l2:mean"], output.metrics["loss:sum"]]
 
 
 @pytest.mark.full

@@ -70,7 +70,7 @@ def loss_of(where: Layout, seed: int, *lengths: int) -> float:
 def norm_of_step(where: Layout) -> float:
     (metrics,) = where.call("apply_steps", (Step("full", ADAM),))
     assert isinstance(metrics, dict), metrics
-    return metrics["grad_norm"]
+    return metrics["unclipped_grad_l2:mean"]
 
 
 def tensors(directory: Path, stem: str) -> dict[str, np.ndarray]:

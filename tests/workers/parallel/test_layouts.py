@@ -185,7 +185,10 @@ def told_before_a_step(where: Layout, learning_rate: float) -> list[bytes]:
     assert isinstance(output, ForwardBackwardOutput)
     (metrics,) = where.call("apply_steps", (Step("new", ADAM.model_copy(update={"learning_rate": learning_rate})),))
     logprobs = [each["logprobs"] for each in output.loss_fn_outputs]
-    return [np.asarray(each).tobytes() for each in (output.metrics["loss:sum"], *logprobs, metrics["grad_norm"])]
+    return [
+        np.asarray(each).tobytes()
+        for each in (output.metrics["loss:sum"], *logprobs, metrics["unclipped_grad_l2:mean"])
+    ]
 
 
 def test_what_one_rank_saved_goes_on_under_the_layout_and_back(
@@ -213,7 +216,7 @@ def test_gradients_of_a_snapshot_go_on_under_the_layout_and_back(
                 where.call("load_run", "b", str(directory), True)
             where.run_pass(supervised("b", 4, 21))
             (metrics,) = where.call("apply_steps", (Step("b", ADAM),))
-            norms.append(metrics["grad_norm"])
+            norms.append(metrics["unclipped_grad_l2:mean"])
     assert close(norms[1::2], norms[::2])
 
 
@@ -281,13 +284,13 @@ def one_step(where: Layout, rule: str) -> Stepped:
     where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12))
     # So small that it is not clipped: clipped, the mean may do what the sum does.
     (metrics,) = where.call("apply_steps", (Step("new", ADAM, 0.001),))
-    assert not metrics["clipped"], metrics
+    assert not metrics["grad_clipped:mean"], metrics
     (output,) = where.run_pass(supervised("new", 1, 9, 30, 17, 4, 12, forward_only=True))
     assert isinstance(output, ForwardBackwardOutput)
     weights = load_file(where.saved("new") / "adapter_model.safetensors")
     where.call("drop_run", "new")
     where.call("follow", "sum")
-    return Stepped(metrics["grad_norm"], weights, [each["logprobs"] for each in output.loss_fn_outputs])
+    return Stepped(metrics["unclipped_grad_l2:mean"], weights, [each["logprobs"] for each in output.loss_fn_outputs])
 
 
 BATCHES = ((1,), (3,), (40,), (2, 1), (1, 1, 1), (60, 1, 1, 1, 1), (7, 30, 2, 19, 5, 11, 3, 24, 1))
@@ -396,7 +399,7 @@ def test_what_fails_on_one_rank_fails_on_all_and_nothing_else_does(many: tuple[L
     assert not isinstance(fine, Failure)
     refused, metrics = where.call("apply_steps", (Step("a", ADAM), Step("b", ADAM)))
     assert isinstance(refused, Failure) and "was refused" in refused.message
-    assert metrics["num_tokens"] == 15
+    assert metrics["window_tokens:sum"] == 15
     (empty,) = where.run_pass(supervised("a", 1))
     assert isinstance(empty, Failure) and "the batch is empty" in empty.message
     where.call("clear_gradients", "a")

@@ -115,7 +115,7 @@ def assert_run_a_is_lost(where: Layout, directory: Path) -> None:
     for steps in ((Step("a", ADAM), Step("d", ADAM)), (Step("a", ADAM),)):
         refused, *others = where.call("apply_steps", steps)
         assert isinstance(refused, Failure) and LOST in refused.message
-        assert all(isinstance(metrics, Mapping) and metrics["num_tokens"] == 15 for metrics in others)
+        assert all(isinstance(metrics, Mapping) and metrics["window_tokens:sum"] == 15 for metrics in others)
     for verb, *arguments in (
         ("save_run", "a", str(directory), True),
         ("begin_snapshot", 7, "a", str(directory)),

@@ -71,7 +71,7 @@ def learned(where: Layout, request: ForwardBackwardRequest) -> list[float]:
     (stepped,) = where.call("apply_steps", (step,))
     assert isinstance(stepped, dict), stepped
     losses = np.concatenate([each["losses"] for each in output.loss_fn_outputs]).tolist()
-    return [*losses, output.metrics["loss:sum"], stepped["grad_norm"]]
+    return [*losses, output.metrics["loss:sum"], stepped["unclipped_grad_l2:mean"]]
 
 
 def num_exchanged(where: Layout, request: ForwardBackwardRequest) -> int:
@@ -196,7 +196,7 @@ class Beside:
     def step(self) -> float:
         (metrics,) = self.where.call("apply_steps", (Step("policy", ADAM),))
         assert isinstance(metrics, dict), metrics
-        return metrics["grad_norm"]
+        return metrics["unclipped_grad_l2:mean"]
 
 
 def contents(directory: Path) -> dict[str, dict[str, np.ndarray]]:

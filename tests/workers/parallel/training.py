@@ -189,7 +189,7 @@ def train(where: Layout, num_steps: int = 3) -> Numbers:
         numbers.gradients += [load_file(where.snapshot(run_id) / "window.safetensors") for run_id in RUNS]
         for metrics in where.call("apply_steps", tuple(Step(run_id, ADAM) for run_id in RUNS)):
             assert isinstance(metrics, dict), metrics
-            numbers.norms.append(metrics["grad_norm"])
+            numbers.norms.append(metrics["unclipped_grad_l2:mean"])
         numbers.weights += [load_file(where.saved(run_id) / "adapter_model.safetensors") for run_id in RUNS]
     return numbers
 

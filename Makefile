@@ -8,7 +8,7 @@ VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
-.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format bench bench-parallel bench-vllm serve proto dist clean
+.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format bench bench-parallel bench-gpu bench-vllm test-gpu serve proto dist clean
 
 setup: $(READY)
 
@@ -98,7 +98,21 @@ bench: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench $(ARGS)
 
 bench-parallel: setup
-	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding,gpu $(ARGS)
+	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding $(ARGS)
+
+# On a machine with a GPU and a torch of its own (2.11 to 2.15, Python 3.11 to 3.13), without a network: nothing is
+# installed, nor wanted but torch, transformers, pydantic and pytest (of the benchmark's reference also peft).
+GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
+GPU_RUN := PYTHONPATH=$(CURDIR)/.gpu HF_HUB_OFFLINE=1 $(GPU_PYTHON)
+.gpu/trainhouse:
+	mkdir -p .gpu && ln -sfn .. $@
+
+test-gpu: .gpu/trainhouse
+	$(GPU_RUN) -m pytest -m gpu -o addopts=--import-mode=importlib -o filterwarnings=default -p no:cacheprovider \
+	  $$(grep --recursive --files-with-matches 'mark\.gpu' tests/workers) $(ARGS)
+
+bench-gpu: .gpu/trainhouse
+	$(GPU_RUN) -m trainhouse.tests.benchmarks.gpu $(ARGS)
 
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto

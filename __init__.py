@@ -41,7 +41,6 @@ __all__ = [
 
 def __getattr__(name: str) -> object:
     """The client's public names, loaded when first asked for: the server and its workers need none of them."""
-    value = None if name.startswith("_") else getattr(import_module(".client", __name__), name, None)
-    if not isinstance(value, type):
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return value
+    return getattr(import_module(".client", __name__), name)

@@ -212,7 +212,12 @@ class ServerConfig:
     )
     host_adapter_bytes: int = knob(4 << 30, "host memory for adapters and full models; then disk", check=POSITIVE)
     optimizer_states: Literal["float32", "8bit"] = knob("float32", "how AdamW's states of full models are held")
-    kv_cache_bytes: int = knob(1 << 30, "key/value cache of each sampler", common=True, check=POSITIVE)
+    kv_cache_bytes: int | None = knob(
+        None,
+        "key/value cache of each sampler (default: 1 GiB; on CUDA a third of what is free)",
+        common=True,
+        check=POSITIVE,
+    )
     sampler: Literal["native", "vllm"] = knob("native", "what samples: our workers, or vLLM", common=True)
     sampler_workers: int = knob(
         0,

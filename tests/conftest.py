@@ -5,6 +5,7 @@ import gc
 import os
 from collections.abc import Generator, Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -16,8 +17,10 @@ os.environ["TINKER_TELEMETRY"] = "0"
 import trainhouse
 
 from .live import EACH_LAYOUT, MANNERS, RUNNING, LiveServer, live_server, save_byte_tokenizer
-from .postgres import Databases, NoPostgresError, databases
 from .tiny import tiny_model
+
+if TYPE_CHECKING:  # a machine with a GPU may have no SQLAlchemy
+    from .postgres import Databases
 
 ROOT = Path(__file__).resolve().parent.parent
 assert Path(trainhouse.__file__).resolve().parent == ROOT, (
@@ -64,8 +67,10 @@ def shared_server(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempP
 
 
 @pytest.fixture(scope="session")
-def postgres() -> Iterator[Databases]:
+def postgres() -> "Iterator[Databases]":
     """A running PostgreSQL."""
+    from .postgres import NoPostgresError, databases
+
     with contextlib.ExitStack() as stack:
         try:
             running = stack.enter_context(databases())
@@ -75,7 +80,7 @@ def postgres() -> Iterator[Databases]:
 
 
 @pytest.fixture
-def postgres_url(postgres: Databases) -> Iterator[str]:
+def postgres_url(postgres: "Databases") -> Iterator[str]:
     """Of an empty database, for --database-url."""
     with postgres.database() as url:
         yield url

@@ -4,6 +4,7 @@ A forward runs one packed row [1, tokens]; `Packing` says which tokens belong to
 attention row, so what is wrong in one (a NaN) cannot reach another.
 """
 
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -18,6 +19,9 @@ from transformers import AttentionInterface
 from .windows import queries_of_mask
 
 ATTENTION = "trainhouse_packed"
+
+# torch 2.11's kernel takes fewer key than query heads without being told.
+_TELLS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @dataclass(frozen=True)
@@ -211,6 +215,7 @@ def varlen(
 ) -> Tensor | tuple[Tensor, ...]:
     """All sequences in one kernel. aux: as of torch's varlen_attn. No machine with a GPU has run this yet."""
     bounds, longest = packing.bounds(query.device), packing.longest
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}
     return varlen_attn(
         query,
         key,
@@ -222,7 +227,7 @@ def varlen(
         return_aux=aux,
         scale=kind.scaling,
         window_size=kind.window_size,
-        enable_gqa=query.shape[1] != key.shape[1],
+        **grouped,
     )
 
 

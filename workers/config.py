@@ -13,6 +13,9 @@ ZeroStage = Literal["3", "2"]
 Quantization = Literal["none", "nf4"]
 OptimizerStates = Literal["float32", "8bit"]
 
+KV_CACHE_BYTES = 1 << 30
+"""Where nothing says how large it is to be, and no device how large it can be."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -45,8 +48,10 @@ class WorkerConfig:
     micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
     prefill_chunk_tokens: most tokens of prompts that are run between two steps of decoding.
     head_chunk_tokens: rows of logits that exist at a time.
-    kv_cache_bytes: budget of the sampler's key/value cache.
-    adapter_slots: adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on disk.
+    kv_cache_bytes: budget of the sampler's key/value cache; None = on CUDA a third of what the loaded model leaves
+        free, on the CPU 1 GiB.
+    adapter_slots: most adapters on the device at a time; the others wait in host memory, beyond host_adapter_bytes on
+        disk. On CUDA only as many as fit a third of what the loaded model leaves free, at rank 32.
     full_slots: of models with weights of their own as many are on the device at a time; else as adapters.
     max_full_models: most of these that there may be, copies of them for samplers included.
     full_sampling: what a sampler of such a model has: "snapshot" = a copy of its weights; "inflight" = its weights as
@@ -78,7 +83,7 @@ class WorkerConfig:
     micro_batch_tokens: int = 4096
     prefill_chunk_tokens: int = 512
     head_chunk_tokens: int = 512
-    kv_cache_bytes: int = 1 << 30
+    kv_cache_bytes: int | None = None
     adapter_slots: int = 64
     full_slots: int = 2
     max_full_models: int = 32

@@ -47,7 +47,7 @@ class Residency:
         directory: str | None = None,
     ) -> None:
         self._device = device
-        self._slots = slots
+        self.slots = slots
         self._most_host_bytes = host_bytes
         self._pages = PageFile(directory)
         self._on_device: dict[Learner, None] = {}
@@ -78,8 +78,8 @@ class Residency:
         be brought there."""
         before = self._held
         self._held = before.union(learners)
-        assert self._slots is None or len(self._held) <= self._slots, (
-            f"{len(self._held)} models wanted on the device at a time, more than its {self._slots} slots"
+        assert self.slots is None or len(self._held) <= self.slots, (
+            f"{len(self._held)} models wanted on the device at a time, more than its {self.slots} slots"
         )
         try:
             self._bring(learners, wanted)
@@ -129,9 +129,9 @@ class Residency:
             self._on_device[learner] = self._on_device.pop(learner)
 
     def _free_slots(self, num_coming: int) -> None:
-        if self._slots is None:
+        if self.slots is None:
             return
-        num_leaving = len(self._on_device) + num_coming - self._slots
+        num_leaving = len(self._on_device) + num_coming - self.slots
         for learner in [each for each in self._on_device if each not in self._held][: max(num_leaving, 0)]:
             with self._timed():
                 self._to_host(learner)

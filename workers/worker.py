@@ -6,6 +6,7 @@ All ranks of a base model are called with the same verbs in the same order.
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
-from .config import WorkerConfig
+from .config import KV_CACHE_BYTES, WorkerConfig
 from .drafts.groups import DraftGroups
 from .drafts.model import DraftModel
 from .drafts.models import Drafts
@@ -44,6 +45,10 @@ from .verbs import AdapterWeights, Contents, Failure, ModelInfo, Pass, RunInfo, 
 
 Result = TypeVar("Result")
 
+# Of what a loaded model leaves free on a GPU: one each for the key/value cache, for adapters and for passes.
+_SHARES = 3
+_USUAL_RANK = 32
+
 
 class Worker:
     """Runs, and what samplers have, share one base model, or have weights of their own in its place.
@@ -54,10 +59,11 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Loads the base model, unless there are more ranks: these `meet` first. Raises ValueError as `load`."""
         tune_allocator()
+        # cuDNN plans attention anew for each shape, some 30 ms each time, and prompts and caches have ever new ones.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         torch.set_num_threads(config.threads or os.cpu_count() or 1)
         config = self._config = with_model_here(config)
         self._name = config.model.name
-        self._adapter_slots = config.adapter_slots
         self._meeting: Meeting | None = None
         if config.parallel.num_ranks == 1:
             self._load(Mesh())
@@ -95,7 +101,10 @@ class Worker:
         self._mesh = mesh
         self._base = _load(config, mesh)
         self._limits = _limits(self._base, config)
-        adapters = Adapters(self._base, config.max_lora_rank, _residency(self._base, config, config.adapter_slots))
+        of_adapters = _residency(self._base, config, config.adapter_slots)
+        adapters = Adapters(self._base, config.max_lora_rank, of_adapters)
+        config = _sized_for_device(config, self._base, adapters, mesh)
+        self._adapter_slots = of_adapters.slots = config.adapter_slots
         residency = _residency(self._base, config, config.full_slots)
         full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
         of_drafts = _residency(self._base, config, config.full_slots)
@@ -456,6 +465,16 @@ def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
 def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
     """Raises ValueError on a page_directory that cannot be written to."""
     return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
+
+
+def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters, mesh: Mesh) -> WorkerConfig:
+    """Returns the config with a key/value cache and adapter slots that fit the device, the same on all ranks."""
+    if base.device.type != "cuda":
+        return replace(config, kv_cache_bytes=config.kv_cache_bytes or KV_CACHE_BYTES)
+    free, _ = torch.cuda.mem_get_info(base.device)
+    share = min(mesh.exchange(free)) // _SHARES
+    slots = min(config.adapter_slots, share // max(adapters.bytes_at_rank(_USUAL_RANK), 1))
+    return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:

@@ -29,7 +29,6 @@ from .overlap import overlap
 from .report import Section
 from .roles_apart import roles_apart
 from .sampling import sampling
-from .single_gpu import single_gpu
 from .workload import SHAPE
 
 SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
@@ -48,11 +47,10 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "layouts": layout_steps,
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,
-    "gpu": single_gpu,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "gpu")
+ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 

@@ -18,8 +18,6 @@ from ..workers.parallel.live_bytes import LiveBytes
 from . import memory_watch
 from .child import running
 
-METERED = f"{__name__}:MeteredWorker"
-
 
 @dataclass(frozen=True)
 class Metered:
@@ -117,3 +115,6 @@ def _mapped_bytes(directory: Path) -> int:
         elif is_own and first == "Rss:":
             num_bytes += 1024 * int(line.split()[1])
     return num_bytes
+
+
+METERED = f"{__name__}:{MeteredWorker.__name__}"

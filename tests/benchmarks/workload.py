@@ -1,7 +1,11 @@
 """What every benchmark trains: a tiny Qwen3, rank 8 on attention and MLP, and rows of random tokens."""
 
+from typing import TYPE_CHECKING
+
 import numpy as np
-from tinker import types
+
+if TYPE_CHECKING:
+    from tinker import types
 
 MODEL = "tiny/qwen3-bench"
 RANK = 8
@@ -43,7 +47,9 @@ def num_tokens(batch: Rows) -> int:
     return sum(len(row) - 1 for row in batch)
 
 
-def datum(row: list[int]) -> types.Datum:
+def datum(row: list[int]) -> "types.Datum":
+    from tinker import types  # a machine with a GPU may have no SDK
+
     return types.Datum(
         model_input=types.ModelInput.from_ints(row[:-1]),
         loss_fn_inputs={

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 
 from ...schemas.errors import OperationError
-from ..config import VllmConfig, WorkerConfig
+from ..config import KV_CACHE_BYTES, VllmConfig, WorkerConfig
 from ..footprint import runs_on_cpu
 from ..group import Backoff
 from .vllm_log import VllmLog
@@ -189,7 +189,7 @@ class VllmProcess:
         if runs_on_cpu(self._model):
             environment |= {
                 "VLLM_TARGET_DEVICE": "cpu",
-                "VLLM_CPU_KVCACHE_SPACE": str(max(1, self._model.kv_cache_bytes >> 30)),
+                "VLLM_CPU_KVCACHE_SPACE": str(max(1, (self._model.kv_cache_bytes or KV_CACHE_BYTES) >> 30)),
                 "VLLM_CPU_OMP_THREADS_BIND": "nobind",
                 "OMP_NUM_THREADS": str(self._model.threads),
                 # Its threads share the cores with training: waiting ones are to sleep (see pools/shell.py).

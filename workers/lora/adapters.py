@@ -1,5 +1,6 @@
 """Adapters: all adapters of one base on this rank, by id, and which linears they target."""
 
+import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -63,6 +64,15 @@ class Adapters(Holder[Adapter]):
         """That an adapter of this base may adapt."""
         kinds = ATTENTION_LINEARS | MLP_LINEARS
         return (*(target for target in self._trunk_targets if target.kind in kinds), self._unembed_target)
+
+    def bytes_at_rank(self, rank: int) -> int:
+        """Returns the bytes of an adapter of all targets in training.
+
+        Its weights, accumulated gradients, the gradients of one operation and two moments are float32; two copies of
+        the weights have the base's dtype.
+        """
+        numbers = sum(math.prod(side.shape) for target in self.all_targets for side in target.sides(rank))
+        return numbers * (5 * torch.float32.itemsize + 2 * self._base.dtype.itemsize)
 
     def selecting(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
         """That adapts the groups of layers in which these targets are."""

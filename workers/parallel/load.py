@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from ..config import WorkerConfig
+from ..config import KV_CACHE_BYTES, WorkerConfig
 
 Training = Literal["lora", "full"]
 
@@ -26,7 +26,7 @@ class Load:
     lora_rank: int = 32  # that of the SDK
     adapter_slots: int = WorkerConfig.adapter_slots
     full_slots: int = WorkerConfig.full_slots
-    kv_cache_bytes: int = WorkerConfig.kv_cache_bytes
+    kv_cache_bytes: int = KV_CACHE_BYTES
     tp_activations: str = WorkerConfig.tp_activations
     zero_stage: str = WorkerConfig.zero_stage
     activations: str = WorkerConfig.activations
@@ -40,6 +40,7 @@ class Load:
         """With adapters of the usual rank."""
         shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
         knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
+        knobs["kv_cache_bytes"] = config.kv_cache_bytes or KV_CACHE_BYTES
         return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
 
     @property

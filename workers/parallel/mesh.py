@@ -30,6 +30,10 @@ _FOREVER = timedelta(days=365)
 
 Value = TypeVar("Value")
 
+# Before torch 2.13 these had other names, at which later releases warn.
+_all_gather = dist.all_gather_single if hasattr(dist, "all_gather_single") else dist.all_gather_into_tensor
+_reduce_scatter = dist.reduce_scatter_single if hasattr(dist, "reduce_scatter_single") else dist.reduce_scatter_tensor
+
 
 @dataclass(frozen=True)
 class Arriving:
@@ -83,7 +87,7 @@ class Team:
         self._sent["all_gather"] += 1
         sent, shape = tensor.contiguous(), (self.size * tensor.shape[0], *tensor.shape[1:])
         whole = tensor.new_empty(shape) if into is None else into.view(shape)
-        work = dist.all_gather_single(whole, sent, group=self._group, async_op=True)
+        work = _all_gather(whole, sent, group=self._group, async_op=True)
         assert work is not None
         return Arriving([work], whole, sent)
 
@@ -106,7 +110,7 @@ class Team:
             return tensor
         self._sent["reduce_scatter"] += 1
         part = tensor.new_empty(tensor.shape[0] // self.size, *tensor.shape[1:])
-        dist.reduce_scatter_single(part, tensor.contiguous(), group=self._group)
+        _reduce_scatter(part, tensor.contiguous(), group=self._group)
         return part
 
     def exchanged(self, tensor: Tensor, sent: list[int] | None = None, received: list[int] | None = None) -> Tensor:

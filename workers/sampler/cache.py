@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..config import WorkerConfig
+from ..config import KV_CACHE_BYTES, WorkerConfig
 from ..kv_cache import Shelf
 from ..model import BaseModel
 from .budget import Budget
@@ -76,7 +76,7 @@ class Cache:
 
     @staticmethod
     def of(base: BaseModel, config: WorkerConfig) -> "Cache":
-        budget = Budget(config.kv_cache_bytes)
+        budget = Budget(config.kv_cache_bytes or KV_CACHE_BYTES)
         return Cache(base.config, base.dtype.itemsize, budget, base.spec.tp_of("self_attn"))
 
     @property

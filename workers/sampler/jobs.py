@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import zip_longest
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -11,11 +11,13 @@ from ...schemas.errors import OperationError
 from ...schemas.sampling import GuessCounts, SampledSequence, SampleResponse, TopkLogprobs
 from ..operation import ModelLimits
 from ..verbs import SampledPart, SampleJob
-from .constraint import Matcher
 from .noise import SAMPLE_STREAM, noise_keys
 from .prompt_scores import PromptScores, PromptScoring, wants_scores
 from .stopping import StopStrings
 from .text import Text
+
+if TYPE_CHECKING:
+    from .constraint import Matcher
 
 NOWHERE = -1
 
@@ -70,7 +72,7 @@ class Row:
         self._num_told = 0
 
     @cached_property
-    def matcher(self) -> Matcher | None:
+    def matcher(self) -> "Matcher | None":
         """What follows it, where it is constrained."""
         return None if self.job.matcher is None else self.job.matcher.copy()
 

@@ -1,12 +1,15 @@
 """Text: the model's tokenizer, for requests that are about text; read when the first of them comes."""
 
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ...schemas.errors import OperationError
 from ..model import BaseModel
-from .constraint import Matchers
+
+if TYPE_CHECKING:  # llguidance is loaded where constraints are asked for: a machine without it trains and samples
+    from .constraint import Matchers
 
 
 class Text:
@@ -21,8 +24,10 @@ class Text:
         return _load_tokenizer(self._source)
 
     @cached_property
-    def matchers(self) -> Matchers:
+    def matchers(self) -> "Matchers":
         """Raises OperationError as `tokenizer`, and on one that takes no constraints."""
+        from .constraint import Matchers
+
         return Matchers(self.tokenizer, self._base.vocab_size, self._base.eos_token_ids)
 
 

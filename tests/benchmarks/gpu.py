@@ -1,0 +1,355 @@
+"""`make bench-gpu`: one GPU in steps of a few minutes, each of which leaves a JSON file, also where it is cut off.
+
+In process: no server, no pool, no Ray, no SDK. Random weights of a real shape are made once, in --out.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from trainhouse.schemas.models import LoraConfig
+from trainhouse.schemas.sampling import SamplingParams
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
+from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.parallel.estimate import estimate
+from trainhouse.workers.parallel.load import Load
+from trainhouse.workers.parallel.parameters import adapter_size, num_parameters
+from trainhouse.workers.parallel.shape import ModelShape, read_model
+from trainhouse.workers.parallel.spec import SINGLE
+from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.worker import Worker
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 8}
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    | {"num_key_value_heads": 2, "head_dim": 16, "vocab_size": 512, "max_position_embeddings": 2048},
+    "0.6b": QWEN3
+    | {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16}
+    | {"tie_word_embeddings": True},
+    "8b": QWEN3
+    | {"hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+RANK = 32
+MOST_ADAPTERS = 16
+PEFT_TARGETS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+Plan = Sequence[tuple[int, int]]
+"""Of each tenant the rows and the tokens of each."""
+
+
+@dataclass
+class Bench:
+    """options: of the command line. figures: by name; every one is written as soon as it is known."""
+
+    options: argparse.Namespace
+    file: Path
+    figures: dict[str, Any] = field(default_factory=dict)
+    random: np.random.Generator = field(default_factory=lambda: np.random.default_rng(0))
+
+    @property
+    def device(self) -> str:
+        return self.options.device
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return SHAPES[self.options.model]
+
+    @property
+    def length(self) -> int:
+        return 64 if self.options.model == "tiny" else 1024
+
+    @property
+    def model(self) -> Path:
+        return self.options.out / f"model-{self.options.model}"
+
+    def report(self, name: str, figure: Any) -> None:
+        self.figures[name] = figure
+        self.file.write_text(json.dumps(self.figures, indent=1))
+        print(name, json.dumps(figure), flush=True)
+
+    def seconds(self, run: Callable[[], object], rounds: int | None = None, warm_ups: int = 1) -> float:
+        """Returns the median; the device is idle before and after each round."""
+        found = []
+        for number in range(warm_ups + (rounds or self.options.rounds)):
+            self.wait()
+            started = time.perf_counter()
+            run()
+            self.wait()
+            if number >= warm_ups:
+                found.append(time.perf_counter() - started)
+        return statistics.median(found)
+
+    def wait(self) -> None:
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def peak_gigabytes(self) -> float | None:
+        """Returns the most since the last call, on CUDA."""
+        if self.device != "cuda":
+            return None
+        most = torch.cuda.max_memory_allocated() / 1e9
+        torch.cuda.reset_peak_memory_stats()
+        return most
+
+    def tokens(self, *size: int) -> np.ndarray:
+        return self.random.integers(0, self.shape["vocab_size"], size).astype(np.int32)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = _options(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    for step in options.steps:
+        started = time.monotonic()
+        bench = Bench(options, options.out / f"{step}-{options.model}.json")
+        bench.report("hardware", hardware(options.device))
+        STEPS[step](bench)
+        bench.report("seconds", round(time.monotonic() - started, 1))
+        gc.collect()
+
+
+def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="0.6b")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--steps", type=_steps, default=list(STEPS), help=f"of {','.join(STEPS)}; all unless given")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--out", type=Path, default=Path(os.environ.get("OUT", "gpu-figures")))
+    return parser.parse_args(arguments)
+
+
+def _steps(text: str) -> list[str]:
+    names = text.split(",")
+    if unknown := set(names) - STEPS.keys():
+        raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: known are {', '.join(STEPS)}")
+    return names
+
+
+def hardware(device: str) -> dict[str, Any]:
+    found: dict[str, Any] = {"torch": torch.__version__, "device": device, "cores": os.cpu_count()}
+    if device == "cuda":
+        found |= {"name": torch.cuda.get_device_name(), "GB": torch.cuda.get_device_properties(0).total_memory / 1e9}
+    return found
+
+
+def peak(bench: Bench) -> None:
+    """The rate of a product of two square matrices in bfloat16, and of a copy."""
+    size = 8192 if bench.device == "cuda" else 512
+    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    seconds = bench.seconds(lambda: left @ right, 10, 3)
+    bench.report("product", {"TFLOP/s": 2 * size**3 / seconds / 1e12})
+    source = torch.empty(1 << (32 if bench.device == "cuda" else 24), dtype=torch.uint8, device=bench.device)
+    target = torch.empty_like(source)
+    bench.report("copy", {"GB/s": 2 * source.numel() / bench.seconds(lambda: target.copy_(source), 10, 3) / 1e9})
+
+
+def train(bench: Bench) -> None:
+    """Passes and steps of one tenant and of many, even and ragged."""
+    worker, product = _worker(bench), _product_rate(bench)
+    length = bench.length
+    ragged = [(2, length), (1, length // 2), (3, length // 4), (2, length), (1, length), (4, length // 4)]
+    plans: dict[str, Plan] = {
+        f"1 tenant 16x{length}": [(16, length)],
+        f"16 tenants 1x{length}": [(1, length)] * 16,
+        "8 tenants ragged": [*ragged, (2, length // 2), (2, length)],
+        "16 tenants 1x64": [(1, 64)] * 16,
+        "1 tenant 1x64": [(1, 64)],
+    }
+    shape = _planned_shape(bench)
+    for name, plan in plans.items():
+        bench.peak_gigabytes()
+        seconds, tokens = bench.seconds(_pass(bench, worker, plan)), sum(rows * length for rows, length in plan)
+        share = num_operations(shape, plan) / seconds / product
+        figure = {"tokens/s": tokens / seconds, "ms": 1000 * seconds, "of the product's rate, %": 100 * share}
+        bench.report(name, figure | {"peak GB": bench.peak_gigabytes()})
+    load = Load(length, "bfloat16", micro_batch_tokens=16 * length, lora_rank=RANK, adapter_slots=1, samples=False)
+    bench.report("plan's GB for one tenant", estimate(shape, SINGLE, load).total / 1e9)
+    steps = tuple(Step(f"run{number}", AdamParams()) for number in range(MOST_ADAPTERS))
+    small = _pass(bench, worker, [(1, 64)] * MOST_ADAPTERS)
+    both = bench.seconds(lambda: (small(), worker.apply_steps(steps)))
+    bench.report(f"optim_step of {MOST_ADAPTERS}", {"ms": 1000 * (both - bench.seconds(small))})
+
+
+def decode(bench: Bench) -> None:
+    """Samples of short prompts, at 1 and at 64 rows, and long prompts."""
+    worker, is_tiny = _worker(bench), bench.options.model == "tiny"
+    num_tokens, long = (16, 128) if is_tiny else (128, 8000)
+    for name, jobs, adapters, prompt, ragged in (
+        ("64 rows, base", 64, 0, 64, 0),
+        ("64 rows, 1 adapter", 64, 1, 64, 0),
+        ("64 rows, 8 adapters", 64, 8, 64, 0),
+        ("64 rows, 8 adapters, ragged", 64, 8, 64, 1),
+        ("1 row", 1, 0, 64, 0),
+        ("8 long prompts", 8, 0, long, 0),
+    ):
+        lengths = [num_tokens - (number * ragged) % max(1, num_tokens // 2) for number in range(jobs)]
+        seconds = bench.seconds(_sampling(bench, worker, lengths, adapters, prompt), 2)
+        bench.report(
+            name, {"tokens/s": sum(lengths) / seconds, "ms a step, prefill in it": 1000 * seconds / num_tokens}
+        )
+    if bench.device == "cuda":
+        torch.backends.cuda.enable_cudnn_sdp(True)
+        seconds = bench.seconds(_sampling(bench, worker, [num_tokens] * 64, 8, 64), 2)
+        bench.report("64 rows, 8 adapters, cuDNN attention on", {"tokens/s": 64 * num_tokens / seconds})
+        torch.backends.cuda.enable_cudnn_sdp(False)
+
+
+def profiles(bench: Bench) -> None:
+    """Tables of torch's profiler beside the JSON."""
+    worker = _worker(bench)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    if bench.device == "cuda":
+        activities.append(torch.profiler.ProfilerActivity.CUDA)
+    runs = {
+        "train": _pass(bench, worker, [(16, bench.length)]),
+        "decode": _sampling(bench, worker, [16] * 64, 8, 64),
+    }
+    for name, run in runs.items():
+        run()
+        with torch.profiler.profile(activities=activities) as profile:
+            run()
+            bench.wait()
+        order = "cuda_time_total" if bench.device == "cuda" else "cpu_time_total"
+        table = profile.key_averages().table(sort_by=order, row_limit=40)
+        file = bench.options.out / f"profile-{name}-{bench.options.model}.txt"
+        file.write_text(table)
+        bench.report(f"profile of {name}", file.name)
+
+
+def reference(bench: Bench) -> None:
+    """The same model by transformers and PEFT: training of four rows, and `generate` of 64."""
+    from peft import LoraConfig as PeftConfig
+    from peft import get_peft_model
+
+    rows, length, num_tokens = 4, bench.length, 16 if bench.options.model == "tiny" else 64
+    _save_model(bench)
+    base = AutoModelForCausalLM.from_pretrained(bench.model, dtype=torch.bfloat16, attn_implementation="sdpa")
+    model = get_peft_model(base.to(bench.device), PeftConfig(r=RANK, lora_alpha=32, target_modules=list(PEFT_TARGETS)))
+    ids = torch.from_numpy(bench.tokens(rows, length)).long().to(bench.device)
+    prompts = torch.from_numpy(bench.tokens(64, 64)).long().to(bench.device)
+    options = {"max_new_tokens": num_tokens, "min_new_tokens": num_tokens, "do_sample": True}
+
+    def backward() -> None:
+        model(input_ids=ids, labels=ids).loss.backward()
+
+    @torch.no_grad()
+    def generate() -> None:
+        model.generate(input_ids=prompts, attention_mask=torch.ones_like(prompts), **options)
+
+    theirs = {"train": bench.seconds(backward), "sample": bench.seconds(generate, 1)}
+    bench.report("transformers + PEFT, peak GB", bench.peak_gigabytes())
+    model = base = None
+    worker = _worker(bench)
+    ours = {
+        "train": bench.seconds(_pass(bench, worker, [(rows, length)])),
+        "sample": bench.seconds(_sampling(bench, worker, [num_tokens] * 64, 1, 64), 1),
+    }
+    for name, tokens in (("train", rows * length), ("sample", 64 * num_tokens)):
+        rates = {"transformers + PEFT": tokens / theirs[name], "ours": tokens / ours[name]}
+        bench.report(f"{name}, tokens/s", rates | {"ratio": theirs[name] / ours[name]})
+
+
+STEPS: dict[str, Callable[[Bench], None]] = {
+    "peak": peak,
+    "train": train,
+    "decode": decode,
+    "reference": reference,
+    "profiles": profiles,
+}
+
+
+def _save_model(bench: Bench) -> None:
+    if (bench.model / "config.json").exists():
+        return
+    torch.manual_seed(0)
+    with torch.device(bench.device):
+        config = Qwen3Config(**bench.shape, initializer_range=0.02)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(bench.model)
+
+
+def _worker(bench: Bench) -> Worker:
+    _save_model(bench)
+    model = ServedModel("measured", str(bench.model))
+    knobs: dict[str, Any] = {"kv_cache_bytes": 64 << 20} if bench.options.model == "tiny" else {}
+    tokens = 16 * bench.length
+    worker = Worker(WorkerConfig(model, device=bench.device, dtype="bfloat16", micro_batch_tokens=tokens, **knobs))
+    for number in range(MOST_ADAPTERS):
+        worker.create_run(RunSpec(f"run{number}", LoraConfig(rank=RANK, seed=number, train_unembed=False)))
+    for number in range(8):
+        worker.copy_adapter(f"run{number}", f"sampler{number}")
+    return worker
+
+
+def _pass(bench: Bench, worker: Worker, plan: Plan) -> Callable[[], None]:
+    def request(run: int, rows: int, length: int) -> ForwardBackwardRequest:
+        ids = bench.tokens(rows, length + 1)
+        weights = np.ones(length, np.float32)
+        data = [Datum(row[:-1], {"target_tokens": row[1:].astype(np.int64), "weights": weights}) for row in ids]
+        return ForwardBackwardRequest(f"run{run}", 1, tuple(data), "cross_entropy")
+
+    parts = Pass(tuple(Part(run, request(run, *rows)) for run, rows in enumerate(plan)))
+
+    def run() -> None:
+        if failures := [answer for answer in worker.run_pass(parts) if isinstance(answer, Failure)]:
+            raise SystemExit(f"a pass failed: {failures[0].message}")
+
+    return run
+
+
+def _sampling(
+    bench: Bench, worker: Worker, lengths: Sequence[int], num_adapters: int, prompt: int
+) -> Callable[[], None]:
+    """lengths: tokens of each sample, all of which run side by side."""
+
+    def job(number: int, length: int) -> SampleJob:
+        adapter = f"sampler{number % num_adapters}" if num_adapters else None
+        params = SamplingParams(max_tokens=length, seed=number)
+        return SampleJob(f"job{number}-{time.monotonic_ns()}", adapter, bench.tokens(prompt), params, (), ())
+
+    def run() -> None:
+        jobs = tuple(job(*each) for each in enumerate(lengths))
+        result = worker.sample_slice(Slice(jobs, (), 50.0))
+        while result.num_active:
+            result = worker.sample_slice(Slice((), (), 50.0))
+
+    return run
+
+
+def _product_rate(bench: Bench) -> float:
+    """Returns operations a second of a product in bfloat16, as `peak` measures it."""
+    size = 8192 if bench.device == "cuda" else 512
+    left, right = (torch.randn(size, size, device=bench.device, dtype=torch.bfloat16) for _ in range(2))
+    return 2 * size**3 / bench.seconds(lambda: left @ right, 10, 3)
+
+
+def _planned_shape(bench: Bench) -> ModelShape:
+    shape = read_model(ServedModel("measured", str(bench.model)))
+    assert isinstance(shape, ModelShape), shape
+    return shape
+
+
+def num_operations(shape: ModelShape, plan: Plan) -> float:
+    """Returns the multiplications and additions that a pass needs.
+
+    Two products with each frozen weight but the embedding's (forward, and the gradient of its input), three with those
+    of adapters, and in causal attention half of all scores, forward and twice that backward.
+    """
+    frozen = num_parameters(shape) - (0 if shape.tied else shape.vocab * shape.hidden)
+    adapter = adapter_size(shape, SINGLE, RANK)
+    pairs = 3 * 4 * shape.heads * shape.head_dim * shape.num_layers / 2
+    return sum(rows * (length * (4 * frozen + 6 * adapter) + pairs * length**2) for rows, length in plan)
+
+
+if __name__ == "__main__":
+    main()

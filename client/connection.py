@@ -4,14 +4,16 @@ A submit is sent again with the same body, so with the same seq_id: the server a
 """
 
 import asyncio
+import errno
 import json
 import logging
+import os
 import random
 import re
 import ssl
 import threading
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -43,7 +45,9 @@ class Connection:
     """Coroutines of this class run in its own loop, entered from any thread through `run`."""
 
     def __init__(self, base_url: str, api_key: str, retry_seconds: float) -> None:
-        self.base_url = base_url.rstrip("/").removesuffix(API.rstrip("/"))
+        self.base_url = _checked_url(base_url).rstrip("/").removesuffix(API.rstrip("/"))
+        if not (api_key.isascii() and api_key.isprintable()):
+            raise ValueError("the API key has characters that no key has, such as a line break: copy it once more")
         self._retry_seconds = retry_seconds
         self._http = httpx.AsyncClient(
             base_url=self.base_url,
@@ -71,7 +75,7 @@ class Connection:
         except asyncio.CancelledError:
             raise TrainhouseError("the client was closed before this answer arrived") from None
         except httpx.TransportError as error:
-            raise APIConnectionError(f"{self.base_url} broke off: {error!r}") from error
+            raise APIConnectionError(f"{self.base_url} broke off ({_reason(error)}): try again") from None
 
     def close(self) -> None:
         """Ends what is under way; its futures raise TrainhouseError."""
@@ -110,8 +114,8 @@ class Connection:
         """The answer once it is 2xx or `also_good`; raises APIStatusError or APIConnectionError."""
         backoff = Backoff(self._retry_seconds)
         while True:
-            try:
-                response = await self._http.request(
+            response = await self._tried(
+                lambda: self._http.request(
                     method,
                     API + path,
                     content=content,
@@ -119,18 +123,9 @@ class Connection:
                     params=query,
                     timeout=_timeout(timeout_seconds),
                 )
-            except httpx.UnsupportedProtocol as error:
-                raise APIConnectionError(
-                    f"{self.base_url!r} is no base URL: it begins with http:// or https://"
-                ) from error
-            except httpx.TransportError as error:
-                if (untrusted := _certificate_error(error)) is not None:
-                    raise APIConnectionError(
-                        f"the certificate of {self.base_url} is not trusted ({untrusted.verify_message}): name a file "
-                        "of its authority in the environment variable SSL_CERT_FILE"
-                    ) from error
-                failure = APIConnectionError(f"no answer from {self.base_url}: {error!r}. Is it running there?")
-                await backoff.pause(failure)
+            )
+            if isinstance(response, APIConnectionError):
+                await backoff.pause(response)
                 continue
             if response.is_success or response.status_code == also_good:
                 return response
@@ -140,6 +135,22 @@ class Connection:
             if response.status_code < 500 and response.status_code not in (408, 429):
                 raise failure
             await backoff.pause(failure, seconds_to_wait(response))
+
+    async def _tried(self, request: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response | APIConnectionError:
+        """Returns a failure that may pass; raises APIConnectionError where trying again would change nothing."""
+        try:
+            return await request()
+        except httpx.TransportError as error:
+            untrusted = next((each for each in _causes(error) if isinstance(each, ssl.SSLCertVerificationError)), None)
+            if untrusted is None:
+                return APIConnectionError(
+                    f"no answer from {self.base_url} ({_reason(error)}): start a server there, or give another "
+                    "base_url (TRAINHOUSE_BASE_URL)"
+                )
+            raise APIConnectionError(
+                f"the certificate of {self.base_url} is not trusted ({untrusted.verify_message}): name a file "
+                "of its authority in the environment variable SSL_CERT_FILE"
+            ) from None
 
     async def submit(self, path: str, content: bytes, headers: dict[str, str] = JSON) -> SubmitResponse:
         return SubmitResponse.model_validate_json((await self.request("POST", path, content, headers)).content)
@@ -220,11 +231,34 @@ class Backoff:
         await asyncio.sleep(pause)
 
 
-def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """Among what has led to this error."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+def _checked_url(text: str) -> str:
+    """Raises APIConnectionError."""
+    words = "it begins with http:// or https://, such as http://127.0.0.1:8000"
+    try:
+        url = httpx.URL(text)
+    except httpx.InvalidURL as error:
+        raise APIConnectionError(f"{text!r} is no base URL ({error}): {words}") from None
+    if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 1) < 1 << 16:
+        raise APIConnectionError(f"{text!r} is no base URL: {words}")
+    return text
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    """The error, and those that have led to it."""
+    while error is not None:
+        yield error
         error = error.__cause__ or error.__context__
-    return error
+
+
+def _reason(error: httpx.TransportError) -> str:
+    """The system's words, where it has some; httpx's may be that all attempts failed."""
+    of_system = [_words(each) for each in _causes(error) if isinstance(each, OSError) and each.strerror]
+    return of_system[-1] if of_system else str(error) or type(error).__name__
+
+
+def _words(error: OSError) -> str:
+    number = error.errno or 0
+    return os.strerror(number) if number in errno.errorcode else str(error.strerror)
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

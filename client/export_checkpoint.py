@@ -11,6 +11,9 @@ from typing import Any
 from .errors import TrainhouseError
 from .service import ServiceClient
 
+RETRY_SECONDS = 1.0  # somebody is waiting, and can ask again
+INTERRUPTED = 130
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
@@ -19,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if directory.is_dir() and any(directory.iterdir()):
             raise ValueError(f"{directory} has files already: name a new directory")
-        with ServiceClient(options.base_url, options.api_key) as service:
+        with ServiceClient(options.base_url, options.api_key, retry_seconds=RETRY_SECONDS) as service:
             files = service.create_rest_client().export_checkpoint(options.path, directory).result()
         if all(file.suffix == ".age" for file in files):
             print(f"{directory} holds encrypted files: decrypt each with `age --decrypt --identity KEY FILE`")
@@ -28,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except (TrainhouseError, ValueError, OSError) as error:
         print(f"trainhouse export: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("trainhouse export: interrupted", file=sys.stderr)
+        return INTERRUPTED
     print(f"{directory} is loaded by: {loaded_by(description, directory)}")
     return 0
 

@@ -6,6 +6,8 @@ import functools
 from collections.abc import Callable, Generator
 from typing import Any, Generic, ParamSpec, TypeVar
 
+from .errors import TrainhouseError
+
 T = TypeVar("T")
 P = ParamSpec("P")
 
@@ -18,7 +20,11 @@ class APIFuture(Generic[T]):
 
     def result(self, timeout: float | None = None) -> T:
         """Blocks; raises TimeoutError after `timeout` seconds, else what the operation raised."""
-        return self._inner.result(timeout)
+        try:
+            return self._inner.result(timeout)
+        except TrainhouseError as error:
+            # The message says it all: where in another thread it was raised is of no use to a reader.
+            raise error.with_traceback(None) from None
 
     def __await__(self) -> Generator[Any, None, T]:
         return asyncio.shield(asyncio.wrap_future(self._inner)).__await__()

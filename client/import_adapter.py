@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .errors import TrainhouseError
+from .export_checkpoint import INTERRUPTED, RETRY_SECONDS
 from .rest import PEFT_FILES
 from .service import ServiceClient
 
@@ -16,11 +17,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """The exit status."""
     options = _parser().parse_args(arguments)
     try:
-        with _local(options.source) as directory, ServiceClient(options.base_url, options.api_key) as service:
+        with (
+            _local(options.source) as directory,
+            ServiceClient(options.base_url, options.api_key, retry_seconds=RETRY_SECONDS) as service,
+        ):
             imported = service.create_rest_client().import_adapter(directory, options.base_model, options.name).result()
     except (TrainhouseError, ValueError, OSError) as error:
         print(f"trainhouse import: error: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        print("trainhouse import: interrupted", file=sys.stderr)
+        return INTERRUPTED
     print(imported.tinker_path)
     return 0
 

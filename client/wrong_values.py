@@ -37,6 +37,8 @@ def _is_telling(error: Mapping[str, Any]) -> bool:
 def _words(error: Mapping[str, Any]) -> str:
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if error["type"] == "unknown_name":
+        return error["msg"]
     place = ".".join(map(str, _place(error)))
     meaning = error["msg"].replace("Input should", "it should", 1)
     return f"{place} is {shortened(error['input'])}: {meaning}"

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 from .bounds import Detail, Id, Metadata, Path, Tags, Text
-from .training import Integer, Natural, Seed, Wire
+from .training import Integer, Natural, Seed, Strict, Wire
 
 Role = Literal["policy", "critic", "reference", "draft"]
 """The kinds of model that can be created: see docs/roles.md, docs/drafts.md."""
@@ -59,11 +59,8 @@ class DraftConfig(Wire):
     seed: Seed | None = None
 
 
-class NewDraft(DraftConfig):
+class NewDraft(Strict, DraftConfig):
     """As it is asked for."""
-
-    # A misspelt one would make another draft.
-    model_config = ConfigDict(extra="forbid")
 
 
 TrainingConfig = LoraConfig | FullConfig | DraftConfig

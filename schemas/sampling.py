@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
 import numpy as np
-from pydantic import ConfigDict, Field, model_validator
+from pydantic import Field, model_validator
 
 from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, Id, Path
-from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Wire
+from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
 
 class Constraint(Wire):
@@ -42,7 +42,7 @@ MOST_STOP_STRINGS = 64
 NumDraftTokens = Annotated[int, Field(ge=1, le=63)]
 
 
-class SamplingParams(Wire):
+class SamplingParams(Strict):
     """stop: a string, strings, or token ids; absent = the model's end tokens; [] = nothing stops but max_tokens. A
     string has up to 1000 characters, and there are up to 64 of them.
 
@@ -55,8 +55,13 @@ class SamplingParams(Wire):
     stay those of the model without any of them.
     """
 
-    # A misspelt one would sample with a default.
-    model_config = ConfigDict(extra="forbid")
+    meant = {  # noqa: RUF012
+        "temp": "temperature",
+        "max_new_tokens": "max_tokens",
+        "min_new_tokens": "min_tokens",
+        **dict.fromkeys(("stop_sequences", "stop_strings", "stop_token_ids"), "stop"),
+        **dict.fromkeys(("n", "num_samples"), "num_samples of the request, beside sampling_params"),
+    }
 
     max_tokens: Positive | None = None
     seed: Seed | None = None

@@ -1,11 +1,13 @@
 """Training: data, the two verbs that train, and what they answer."""
 
+import difflib
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, ClassVar, Literal, NamedTuple
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
 
 from .bounds import Id
 from .columns import Column, Columns, column_of, columns_of, records_of
@@ -174,11 +176,44 @@ class Wire(BaseModel):
     model_config = ConfigDict(frozen=True, protected_namespaces=())
 
 
-class AdamParams(Wire):
+class Strict(Wire):
+    """Refuses unknown keys, naming the one that is meant: a misspelt one would leave its field at the default."""
+
+    model_config = ConfigDict(extra="forbid")
+    meant: ClassVar[Mapping[str, str]] = {}
+    """What other libraries call a field -> the field."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _names_are_known(cls, given: object) -> object:
+        for name in given if isinstance(given, dict) else ():
+            if name not in cls.model_fields:
+                raise PydanticCustomError("unknown_name", "{words}", {"words": f"{cls.__name__} {cls._unknown(name)}"})
+        return given
+
+    @classmethod
+    def _unknown(cls, name: object) -> str:
+        near = difflib.get_close_matches(str(name)[:_MOST_NAME], cls.model_fields, n=1)
+        hint = cls.meant.get(str(name)) or (near[0] if near else None)
+        return f"has no {str(name)[:_MOST_NAME]}: " + (
+            f"did you mean {hint}?" if hint else f"it has {', '.join(cls.model_fields)}"
+        )
+
+
+_MOST_NAME = 80
+"""Characters of an unknown name that are looked at."""
+
+
+class AdamParams(Strict):
     """One step of AdamW as torch defines it. grad_clip_norm: global norm over all that is trained, 0 = off."""
 
-    # A misspelt one would train with a default.
-    model_config = ConfigDict(extra="forbid")
+    meant = {
+        "lr": "learning_rate",
+        "betas": "beta1 and beta2",
+        "epsilon": "eps",
+        "wd": "weight_decay",
+        **dict.fromkeys(("max_grad_norm", "clip_grad_norm", "grad_clip"), "grad_clip_norm"),
+    }
 
     learning_rate: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-4
     beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9

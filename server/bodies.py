@@ -188,6 +188,8 @@ def _describe(error: dict) -> str:
         return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
     if error["type"] == "missing":
         return f"{place or 'the body'} is missing"
+    if error["type"] == "unknown_name":
+        return error["msg"]
     if error["type"] == "extra_forbidden":
         return f"there is no {place}: see /docs for what there is"
     if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):

@@ -1,11 +1,11 @@
-"""The command line: `trainhouse serve`, `workers`, `keys` and the others. Parses, calls, says errors."""
+"""The command line of the server's commands: `trainhouse serve`, `workers`, `keys`, `backup` and `verify`. Parses,
+calls, says errors."""
 
 import argparse
 import asyncio
 import difflib
 import logging
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -13,7 +13,6 @@ from dataclasses import Field, fields
 from pathlib import Path
 from typing import TypeAlias
 
-from ..schemas.version import VERSION
 from .auth import create_key, list_keys, revoke_key
 from .backup import Backup
 from .claim import StartError, check_database, check_kind
@@ -33,7 +32,6 @@ from .config import (
     worker_knobs,
 )
 from .logs import configure_logging
-from .plan import main as plan
 from .scopes import SCOPES, TENANT_SCOPES, parse_scopes
 from .store import DatabaseUnreachable, Store, StoreConfig, open_store
 from .verify import lock_to_verify, verify
@@ -44,9 +42,9 @@ WRONGLY_USED = 2
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
+def main(arguments: Sequence[str]) -> int:
     """The exit status: 0, 1 when the command failed, 2 when it was wrongly used."""
-    options, unknown = _parser().parse_known_args(sys.argv[1:] if arguments is None else arguments)
+    options, unknown = _parser().parse_known_args(arguments)
     try:
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
@@ -68,20 +66,13 @@ def _nearest_flag(argument: str) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "trainhouse", description="Train and sample language models over HTTP.", allow_abbrev=False
-    )
-    parser.add_argument("--version", action="version", version=f"trainhouse {VERSION}")
+    parser = argparse.ArgumentParser("trainhouse", allow_abbrev=False)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     _add_serve(commands)
     _add_workers(commands)
     _add_keys(commands)
     _add_backup(commands)
     _add_verify(commands)
-    _add_plan(commands)
-    _add_import(commands)
-    _add_export(commands)
-    _add_demo(commands)
     return parser
 
 
@@ -91,7 +82,7 @@ _SERVE_USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
 
 
 def _add_serve(commands: _Commands) -> None:
-    parser = commands.add_parser("serve", help="run a server", usage=_SERVE_USAGE, add_help=False, allow_abbrev=False)
+    parser = commands.add_parser("serve", usage=_SERVE_USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action=_Print, text=serve_help, help=argparse.SUPPRESS)
     parser.add_argument("--help-all", action=_Print, text=serve_help_all, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
@@ -174,13 +165,7 @@ _WORKERS_USAGE = "trainhouse workers --base-model NAME[=PATH_OR_HUB_ID] --listen
 
 
 def _add_workers(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "workers",
-        help="keep workers, for servers that come and go",
-        usage=_WORKERS_USAGE,
-        add_help=False,
-        allow_abbrev=False,
-    )
+    parser = commands.add_parser("workers", usage=_WORKERS_USAGE, add_help=False, allow_abbrev=False)
     parser.add_argument("--help", "-h", action=_Print, text=workers_help, help=argparse.SUPPRESS)
     parser.add_argument("--config", type=Path)
     parser.add_argument("--listen", metavar="HOST:PORT")
@@ -229,7 +214,7 @@ def _config_file(options: argparse.Namespace) -> Path | None:
 
 
 def _add_keys(commands: _Commands) -> None:
-    parser = commands.add_parser("keys", help="create, list and revoke API keys", allow_abbrev=False)
+    parser = commands.add_parser("keys", allow_abbrev=False)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
     create = verbs.add_parser("create", help="make a key and print it, this once")
     create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
@@ -319,17 +304,13 @@ def _key_id(text: str) -> int:
 
 
 def _add_backup(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "backup", help="copy the state of a server, running or not, so that one can start on it", allow_abbrev=False
-    )
+    parser = commands.add_parser("backup", allow_abbrev=False)
     parser.add_argument("target", metavar="DIR", type=Path, help="the copy; on the same file system it takes no time")
     _add_place(parser, _backup)
 
 
 def _add_verify(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "verify", help="look through the state of a server, running or not, for what is damaged", allow_abbrev=False
-    )
+    parser = commands.add_parser("verify", allow_abbrev=False)
     parser.add_argument("--repair", action="store_true", help="what is safe to; not beside a running server")
     parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="that of the server, where it has one")
     _add_place(parser, _verify)
@@ -370,60 +351,3 @@ def _verify(options: argparse.Namespace) -> int:
                 store.close()
     finally:
         logging.disable(logging.NOTSET)
-
-
-# trainhouse plan
-
-
-def _add_plan(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "plan", help="the memory of each rank of a layout, before anything is loaded", add_help=False, prefix_chars=" "
-    )
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=lambda options: plan(options.arguments))
-
-
-# trainhouse import
-
-
-def _add_import(commands: _Commands) -> None:
-    _add_client_program(
-        commands, "import", "bring an adapter that peft has saved to a running server", "client.import_adapter"
-    )
-
-
-# trainhouse export
-
-
-def _add_export(commands: _Commands) -> None:
-    _add_client_program(
-        commands,
-        "export",
-        "fetch a checkpoint from a running server, as peft, transformers or vLLM loads it",
-        "client.export_checkpoint",
-    )
-
-
-def _add_client_program(commands: _Commands, name: str, summary: str, module: str) -> None:
-    """No part of the server: a process of its own."""
-    parser = commands.add_parser(name, help=summary, add_help=False, prefix_chars=" ")
-    parser.add_argument("arguments", nargs="*")
-    program = [sys.executable, "-m", f"trainhouse.{module}"]
-    parser.set_defaults(run=lambda options: subprocess.call([*program, *options.arguments]))
-
-
-# trainhouse demo
-
-
-def _add_demo(commands: _Commands) -> None:
-    parser = commands.add_parser(
-        "demo", help="fine-tune a small model through a server of its own", add_help=False, prefix_chars=" "
-    )
-    parser.add_argument("arguments", nargs="*")
-    parser.set_defaults(run=_demo)
-
-
-def _demo(options: argparse.Namespace) -> int:
-    from .demo import run_demo
-
-    return run_demo(options.arguments)

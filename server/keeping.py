@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 
@@ -37,10 +38,10 @@ def keep(config: ServerConfig, listen: str) -> None:
         listener.listen(_WAITING)
         listener.setblocking(False)
         with left_soon():
-            asyncio.run(until_signal(_keep(config, secret, listener)))
+            asyncio.run(until_signal(partial(_keep, config, secret, listener)))
 
 
-async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket) -> None:
+async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     config = await _settled(await with_models_here(config, say))
     host, port, *_ = listener.getsockname()
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
@@ -52,6 +53,7 @@ async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket) ->
         receiving = asyncio.create_task(keeper.receive(listener))
         try:
             await _started(source, keeper)
+            on_ready()
             write_ready(address)
             say(f"ready: workers at {address} for `trainhouse serve --workers {address}`")
             await receiving

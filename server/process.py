@@ -64,7 +64,10 @@ _SWITCH_SECONDS = 0.0005
 
 
 def serve(config: ServerConfig) -> None:
-    """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError."""
+    """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot.
+
+    Raises StartError, and KeyboardInterrupt where SIGINT came before anything was served.
+    """
     check_certificate(config)
     allow_many_connections()
     sys.setswitchinterval(_SWITCH_SECONDS)
@@ -73,7 +76,7 @@ def serve(config: ServerConfig) -> None:
     with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power"):
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, left_soon():
-            runner.run(until_signal(_serve(config, listener)))
+            runner.run(until_signal(partial(_serve, config, listener)))
 
 
 @contextlib.contextmanager
@@ -83,6 +86,9 @@ def left_soon() -> Iterator[None]:
     try:
         yield
         status = 0
+    except KeyboardInterrupt:
+        status = FORCED_STATUS
+        raise
     finally:
         _leave_soon([one for one in threading.enumerate() if one not in before and not one.daemon], status)
 
@@ -121,7 +127,7 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _serve(config: ServerConfig, listener: socket.socket) -> None:
+async def _serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[], None]) -> None:
     config, at = await with_workers(config)
     config = await with_models_here(config, say)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
@@ -129,13 +135,14 @@ async def _serve(config: ServerConfig, listener: socket.socket) -> None:
     with ready_file(config.ready_file) as write_ready:
 
         def announce(words: str) -> None:
+            on_ready()
             write_ready(url)
             say(words)
 
         if config.database_url is None:
             async with _leading(config, at, None) as app:
-                on_ready = partial(announce, greeting(config, url, has_keys))
-                await _Http(config, app, lambda: app.state.services, on_ready).run_until_cancelled(listener)
+                greet = partial(announce, greeting(config, url, has_keys))
+                await _Http(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
             advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
             async with _lease(config, advertised) as lease:
@@ -479,22 +486,29 @@ class _Http(uvicorn.Server):
         yield
 
 
-async def until_signal(work: Coroutine[object, object, None]) -> None:
-    """Runs `work` until it ends or a signal cancels it; a second signal ends the process."""
-    task = asyncio.ensure_future(work)
-    num_signals = 0
+async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:
+    """Runs the work until it ends or a signal cancels it; a second signal ends the process.
 
-    def stop() -> None:
-        nonlocal num_signals
-        num_signals += 1
-        if num_signals > 1:
+    new_work: is given what the work calls once it is of use to anybody.
+
+    Raises KeyboardInterrupt where SIGINT came before that.
+    """
+    signals: list[signal.Signals] = []
+    ready = asyncio.Event()
+    task = asyncio.ensure_future(new_work(ready.set))
+
+    def stop(number: signal.Signals) -> None:
+        signals.append(number)
+        if len(signals) > 1:
             os._exit(FORCED_STATUS)  # the workers watch their parent and go with it
         task.cancel()
 
     for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, stop)
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await task
     except asyncio.CancelledError:
-        if not num_signals:
+        if not signals:
             raise
+        if signals[0] == signal.SIGINT and not ready.is_set():
+            raise KeyboardInterrupt from None

@@ -1,6 +1,8 @@
 """Answers that get lost: an operation is sent again under its number, and applied once."""
 
 import http.client
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -97,9 +99,33 @@ def test_lost_and_refused_requests_change_no_step(shared_server: LiveServer) -> 
 def test_an_unreachable_server_is_named_once_the_retries_end() -> None:
     with (
         ServiceClient("http://127.0.0.1:9", retry_seconds=0.1) as service,
-        pytest.raises(trainhouse.APIConnectionError, match=r"127\.0\.0\.1:9.*running there"),
+        pytest.raises(
+            trainhouse.APIConnectionError,
+            match=r"127\.0\.0\.1:9 \(Connection refused\): start a server there, or",
+        ),
     ):
         service.get_server_capabilities()
+
+
+UNREACHABLE = """
+import trainhouse
+with trainhouse.ServiceClient("http://127.0.0.1:9", retry_seconds=0.1) as service:
+    service.get_server_capabilities()
+"""
+
+
+def test_the_traceback_of_an_unreachable_server_is_the_callers_and_one_sentence() -> None:
+    done = subprocess.run([sys.executable, "-c", UNREACHABLE], capture_output=True, text=True, timeout=60, check=False)
+    *trace, sentence = done.stderr.splitlines()
+    assert sentence.startswith("trainhouse.client.errors.APIConnectionError: no answer from http://127.0.0.1:9 (Conn")
+    assert not any("httpx" in line or "The above" in line or "During handling" in line for line in trace)
+    assert sum(line.startswith("  File") for line in trace) <= 3
+
+
+def test_a_key_that_cannot_be_one_is_refused_without_being_shown() -> None:
+    with pytest.raises(ValueError, match="characters that no key has") as refused:
+        ServiceClient("http://127.0.0.1:9", "tml-secret\n")
+    assert "secret" not in str(refused.value)
 
 
 def test_a_server_that_stays_unreachable_is_named_while_it_is_tried_again(caplog: pytest.LogCaptureFixture) -> None:
@@ -109,7 +135,7 @@ def test_a_server_that_stays_unreachable_is_named_while_it_is_tried_again(caplog
     ):
         service.get_server_capabilities()
     (told,) = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-    assert "127.0.0.1:9" in told and told.endswith("Is it running there? Trying again for up to 5 s.")
+    assert "127.0.0.1:9" in told and told.endswith("(TRAINHOUSE_BASE_URL). Trying again for up to 5 s.")
 
 
 @pytest.mark.parametrize(("reason", "told"), [("busy", "busy. Trying"), ("Busy.", "Busy. Trying")])
@@ -122,11 +148,8 @@ async def test_what_is_tried_again_ends_with_one_full_stop(
 
 
 def test_an_address_without_a_scheme_fails_at_once() -> None:
-    with (
-        ServiceClient("127.0.0.1:9") as service,
-        pytest.raises(trainhouse.APIConnectionError, match="begins with http"),
-    ):
-        service.get_server_capabilities()
+    with pytest.raises(trainhouse.APIConnectionError, match=r"'127\.0\.0\.1:9' is no base URL: it begins with http"):
+        ServiceClient("127.0.0.1:9")
 
 
 def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:

@@ -8,7 +8,7 @@ from trainhouse.client.wrong_values import refused_in_words
 from trainhouse.schemas.drafts import BuildVocabMapRequest, CaptureRequest
 from trainhouse.schemas.models import LoraConfig, NewDraft
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.schemas.training import OptimStepRequest, Wire
+from trainhouse.schemas.training import AdamParams, OptimStepRequest, Wire
 
 CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
 
@@ -54,6 +54,11 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
             lambda: SamplingParams.model_validate({"max_tokens": "many"}),
             "max_tokens is 'many': it should be a valid integer",
         ),
+        (lambda: NewDraft.model_validate({"algorithm": "eagle3", "layers": 2}), "NewDraft has no layers: did you mean"),
+        (
+            lambda: OptimStepRequest.model_validate({"model_id": "a", "adam_params": {"lr": 1}}),
+            "AdamParams has no lr: did you mean learning_rate?",
+        ),
     ],
 )
 def test_a_value_is_named_with_what_may_be_there(make: Callable[[], Wire], words: str) -> None:
@@ -61,3 +66,32 @@ def test_a_value_is_named_with_what_may_be_there(make: Callable[[], Wire], words
         make()
     assert not isinstance(refused.value, ValidationError)
     assert str(refused.value).startswith(words) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "meant"),
+    [
+        (AdamParams, "lr", "did you mean learning_rate?"),
+        (AdamParams, "learning_rat", "did you mean learning_rate?"),
+        (AdamParams, "betas", "did you mean beta1 and beta2?"),
+        (AdamParams, "max_grad_norm", "did you mean grad_clip_norm?"),
+        (AdamParams, "amsgrad", "it has learning_rate, beta1, beta2, eps, weight_decay, grad_clip_norm"),
+        (SamplingParams, "temp", "did you mean temperature?"),
+        (SamplingParams, "max_new_tokens", "did you mean max_tokens?"),
+        (SamplingParams, "topp", "did you mean top_p?"),
+    ],
+)
+def test_a_name_that_is_not_known_is_told_with_the_one_that_is_meant(
+    kind: type[AdamParams] | type[SamplingParams], name: str, meant: str
+) -> None:
+    with pytest.raises(ValidationError) as refused:
+        kind(**{name: 1})
+    assert f"{kind.__name__} has no {name}: {meant}" in str(refused.value)
+    assert "http" not in str(refused.value), "the words are enough"
+
+
+def test_every_other_name_that_is_known_leads_to_a_field() -> None:
+    for kind in (AdamParams, SamplingParams):
+        for name, field in kind.meant.items():
+            assert name not in kind.model_fields
+            assert set(field.split(" and ")) <= set(kind.model_fields) or "beside" in field

@@ -12,12 +12,15 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import fields
+from importlib import metadata
 from pathlib import Path
 
 import httpx
 import psutil
 import pytest
+from packaging.requirements import Requirement
 from trainhouse.schemas.version import VERSION
+from trainhouse.server import __main__ as command_line
 from trainhouse.server.cli import main, serve_help, serve_help_all
 from trainhouse.server.config import ServerConfig, flag_of
 from trainhouse.server.process import FORCED_STATUS
@@ -73,7 +76,7 @@ def test_help_ends_with_success(flag: str, capsys: pytest.CaptureFixture[str]) -
 
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        main(["--version"])
+        command_line.main(["--version"])
     assert capsys.readouterr().out == f"trainhouse {VERSION}\n"
 
 
@@ -321,6 +324,33 @@ def test_a_termination_of_the_whole_group_answers_open_requests_and_logs_no_erro
         assert "stopping" in log and not any(word in log for word in ("Traceback", "ERROR", "WARNING"))
 
 
+@pytest.mark.parametrize("seconds", [0.0, 0.5, 2.0])
+@pytest.mark.parametrize("command", ["serve", "workers"])
+def test_ctrl_c_while_loading_ends_all_with_one_line_and_the_status_of_interrupts(
+    tiny_models: dict[str, Path], tmp_path: Path, command: str, seconds: float
+) -> None:
+    """It reaches all processes of a terminal."""
+    (tmp_path / "secret").write_text("s" * 64)
+    (tmp_path / "secret").chmod(0o600)
+    of_command = {"serve": ["--port=0", f"--state-dir={tmp_path}"], "workers": ["--listen=127.0.0.1:0"]}[command]
+    of_command += [f"--workers-secret-file={tmp_path}/secret"] if command == "workers" else []
+    flags = [command, f"--base-model=m={tiny_models['qwen3']}", *of_command]
+    program = [sys.executable, "-u", "-m", "trainhouse.server", *flags]
+    process = subprocess.Popen(
+        program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert process.stdout is not None and process.stdout.readline().startswith("loading")
+    time.sleep(seconds)
+    children = psutil.Process(process.pid).children(recursive=True)
+    os.killpg(process.pid, signal.SIGINT)
+    said, errors = process.communicate(timeout=60)
+    if "ready: " in said:  # then there was something to serve
+        assert process.returncode == 0 and "Traceback" not in errors
+    else:
+        assert (process.returncode, errors) == (130, f"trainhouse {command}: interrupted\n")
+    assert psutil.wait_procs(children, timeout=60)[1] == []
+
+
 def test_a_termination_while_loading_ends_the_server_and_its_workers(
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -343,7 +373,8 @@ STUBBORN = """
 import asyncio, os, signal
 from trainhouse.server.process import until_signal
 
-async def work():
+async def work(on_ready):
+    on_ready()
     os.kill(os.getpid(), signal.SIGINT)
     try:
         await asyncio.sleep(60)
@@ -351,7 +382,7 @@ async def work():
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(60)
 
-asyncio.run(until_signal(work()))
+asyncio.run(until_signal(work))
 """
 
 
@@ -386,9 +417,73 @@ def test_no_module_of_server_client_or_schemas_loads_torch() -> None:
     assert done.stdout.strip() == "[] True"
 
 
-def test_without_the_servers_packages_it_says_what_to_install() -> None:
-    program = "import sys; sys.modules['fastapi'] = None; from trainhouse.server.__main__ import main; sys.exit(main())"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+# An install of the client alone
+
+
+def closure(requirements: list[str], found: frozenset[str] = frozenset()) -> frozenset[str]:
+    """The names of the packages that these bring, extras aside."""
+    for requirement in map(Requirement, requirements):
+        name = requirement.name.lower().replace("_", "-")
+        if name not in found and (requirement.marker is None or requirement.marker.evaluate({"extra": ""})):
+            found = closure(metadata.requires(name) or [], found | {name})
+    return found
+
+
+def bare(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The command, where no package is that `pip install trainhouse` does not bring."""
+    installed = closure(metadata.requires("trainhouse") or []) | {"trainhouse"}
+    assert "httpx" in installed and "fastapi" not in installed
+    missing = [
+        module
+        for module, packages in metadata.packages_distributions().items()
+        if not installed & {package.lower().replace("_", "-") for package in packages}
+    ]
+    hook = f"import sys; sys.modules.update(dict.fromkeys({missing!r}))"
+    with tempfile.TemporaryDirectory() as directory:
+        Path(directory, "sitecustomize.py").write_text(hook)
+        return trainhouse(*arguments, PYTHONPATH=directory)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "said"),
+    [
+        (["--help"], 0, "usage: trainhouse [-h] [--version] COMMAND"),
+        (["--version"], 0, f"trainhouse {VERSION}"),
+        (["export", "--help"], 0, "usage: trainhouse export"),
+        (["import", "--help"], 0, "usage: trainhouse import"),
+        (["plan", "--help"], 0, "usage: trainhouse plan"),
+        (["export", "tinker://a/weights/b", "DIRECTORY", "--base-url=http://127.0.0.1:9"], 1, "(Connection refused)"),
+        (["serve", "--base-model=a/b"], 1, "pip install 'trainhouse[server]'"),
+        (["keys", "list"], 1, "trainhouse keys: error: the package"),
+        (["demo"], 1, "pip install 'trainhouse[server,demo]'"),
+        (["srve"], 2, "invalid choice: 'srve' (choose from"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_an_install_of_the_client_alone_runs_what_needs_no_server(
+    arguments: list[str], status: int, said: str, tmp_path: Path
+) -> None:
+    done = bare(*(str(tmp_path / "new") if each == "DIRECTORY" else each for each in arguments))
+    assert done.returncode == status
+    assert said in (done.stderr if status else done.stdout)
+    assert "Traceback" not in done.stderr and (status != 1 or len(done.stderr.splitlines()) == 1)
+
+
+@pytest.mark.parametrize("command", ["export", "import"])
+def test_who_asks_a_server_that_is_not_there_hears_it_at_once(command: str, tmp_path: Path) -> None:
+    """A program tries again for five minutes, for servers that are restarted; a person is not kept waiting."""
+    for name in ("adapter_config.json", "adapter_model.safetensors"):
+        (tmp_path / name).write_text("{}")
+    given = {"export": ["tinker://a/weights/b", str(tmp_path / "new")], "import": [str(tmp_path)]}[command]
+    done = trainhouse(command, *given, "--base-url=http://127.0.0.1:9")  # which ends it after a minute
     assert done.returncode == 1
-    assert "[server]" in done.stderr
-    assert len(done.stderr.splitlines()) == 1
+    assert done.stderr == (
+        f"trainhouse {command}: error: no answer from http://127.0.0.1:9 (Connection refused): start a server there, or"
+        " give another base_url (TRAINHOUSE_BASE_URL)\n"
+    )
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:8000", "http://127.0.0.1:99999", "ftp://here", "http://[::1"])
+def test_what_is_no_address_is_refused_by_name(url: str, tmp_path: Path) -> None:
+    done = trainhouse("export", "tinker://a/weights/b", str(tmp_path / "new"), f"--base-url={url}")
+    assert done.returncode == 1 and f"{url!r} is no base URL" in done.stderr and len(done.stderr.splitlines()) == 1

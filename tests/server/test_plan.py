@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.server import cli
+from trainhouse.server import __main__ as command_line
 from trainhouse.server.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -37,11 +37,11 @@ def refused(capsys: pytest.CaptureFixture[str], status: int, *arguments: str) ->
 
 def test_the_command_is_part_of_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = (f"--base-model=M={CONFIGS}/Llama-3.1-8B.json", "--parallel=tp=2", "--device-memory=80GB")
-    assert cli.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
+    assert command_line.main(["plan", *arguments]) == main(arguments) == 1  # 131072 tokens are too much
     once, twice = capsys.readouterr().out.split("M (llama)")[1:]
     assert once == twice
     with pytest.raises(SystemExit):
-        cli.main(["--help"])
+        command_line.main(["--help"])
     assert re.search(r"^ +plan +the memory of each rank", capsys.readouterr().out, re.MULTILINE)
 
 

@@ -2,6 +2,7 @@
 
 import abc
 import asyncio
+import concurrent.futures
 import contextlib
 import fcntl
 import gc
@@ -24,6 +25,7 @@ from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
 from .shell import let_waiting_threads_sleep
 
 _MOST_WORDS = 4096  # bytes of what a child says beside its answers
+_OF_THE_SERVER = (signal.SIGINT, signal.SIGTERM)
 
 
 class ChildrenPool(Pool):
@@ -171,6 +173,21 @@ class Child:
         self.process.close()
 
 
+async def started(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Child:
+    """A new child. The first one takes as long as its imports, for which a program that ends does not wait."""
+    child: concurrent.futures.Future[Child] = concurrent.futures.Future()
+    child.set_running_or_notify_cancel()
+
+    def start() -> None:
+        try:
+            child.set_result(Child(preloaded, serve, *arguments))
+        except BaseException as error:
+            child.set_exception(error)
+
+    threading.Thread(target=start, daemon=True).start()
+    return await asyncio.wrap_future(child)
+
+
 def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> Any:
     let_waiting_threads_sleep()  # the forkserver loads OpenMP, and its children have what it read
     context = multiprocessing.get_context("forkserver")
@@ -179,17 +196,18 @@ def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *ar
     context.set_forkserver_preload([f"{__package__}.forkserver", __name__, *preloaded])
     # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
     process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
-    with _empty_main(), _sigterm_blocked():
+    with _empty_main(), _signals_blocked():
         process.start()
     return process
 
 
 @contextlib.contextmanager
-def _sigterm_blocked() -> Iterator[None]:
-    """In this thread, from which the forkserver has it for good: its end, of the SIGTERM that systemd sends to all
-    processes of a service, would read as that of all its children."""
-    multiprocessing.resource_tracker.ensure_running()  # the forkserver's start would, and unblock it
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+def _signals_blocked() -> Iterator[None]:
+    """In this thread, from which the forkserver has it: SIGTERM for good, since its end, of the one that systemd sends
+    to all processes of a service, would read as that of all its children; SIGINT until it can end of it without a
+    traceback."""
+    multiprocessing.resource_tracker.ensure_running()  # the forkserver's start would, and unblock them
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _OF_THE_SERVER)
     try:
         yield
     finally:
@@ -224,7 +242,7 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
 
 def ignore_signals() -> None:
     """Ctrl-C belongs to the server, and so does SIGTERM, which systemd sends to both."""
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number in _OF_THE_SERVER:
         signal.signal(number, signal.SIG_IGN)
 
 

@@ -5,7 +5,7 @@ import socket
 
 from ..messages import Incoming, Outgoing, Piece
 from .base import Answer, PoolSpec
-from .children import Child, ChildrenPool
+from .children import ChildrenPool, started
 from .shell import Shell
 
 
@@ -15,7 +15,7 @@ class LocalPool(ChildrenPool):
     async def _start_ranks(self) -> None:
         for rank in range(len(self.spec.configs)):
             preloaded = (self.spec.worker.partition(":")[0],)
-            self._watch(await asyncio.to_thread(Child, preloaded, _serve_rank, self.spec, rank))
+            self._watch(await started(preloaded, _serve_rank, self.spec, rank))
 
     def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
         self._children[rank].send(message, answer)

@@ -44,6 +44,7 @@ from .run_services import RunServices
 from .runs import Runs
 from .samplers import Samplers
 from .sampling import Sampling
+from .segments import Guard
 from .services import Services
 from .sessions import Sessions
 from .snapshots import Snapshots
@@ -79,14 +80,19 @@ class LiveState:
     tenure: Tenure
 
 
-def create_app(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None) -> FastAPI:
-    """An ASGI application; its lifespan opens and closes everything under `config.state_dir`."""
+def create_app(
+    config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None, guard: Guard = lambda: None
+) -> FastAPI:
+    """An ASGI application; its lifespan opens and closes everything under `config.state_dir`.
+
+    guard: of a server that does not share its database, whether what it writes to is still its own.
+    """
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         # Closed last, and also where the rest cannot be opened: a standby tries that again and again.
         with contextlib.closing(open_store(config.store_config())) as store:
-            app.state.services = _services(config, dispatch, store, live)
+            app.state.services = _services(config, dispatch, store, live, guard)
             async with _running(app.state.services):
                 yield
 
@@ -116,8 +122,10 @@ def create_app(config: ServerConfig, dispatch: WorkerDispatch, live: LiveState |
     return app
 
 
-def _services(config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None) -> Services:
-    directory, guard = (config.state_dir, lambda: None) if live is None else (live.directory, live.tenure.check)
+def _services(
+    config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None, guard: Guard
+) -> Services:
+    directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
     store.needed_lease = None if live is None else live.tenure.record
     auth = Auth(store, config.is_loopback)
     sessions = Sessions(store, config.session_expiry_seconds)

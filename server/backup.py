@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from .checkpoint_files import link_or_copy, moves
+from .claim import OF_STATE, keep_private
 from .copied import mark_copy
 from .directories import STAGING
 from .leases import live_directory
@@ -91,6 +92,7 @@ class Backup:
                 f"{self.target} is inside of the state directory {self.source}: name a directory outside of it"
             )
         self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(self.target, OF_STATE)
         if self.has_database and any(self.target.iterdir()):
             raise BackupError(f"{self.target} is not empty: name a directory that is not there yet")
 

@@ -9,13 +9,14 @@ import os
 import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import Field, fields
 from pathlib import Path
 from typing import TypeAlias
 
 from .auth import create_key, list_keys, revoke_key
 from .backup import Backup
-from .claim import StartError, check_database, check_kind
+from .claim import OF_STATE, StartError, check_database, check_kind, keep_private, private_files
 from .config import (
     ADDRESS,
     ENVIRONMENT_PREFIX,
@@ -39,6 +40,9 @@ from .verify import lock_to_verify, verify
 FAILED = 1
 WRONGLY_USED = 2
 
+_OF_ITS_USER = ("plan", "import", "export")
+"""Commands whose files are for whoever called them, not for a server."""
+
 _Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -48,7 +52,8 @@ def main(arguments: Sequence[str]) -> int:
     try:
         if unknown:
             raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
-        return options.run(options)
+        with nullcontext() if options.command in _OF_ITS_USER else private_files():
+            return options.run(options)
     except ConfigError as error:
         return _say_error(options.command, error, WRONGLY_USED)
     except (StartError, ValueError, DatabaseUnreachable) as error:
@@ -239,6 +244,8 @@ def _with_store(
         config = _store_config(options)
         if config.database_url is None:  # else no directory matters
             check_kind(config)
+            if makes:
+                keep_private(config.state_dir, OF_STATE)
         if not makes:
             check_database(config)
         store = open_store(config)

@@ -34,15 +34,17 @@ from .attached import dispatch_config, with_workers
 from .auth import require_keys
 from .auto_layout import with_layouts
 from .base_models import with_models_here
-from .claim import StartError, locked, made
+from .claim import OF_CHECKPOINTS, OF_STATE, Claim, StartError, keep_private, locked, made
 from .config import ServerConfig
 from .connections import Connection
 from .leases import Lease, Tenure, TenureOver
+from .segments import Guard
 from .services import Services
 from .standby import Held, Standby, Switch, TakingOver
 from .stopping import drain
 from .store import DatabaseUnreachable, LeaseLost, Store, open_store
 from .store.outages import OUTAGES
+from .values import is_url
 
 logger = logging.getLogger(__name__)
 
@@ -73,10 +75,13 @@ def serve(config: ServerConfig) -> None:
     sys.setswitchinterval(_SWITCH_SECONDS)
     claimed = locked if config.database_url is None else made
     # In this order: where nothing can be served no state directory is made.
-    with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power"):
+    with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power") as claim:
+        keep_private(config.state_dir, OF_STATE)
+        if config.checkpoints is not None and not is_url(config.checkpoints):
+            keep_private(Path(config.checkpoints).expanduser(), OF_CHECKPOINTS)
         new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
         with asyncio.Runner(loop_factory=new_loop) as runner, left_soon():
-            runner.run(until_signal(partial(_serve, config, listener)))
+            runner.run(until_signal(partial(_serve, config, listener, claim)))
 
 
 @contextlib.contextmanager
@@ -127,7 +132,9 @@ def allow_many_connections() -> None:
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
-async def _serve(config: ServerConfig, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+async def _serve(
+    config: ServerConfig, listener: socket.socket, claim: Claim | None, on_ready: Callable[[], None]
+) -> None:
     config, at = await with_workers(config)
     config = await with_models_here(config, say)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
@@ -139,8 +146,8 @@ async def _serve(config: ServerConfig, listener: socket.socket, on_ready: Callab
             write_ready(url)
             say(words)
 
-        if config.database_url is None:
-            async with _leading(config, at, None) as app:
+        if claim is not None:
+            async with _leading(config, at, None, claim.check) as app:
                 greet = partial(announce, greeting(config, url, has_keys))
                 await _Http(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
         else:
@@ -150,14 +157,16 @@ async def _serve(config: ServerConfig, listener: socket.socket, on_ready: Callab
 
 
 @contextlib.asynccontextmanager
-async def _leading(config: ServerConfig, at: KeptAt | None, live: LiveState | None) -> AsyncIterator[FastAPI]:
+async def _leading(
+    config: ServerConfig, at: KeptAt | None, live: LiveState | None, guard: Guard = lambda: None
+) -> AsyncIterator[FastAPI]:
     """Does all the work there is, for as long as the block lasts. Raises StartError."""
     scratch_dir = config.state_dir if live is None else live.directory
     epoch = None if live is None else live.tenure.record.epoch
     async with _loaded(replace(config, state_dir=scratch_dir), at, epoch) as dispatch:
         if live is not None:  # loading may have taken long
             live.tenure.check()
-        app = create_app(config, dispatch, live)
+        app = create_app(config, dispatch, live, guard)
         async with app.router.lifespan_context(app):
             # What is there now stays: collections of garbage need not look at it again, which takes them long.
             gc.collect()
@@ -366,6 +375,7 @@ def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
             aside = path.with_name(f"{path.name}.{os.getpid()}")
             try:
                 aside.write_text(f"{url}\n")
+                aside.chmod(0o644)  # for whoever waits for it, under any user
                 aside.replace(path)
             except OSError as error:
                 raise StartError(f"ready file {path} cannot be written: {error.strerror}") from None

@@ -264,6 +264,12 @@ def test_a_second_server_on_the_same_state_directory_is_refused(server: LiveServ
     done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
     assert done.returncode == 1
     assert f"is in use by the server with process id {server.process.pid}" in done.stderr
+    (server.state_dir / "server.lock").unlink()
+    done = trainhouse("serve", "--base-model=x/y", "--port=0", f"--state-dir={server.state_dir}")
+    assert done.returncode == 1
+    assert "is in use by a server whose server.lock somebody has removed: stop that one" in done.stderr
+    assert httpx.get(f"{server.url}/api/v1/readyz").json()["status"] == "ready"
+    assert (server.state_dir / "server.lock").read_text() == f"{server.process.pid}\n", "it is made again"
     assert httpx.get(f"{server.url}/api/v1/healthz").status_code == 200
 
 

@@ -177,13 +177,15 @@ class Limit(Wire):
 class Limits(Wire):
     """What the server lets a tenant have, and what of it is in use; beyond it, requests answer 429 with Retry-After.
 
-    tenant: its name, as --tenant-weights takes it. queued_operations, queued_bytes: accepted and not answered yet,
-    uploads included. tokens_per_minute: of training and sampling; `used` falls with time. result_bytes: kept on the
-    server's disk. feature_bytes: captured for drafts. server_queued_bytes, server_feature_bytes: of all tenants
-    together; what is used of them is the tenant's own share where whoever asks is no operator.
+    tenant: its name, as --tenant-weights takes it. sessions: open ones. queued_operations, queued_bytes: accepted and
+    not answered yet, uploads included. tokens_per_minute: of training and sampling; `used` falls with time.
+    result_bytes: kept on the server's disk. feature_bytes: captured for drafts. server_queued_bytes,
+    server_feature_bytes: of all tenants together; what is used of them is the tenant's own share where whoever asks is
+    no operator.
     """
 
     tenant: str
+    sessions: Limit | None = None
     runs: Limit
     queued_operations: Limit
     queued_bytes: Limit

@@ -56,6 +56,9 @@ from .trouble import Trouble
 logger = logging.getLogger(__name__)
 
 _HOUSEKEEPING_SECONDS = 30.0
+_ENDED_SESSIONS = 10
+"""As many are kept for each that a tenant may have open."""
+
 _DATABASE_RETRY_SECONDS = 2
 _BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
 """What clients call at every operation."""
@@ -128,13 +131,13 @@ def _services(
     directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
     store.needed_lease = None if live is None else live.tenure.record
     auth = Auth(store, config.is_loopback)
-    sessions = Sessions(store, config.session_expiry_seconds)
+    quotas = Quotas(config)
+    sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
     checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
     sync = config.durability == "power"
     futures = Futures(directory / "results", store, config.result_ttl_seconds, sync=sync, guard=guard)
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
-    quotas = Quotas(config)
     weights = EphemeralWeights(directory / "ephemeral", sync)
     # Runs come last: they make samplers.
     adapters = Adapters(dispatch, checkpoints, weights, lambda run_id, adapter_id: runs.share(run_id, adapter_id))
@@ -236,6 +239,9 @@ async def _tidy_up(services: Services) -> None:
     await services.recordings.expire()
     await services.features.tidy()
     services.quotas.forget_idle()
+    config = services.config
+    most_ended = _ENDED_SESSIONS * config.tenant_sessions
+    await services.sessions.forget(config.session_ttl_seconds, most_ended, services.runs.ending_session_ids)
 
 
 async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> None:

@@ -253,6 +253,7 @@ class ServerConfig:
     workers: str | None = knob(None, "HOST:PORT of `trainhouse workers`", common=True, check=ADDRESS)
     workers_secret_file: Path | None = knob(None, "what this server and its workers share")  # noqa: RUF009
     tenant_weights: tuple[TenantWeight, ...] = knob((), "shares of the passes, alice=2,bob=0.5; of others: 1")
+    tenant_sessions: int = knob(1000, "most open sessions of a tenant", check=POSITIVE)
     tenant_runs: int = knob(2000, "most live runs of a tenant", check=POSITIVE)
     tenant_queued_operations: int = knob(20_000, "most unanswered operations of a tenant", check=POSITIVE)
     tenant_queued_bytes: int = knob(512 << 20, "most bytes of them", check=POSITIVE)
@@ -269,6 +270,7 @@ class ServerConfig:
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
     result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
     session_expiry_seconds: float = knob(300.0, "end of a session without heartbeats (every 10 s)", check=above(0))
+    session_ttl_seconds: float = knob(2592000.0, "how long ended ones stay that saved nothing", check=above(0))
     seq_gap_seconds: float = knob(330.0, "until a missing seq_id counts as refused; SDKs retry 300", check=above(0))
     journal_segment_bytes: int = knob(64 << 20, "size at which the journal starts a new file", check=POSITIVE)
     hang_seconds: float = knob(

@@ -29,6 +29,7 @@ _MOST_SECONDS = 60.0
 
 _UNKNOWN_SECONDS = 5.0
 _RUN_SECONDS = 30.0
+_SESSION_SECONDS = 10.0
 _STOPPING_SECONDS = 2.0
 _REMEMBERED_SECONDS = 60.0
 _DRAIN_SECONDS = 30.0
@@ -167,6 +168,17 @@ class Quotas:
     def admission(self, tenant_id: str) -> "Admission":
         return Admission(self, tenant_id)
 
+    def check_sessions(self, tenant_id: str, num_sessions: int) -> None:
+        """Before one more. Raises RequestError 429."""
+        limit = self._config.tenant_sessions
+        if num_sessions >= limit:
+            reason = (
+                f"you have {num_sessions} open sessions, and {_words('tenant_sessions', limit)}: close those that are "
+                f"over, or let {self._config.session_expiry_seconds:g} s of silence do it"
+            )
+            put_off = PutOff("tenant_sessions", reason, "paused_capacity", _SESSION_SECONDS, self._clock())
+            self._refuse(tenant_id, put_off)
+
     def check_runs(self, tenant_id: str, num_runs: int) -> None:
         """Before one more. Raises RequestError 429."""
         limit = self._config.tenant_runs
@@ -204,12 +216,13 @@ class Quotas:
             put_off = PutOff("tenant_result_bytes", reason, "paused_rate_limit", _MOST_SECONDS, self._clock())
             self._refuse(tenant_id, put_off)
 
-    def limits(self, tenant: Tenant, num_runs: int, result_bytes: int = 0) -> Limits:
+    def limits(self, tenant: Tenant, num_runs: int, num_sessions: int = 0, result_bytes: int = 0) -> Limits:
         """The tenant's, and their use."""
         config, usage = self._config, self._usage(tenant.id)
         tokens = config.tenant_tokens_per_minute
         return Limits(
             tenant=tenant.name,
+            sessions=Limit(limit=config.tenant_sessions, used=num_sessions),
             runs=Limit(limit=config.tenant_runs, used=num_runs),
             queued_operations=Limit(limit=config.tenant_queued_operations, used=usage.num_operations),
             queued_bytes=Limit(limit=config.tenant_queued_bytes, used=usage.num_bytes),

@@ -178,6 +178,11 @@ class Runs:
             await run.settle(held_seconds)
 
     @property
+    def ending_session_ids(self) -> frozenset[str]:
+        """Sessions whose runs have not let go of all that was theirs."""
+        return frozenset(run.record.session_id for run in self._ending.values())
+
+    @property
     def is_busy(self) -> bool:
         return any(run.is_busy for run in (*self._runs.values(), *self._ending.values()))
 

@@ -29,9 +29,9 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
     "GET /api/v1/get_server_capabilities": SCOPES,
     "GET /api/v1/limits": SCOPES,
     "GET /api/v1/workers": (OPERATOR,),
-    # Sessions; the SDK opens one to list, too.
-    "POST /api/v1/create_session": SCOPES,
-    "POST /api/v1/session_heartbeat": SCOPES,
+    # Sessions hold models and samplers; who only lists needs none.
+    "POST /api/v1/create_session": _WORK,
+    "POST /api/v1/session_heartbeat": _WORK,
     "POST /api/v1/sessions/{session_id}/finish": _WORK,
     "PUT /api/v1/sessions/{session_id}/project": _WORK,
     "POST /api/v1/create_model": ("train",),

@@ -4,12 +4,14 @@ import asyncio
 import logging
 import secrets
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from sqlalchemy.exc import SQLAlchemyError
 
+from ..schemas.bounds import MOST_METADATA_BYTES, MOST_TEXT
 from ..schemas.errors import RequestError
 from ..schemas.models import CreateSessionRequest, FinishSessionRequest
 from .auth import Tenant
@@ -17,6 +19,14 @@ from .store import SessionEnd, SessionRecord, Store, string_metadata
 from .trouble import Trouble
 
 logger = logging.getLogger(__name__)
+
+_MOST_METADATA_TEXT = 8 * MOST_METADATA_BYTES
+"""Characters that JSON may need, with all of its escapes, for the most that a request may say."""
+
+_CROWDED_SECONDS = 120.0
+"""So long an ended session stays, however many its tenant has: what belonged to it may still be on its way out."""
+
+_FORGOTTEN_AT_ONCE = 500
 
 
 @dataclass
@@ -38,10 +48,19 @@ class Sessions:
     `on_end`: called with the session id once a session has ended, in order; what they raise is logged.
     """
 
-    def __init__(self, store: Store, expiry_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        expiry_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        check_room: Callable[[str, int], None] = lambda tenant_id, num_open: None,
+    ) -> None:
+        """check_room: called before one more with the tenant's id and how many it has; raises RequestError."""
         self._store = store
         self._expiry_seconds = expiry_seconds
         self._clock = clock
+        self._check_room = check_room
+        self._num_open: Counter[str] = Counter()
         self._open: dict[str, _Open] = {}
         self._saved_at = clock()
         self._watch: asyncio.Task[None] | None = None
@@ -49,7 +68,9 @@ class Sessions:
 
     async def start(self) -> None:
         now = self._clock()
+        await self._store.shorten_sessions(MOST_TEXT, _MOST_METADATA_TEXT)
         self._open = {record.session_id: _Open(record, now) for record in await self._store.list_open_sessions()}
+        self._num_open = Counter(known.record.tenant_id for known in self._open.values())
 
     def watch(self) -> None:
         """From now on silence counts."""
@@ -65,7 +86,7 @@ class Sessions:
         await self._save_heartbeats()
 
     async def create(self, tenant: Tenant, request: CreateSessionRequest, idempotency_key: str | None) -> SessionRecord:
-        """The same idempotency key of the same tenant answers the same session."""
+        """The same idempotency key of the same tenant answers the same session. Raises RequestError 429."""
         now = time.time()
         new = SessionRecord(
             session_id=secrets.token_hex(8),
@@ -79,7 +100,16 @@ class Sessions:
             display_name=request.display_name,
             idempotency_key=idempotency_key or None,
         )
-        record = await self._store.insert_session(new)
+        if (known := await self._store.find_session(new)) is not None:
+            return known
+        self._check_room(tenant.id, self._num_open[tenant.id])
+        self._num_open[tenant.id] += 1
+        record = None
+        try:
+            record = await self._store.insert_session(new)
+        finally:
+            if record is not new:
+                self._num_open[tenant.id] -= 1
         if record is new:
             self._open[new.session_id] = _Open(new, self._clock())
         return record
@@ -103,6 +133,9 @@ class Sessions:
     @property
     def open_ids(self) -> tuple[str, ...]:
         return tuple(self._open)
+
+    def num_open(self, tenant_id: str) -> int:
+        return self._num_open[tenant_id]
 
     def is_open(self, session_id: str) -> bool:
         return session_id in self._open
@@ -145,9 +178,19 @@ class Sessions:
             if known.heard_at < silent_since and not known.num_held:
                 await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
 
+    async def forget(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
+        """Deletes sessions that ended so long ago and saved nothing, with their runs and samplers; of a tenant that has
+        more than `most` of them the oldest before their time. spared: ids of those that are still being ended."""
+        now = time.time()
+        old = await self._store.list_forgettable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
+        forgotten = [session_id for session_id in old if session_id not in spared]
+        for first in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
+            await self._store.delete_sessions(forgotten[first : first + _FORGOTTEN_AT_ONCE])
+
     async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
         first = await self._store.end_session(session_id, time.time(), end, detail)
-        self._open.pop(session_id, None)
+        if (known := self._open.pop(session_id, None)) is not None:
+            self._num_open[known.record.tenant_id] -= 1
         if not first:
             return
         logger.info("session %s ended: %s", session_id, end)

@@ -59,7 +59,8 @@ async def get_limits(services: ServicesDependency, tenant: TenantDependency, is_
     A request beyond it answers 429 with `Retry-After`: it was not accepted, and is to be sent again. Clients do that.
     """
     kept_bytes = services.futures.kept_bytes(tenant.id)
-    limits = services.quotas.limits(tenant, services.runs.num_live(tenant.id), kept_bytes)
+    num_runs, num_sessions = services.runs.num_live(tenant.id), services.sessions.num_open(tenant.id)
+    limits = services.quotas.limits(tenant, num_runs, num_sessions, kept_bytes)
     limits = limits.model_copy(update=services.features.room.limits(tenant.id))
     return limits if is_operator else limits.of_tenant_alone()
 

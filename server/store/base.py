@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
-from sqlalchemy import Connection, Row, Table, delete, func, insert, or_, select, update
+from sqlalchemy import Connection, Row, String, Table, cast, delete, func, insert, or_, select, update
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.sql import ColumnElement, Select
 
@@ -138,6 +138,54 @@ class Store:
             return session
 
         return await self._write(statements)
+
+    async def find_session(self, session: SessionRecord) -> SessionRecord | None:
+        """The one that was made for the same tenant under the same idempotency key."""
+        return await self._one(SessionRecord, select(sessions).where(_same_request(session)))
+
+    async def shorten_sessions(self, most_text: int, most_json: int) -> None:
+        """What an older trainhouse let in of any length, of sessions and runs: text is cut, JSON goes."""
+
+        def statements(connection: Connection) -> None:
+            for column in (sessions.c.display_name, sessions.c.end_detail, sessions.c.project_id):
+                cut = update(sessions).values({column.name: func.substr(column, 1, most_text)})
+                connection.execute(cut.where(func.length(column) > most_text))
+            for column, empty in (
+                (sessions.c.tags, []),
+                (sessions.c.user_metadata, None),
+                (runs.c.user_metadata, None),
+            ):
+                too_long = func.length(cast(column, String)) > most_json
+                connection.execute(update(column.table).values({column.name: empty}).where(too_long))
+
+        await self._write(statements)
+
+    async def list_forgettable_sessions(self, ended_before: float, crowded_before: float, most: int) -> list[str]:
+        """Those that ended before then and have no checkpoint; of tenants with more than `most` of them, the oldest
+        beyond these, if they ended before `crowded_before`."""
+        id_of, ended_at, tenant_id = sessions.c.session_id, sessions.c.finished_at, sessions.c.tenant_id
+        is_over = ended_at.is_not(None) & ~_has_checkpoint()
+        crowded = select(tenant_id, func.count()).where(is_over).group_by(tenant_id).having(func.count() > most)
+
+        def statements(connection: Connection) -> list[str]:
+            found = list(connection.execute(select(id_of).where(is_over, ended_at < ended_before)).scalars())
+            for tenant, num in connection.execute(crowded).all():
+                oldest = select(id_of).where(is_over, tenant_id == tenant, ended_at < crowded_before)
+                found += connection.execute(oldest.order_by(ended_at).limit(num - most)).scalars()
+            return list(dict.fromkeys(found))
+
+        return await self._read(statements)
+
+    async def delete_sessions(self, session_ids: Sequence[str]) -> None:
+        """With their runs and samplers; not one that has a checkpoint, or has not ended."""
+        these = sessions.c.session_id.in_(session_ids) & sessions.c.finished_at.is_not(None) & ~_has_checkpoint()
+
+        def statements(connection: Connection) -> None:
+            ids = connection.execute(select(sessions.c.session_id).where(these)).scalars().all()
+            for table in (samplers, runs, sessions):
+                connection.execute(delete(table).where(table.c.session_id.in_(ids)))
+
+        await self._write(statements)
 
     async def get_session(self, session_id: str) -> SessionRecord | None:
         return await self._one(SessionRecord, select(sessions).where(sessions.c.session_id == session_id))
@@ -501,6 +549,12 @@ def _same_request(session: SessionRecord) -> ColumnElement[bool]:
     """Never true without an idempotency key."""
     same = (sessions.c.tenant_id == session.tenant_id) & (sessions.c.idempotency_key == session.idempotency_key)
     return same & sessions.c.idempotency_key.is_not(None)
+
+
+def _has_checkpoint() -> ColumnElement[bool]:
+    """True of a session whose runs have saved one that is still there."""
+    of_session = select(checkpoints.c.name).join(runs, runs.c.run_id == checkpoints.c.run_id)
+    return of_session.where(runs.c.session_id == sessions.c.session_id).correlate(sessions).exists()
 
 
 def _same_checkpoint(run_id: str, kind: str, name: str) -> ColumnElement[bool]:

@@ -67,5 +67,5 @@ def test_the_sdk_samples_with_a_key_that_only_samples(server: Served, capsys: py
 def test_our_client_lists_with_a_key_that_only_reads(server: Served, capsys: pytest.CaptureFixture[str]) -> None:
     with trainhouse.ServiceClient(server.url, key_with(server, "read", capsys)) as service:
         assert service.get_server_capabilities()
-        with pytest.raises(Exception, match="needs sample"):
+        with pytest.raises(Exception, match="needs train or sample"):
             service.create_sampling_client(base_model=MODEL).sample([5, 6], 1).result(30)

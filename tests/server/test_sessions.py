@@ -1,13 +1,23 @@
 """Sessions over HTTP: made once, kept alive, ended by word or by silence."""
 
+import asyncio
+import contextlib
+import json
+import sqlite3
 from pathlib import Path
 
+import httpx
 import pytest
 from tinker import types
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
+from trainhouse.server.auth import create_key
+from trainhouse.server.store import DATABASE_NAME
+from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import ALICE, BOB, MODEL, Api, running_api
+from .real import Server, running_server, server_config
+from .test_futures import wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -144,3 +154,80 @@ async def test_a_session_moves_into_a_project(api: Api) -> None:
     assert moved.status_code == 204
     listed = await client.get("/api/v1/training_runs", params={"project_id": "p"})
     assert [one["training_run_id"] for one in listed.json()["training_runs"]] == [run.run_id]
+
+
+async def create(server: Server, key: str = ALICE, **headers: str) -> httpx.Response:
+    return await server.clients[key].post("create_session", json={"sdk_version": "1"}, headers=headers)
+
+
+async def test_open_sessions_are_bounded_and_more_are_put_off(
+    tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
+) -> None:
+    config = server_config(tiny_models["qwen3"], tmp_path, tenant_sessions=2)
+    async with running_server(config, dispatch) as server:
+        answers = await asyncio.gather(*(create(server) for _ in range(5)))
+        assert sorted(answer.status_code for answer in answers) == [200, 200, 429, 429, 429], "also at the same time"
+        refused = await create(server)
+        assert "you have 2 open sessions" in refused.json()["detail"]
+        assert "--tenant-sessions" in refused.json()["detail"] and float(refused.headers["Retry-After"]) > 0
+        assert (await create(server, BOB, **{"X-Idempotency-Key": "one"})).status_code == 200
+        assert (await create(server, BOB)).status_code == 200
+        again = await create(server, BOB, **{"X-Idempotency-Key": "one"})
+        assert again.status_code == 200, "a session that is there already"
+        limits = (await server.clients[ALICE].get("limits")).json()
+        assert limits["sessions"] == {"limit": 2, "used": 2}
+        session_id = next(answer.json()["session_id"] for answer in answers if answer.status_code == 200)
+        await server.post(f"sessions/{session_id}/finish", {"reason": {"type": "success"}}, status=204)
+        assert (await create(server)).status_code == 200
+    async with running_server(config, dispatch) as server:
+        assert (await create(server)).status_code == 429, "those of before the start count"
+
+
+async def test_what_ended_is_forgotten_in_time_and_what_was_saved_stays(
+    tiny_models: dict[str, Path], tmp_path: Path, dispatch: WorkerDispatch
+) -> None:
+    async with running_server(server_config(tiny_models["qwen3"], tmp_path), dispatch) as server:
+        saved, unsaved, live = [await server.create_run() for _ in range(3)]
+        path = (await saved.do("save_weights", path="a"))["path"]
+        for run in (saved, unsaved):
+            await server.post(f"sessions/{run.session_id}/finish", {"reason": {"type": "success"}}, status=204)
+        await wait_until(lambda: not server.services.runs.ending_session_ids)
+        forget = server.services.sessions.forget
+        await forget(3600.0, 100, ())
+        await forget(0.0, 100, (unsaved.session_id,))
+        client = server.clients[ALICE]
+        assert (await client.get(f"sessions/{unsaved.session_id}")).status_code == 200
+        await forget(0.0, 100, ())
+        assert (await client.get(f"sessions/{unsaved.session_id}")).status_code == 404
+        assert (await client.get(f"training_runs/{unsaved.model_id}")).status_code == 404
+        assert await beats(server, unsaved.session_id) == 404
+        runs = (await client.get("training_runs")).json()["training_runs"]
+        assert {run["training_run_id"] for run in runs} == {saved.model_id, live.model_id}
+        assert (await client.get(f"sessions/{saved.session_id}")).json()["training_run_ids"] == [saved.model_id]
+        assert (await client.get("checkpoints")).json()["checkpoints"][0]["tinker_path"] == path
+        body = {"session_id": live.session_id, "model_seq_id": 1, "path": path, "optimizer": True}
+        loaded = await server.result((await server.post("load_weights", body))["request_id"])
+        assert loaded["model_id"] == f"{live.session_id}:train:1"
+        assert "error" not in (await live.do("save_weights", path="b"))
+
+
+async def beats(server: Server, session_id: str) -> int:
+    return (await server.clients[ALICE].post("session_heartbeat", json={"session_id": session_id})).status_code
+
+
+async def test_a_session_takes_a_key_that_trains_or_samples(api: Api) -> None:
+    for scopes, status in (("read", 403), ("admin", 403), ("sample", 200), ("train", 200)):
+        client = await api.client(await create_key(api.services.store, "team", (scopes,)))
+        response = await client.post("/api/v1/create_session", json={"sdk_version": "1"})
+        assert response.status_code == status, (scopes, response.text)
+
+
+async def test_an_old_database_with_large_sessions_opens_and_is_cleaned(tmp_path: Path) -> None:
+    async with running_api(tmp_path) as api:
+        session_id = await api.session()
+    with contextlib.closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database, database:
+        database.execute("UPDATE sessions SET user_metadata = ?", [json.dumps({"a": "x" * 20_000_000})])
+    async with running_api(tmp_path) as api:
+        assert await beat(api, session_id) == 200
+        info = (await (await api.client()).get(f"/api/v1/sessions/{session_id}")).json()
+        assert info["user_metadata"] is None

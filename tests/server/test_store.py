@@ -540,3 +540,56 @@ async def test_of_a_commit_in_the_midst_of_which_the_disk_is_full_nothing_is_sai
     assert [str(write.done.exception().orig) for write in group] == 3 * ["database or disk is full"]
     assert await store.list_tenants() == ()
     store.close()
+
+
+async def test_sessions_that_saved_nothing_are_forgotten_with_all_that_was_theirs(open_store: OpenStore) -> None:
+    store = open_store()
+    for tenant in ("t", "u"):
+        await store.ensure_tenant(TenantRecord(tenant, tenant, 1.0))
+    ended = [f"ended-{number}" for number in range(4)]
+    for number, session_id in enumerate(ended):
+        await store.insert_session(session_record(session_id, "t", finished_at=100.0 + number))
+    await store.insert_session(session_record("saved", "t", finished_at=100.0))
+    await store.insert_session(session_record("open", "t"))
+    await store.insert_session(session_record("of-u", "u", finished_at=104.0))
+    for session_id in (*ended, "saved", "open"):
+        await store.insert_run(RunRecord(f"{session_id}:train:0", session_id, "t", "m", LORA, 1.0, 1.0))
+        await store.insert_sampler(SamplerRecord(f"{session_id}:sample:0", session_id, "t", "m", 1.0))
+    checkpoint = CheckpointRecord(
+        "saved:train:0", "t", "weights", "a", "d", 1, 1.0, None, False, None, "m", LORA, has_optimizer=False
+    )
+    await store.put_checkpoint(checkpoint, overwrite=False)
+
+    assert await store.list_forgettable_sessions(100.5, 0.0, most=10) == ["ended-0"]
+    assert await store.list_forgettable_sessions(0.0, 1000.0, most=4) == []
+    assert await store.list_forgettable_sessions(0.0, 1000.0, most=2) == ["ended-0", "ended-1"]
+    assert await store.list_forgettable_sessions(0.0, 100.5, most=2) == ["ended-0"], "what ended just now stays"
+    await store.delete_sessions(["ended-0", "saved", "open"])
+    kept = {session.session_id for session in await store.list_sessions("t", 0, 100)}
+    assert kept == {"saved", "open", *ended[1:]}
+    assert await store.list_run_ids() == {f"{session_id}:train:0" for session_id in kept}
+    assert await store.get_sampler("ended-0:sample:0") is None and await store.get_sampler("saved:sample:0")
+    await store.delete_checkpoint(checkpoint)
+    await store.delete_sessions(["saved"])
+    assert await store.get_session("saved") is None and await store.get_run("saved:train:0") is None
+
+
+async def test_what_an_older_version_let_in_of_any_length_is_shortened(open_store: OpenStore) -> None:
+    store = open_store()
+    await store.ensure_tenant(TenantRecord("t", "t", 1.0))
+    long = {"display_name": "x" * 9000, "user_metadata": {"a": "\u00fc" * 9000}, "tags": ("y" * 70_000,)}
+    await store.insert_session(session_record("long", "t", **long))
+    await store.insert_session(session_record("short", "t", display_name="x", user_metadata={"a": "b"}, tags=("c",)))
+    await store.insert_run(RunRecord("long:train:0", "long", "t", "m", LORA, 1.0, 1.0, {"a": "z" * 70_000}))
+    await store.insert_run(RunRecord("short:train:0", "short", "t", "m", LORA, 1.0, 1.0, {"a": "z"}))
+    await store.shorten_sessions(4096, 60_000)
+    session = await store.get_session("long")
+    assert session is not None and session.display_name == "x" * 4096
+    assert session.tags == () and session.user_metadata == {"a": "\u00fc" * 9000}, "within the limit of JSON"
+    await store.shorten_sessions(4096, 50_000)
+    session, short = await store.get_session("long"), await store.get_session("short")
+    assert session is not None and session.user_metadata is None
+    assert short is not None and (short.display_name, short.user_metadata, short.tags) == ("x", {"a": "b"}, ("c",))
+    run, other = await store.get_run("long:train:0"), await store.get_run("short:train:0")
+    assert run is not None and run.user_metadata is None
+    assert other is not None and other.user_metadata == {"a": "z"}

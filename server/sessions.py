@@ -103,16 +103,16 @@ class Sessions:
         if (known := await self._store.find_session(new)) is not None:
             return known
         self._check_room(tenant.id, self._num_open[tenant.id])
+        # Counted before it is there: others may be asked for meanwhile.
         self._num_open[tenant.id] += 1
-        record = None
         try:
             record = await self._store.insert_session(new)
+            if record is new:
+                self._open[new.session_id] = _Open(new, self._clock())
+            return record
         finally:
-            if record is not new:
+            if new.session_id not in self._open:
                 self._num_open[tenant.id] -= 1
-        if record is new:
-            self._open[new.session_id] = _Open(new, self._clock())
-        return record
 
     async def get(self, tenant: Tenant, session_id: str) -> SessionRecord:
         """Ended ones included. Raises RequestError 404, also for another tenant's."""

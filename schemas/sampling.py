@@ -221,6 +221,15 @@ class SampleResponse:
     guesses: GuessCounts | None = None
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of its arrays."""
+        tops = [self.topk_prompt_logprobs, *(sequence.topk_logprobs for sequence in self.sequences)]
+        arrays = [self.prompt_logprobs, self.target_prompt_logprobs, self.prompt_alt_tokens, self.prompt_alt_logprobs]
+        arrays += [array for sequence in self.sequences for array in (sequence.tokens, sequence.logprobs)]
+        arrays += [array for top in tops if top is not None for array in (top.token_ids, top.logprobs)]
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
     def num_tokens(self) -> int:
         """Sampled."""
         return sum(len(sequence.tokens) for sequence in self.sequences)

@@ -3,6 +3,7 @@
 import asyncio
 import secrets
 from collections import deque
+from itertools import islice
 
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -11,6 +12,9 @@ from .futures import Ended, Futures
 
 CLONE_SEQ_IDS = 1_000_000_000
 """Clone n of a sampling client numbers its requests from n times this."""
+
+MOST_AT_ONCE = 1000
+"""Completions in one answer."""
 
 _EPOCH_BITS, _NUMBER_BITS = 20, 32
 """Of a cursor, which JSON carries as a float of 53 bits."""
@@ -47,9 +51,11 @@ class Completions:
             del self._logs[key]
 
     async def _fill(self, log: "CompletionLog", sampler_id: str, clone: int) -> None:
-        for ended in await self._futures.ended(f"{sampler_id}:"):
+        for number, ended in enumerate(await self._futures.ended(f"{sampler_id}:")):
             if _clone_of(ended.request_id) == clone:
                 log.add(ended)
+            if number % MOST_AT_ONCE == 0:
+                await asyncio.sleep(0)
 
 
 class CompletionLog:
@@ -63,15 +69,21 @@ class CompletionLog:
         self._epoch = secrets.randbelow((1 << _EPOCH_BITS) - 1) + 1
         self._unseen: deque[FutureCompletion] = deque()
         self._num_seen = 0
+        self._filled: set[str] = set()
 
     @property
     def cursor(self) -> int:
-        return (self._epoch << _NUMBER_BITS) + self._num_seen + len(self._unseen)
+        """Of what `unseen` tells now."""
+        return (self._epoch << _NUMBER_BITS) + self._num_seen + min(len(self._unseen), MOST_AT_ONCE)
 
     def add(self, ended: Ended) -> None:
         """Known ones, while the log is being filled: no-op."""
-        if not self.filling.done() and any(one.request_id == ended.request_id for one in self._unseen):
+        if self.filling.done():
+            self._filled.clear()
+        elif ended.request_id in self._filled:
             return
+        else:
+            self._filled.add(ended.request_id)
         self._unseen.append(
             FutureCompletion(
                 state="failed" if ended.is_error else "finished",
@@ -91,7 +103,8 @@ class CompletionLog:
             self.grown.clear()
 
     def unseen(self) -> tuple[FutureCompletion, ...]:
-        return tuple(self._unseen)
+        """The first MOST_AT_ONCE; a client that has seen these is told of the others at once."""
+        return tuple(islice(self._unseen, MOST_AT_ONCE))
 
 
 def _clone_of(request_id: str) -> int:

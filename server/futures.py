@@ -115,6 +115,8 @@ class Futures:
         self._unstored: list[Future] = []  # in the file, in its order; the store does not know them yet
         self._has_unstored = asyncio.Event()
         self._deadlines: set[asyncio.Timeout] = set()
+        # Held while a large result is encoded or decoded: each step of that keeps the event loop waiting for a moment.
+        self.one_at_a_time = asyncio.Lock()
         self._kept_bytes: Counter[str] = Counter()
         self._sum_again_at = 0.0
         self._writer: asyncio.Task[None] | None = None
@@ -193,16 +195,22 @@ class Futures:
         if future is None or future.tenant_id != tenant_id:
             raise _unknown(request_id)
 
-    async def wait(self, request_id: str, tenant_id: str, seconds: float) -> Result | Pending:
-        """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404."""
+    async def wait(
+        self, request_id: str, tenant_id: str, seconds: float, claim: Callable[[int], None] = lambda num_bytes: None
+    ) -> Result | Pending:
+        """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404.
+
+        claim: called with its bytes before it is read, and raises RequestError where there is no room for it.
+        """
         future = self._live.get(request_id)
         if future is None:
-            return await self._load(request_id, tenant_id)
+            return await self._load(request_id, tenant_id, claim)
         if future.tenant_id != tenant_id:
             raise _unknown(request_id)
         if not await self.long_poll(future.done, seconds):
             return future.pending()
         assert future.result is not None
+        claim(_size(future))
         return future.result
 
     async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
@@ -259,10 +267,11 @@ class Futures:
         finally:
             await self._segments.close()
 
-    async def _load(self, request_id: str, tenant_id: str) -> Result:
+    async def _load(self, request_id: str, tenant_id: str, claim: Callable[[int], None]) -> Result:
         record = await self._store.get_result(request_id)
         if record is None or record.tenant_id != tenant_id:
             raise _unknown(request_id)
+        claim(record.size_bytes)
         try:
             return await self._read(record)
         except FileNotFoundError:

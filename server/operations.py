@@ -41,7 +41,7 @@ from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import RunInfo, RunSpec, Step, WorkerLost
 from .age import encrypt_files, parse_recipients
 from .auth import Tenant
-from .bodies import Received
+from .bodies import LARGE_BYTES, Received
 from .checkpoints import Checkpoints, full_path, loaded_as
 from .features import FEATURES, Features, check_captures, for_draft
 from .fitting import check_loadable, check_target
@@ -315,7 +315,10 @@ class Operations:
             raise
         if operation.forward_only:
             await self._features.let_go(run, operation.seq_id)
-        return Result(encode_forward_backward_output(output), "forward_backward")
+        arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
+        if sum(array.nbytes for array in arrays) < LARGE_BYTES:
+            return Result(encode_forward_backward_output(output), "forward_backward")
+        return Result(await asyncio.to_thread(encode_forward_backward_output, output), "forward_backward")
 
     async def _captured_beside(
         self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str

@@ -18,6 +18,7 @@ from ..schemas.errors import RequestError
 from ..schemas.futures import Pending, QueueState
 from ..schemas.models import Limit, Limits
 from .auth import Tenant
+from .bodies import LARGE_BYTES
 from .config import ServerConfig
 from .sampling_job import ALTERNATIVES
 
@@ -30,6 +31,10 @@ _MOST_SECONDS = 60.0
 _UNKNOWN_SECONDS = 5.0
 _RUN_SECONDS = 30.0
 _SESSION_SECONDS = 10.0
+_LEAVING_SECONDS = 1.0
+_LEAVING_PART = 4
+"""Large results on their way may take this part of what queued operations may."""
+
 _STOPPING_SECONDS = 2.0
 _REMEMBERED_SECONDS = 60.0
 _DRAIN_SECONDS = 30.0
@@ -136,7 +141,8 @@ class _StandingStill:
 
 @dataclass
 class _Usage:
-    """Of one tenant; uploads count from their beginning. arriving: of these, what is not accepted yet."""
+    """Of one tenant; uploads count from their beginning. arriving: of these, what is not accepted yet. leaving: large
+    results on their way to clients."""
 
     bucket: _Bucket
     operations_drain: _Drain
@@ -145,6 +151,7 @@ class _Usage:
     num_bytes: int = 0
     num_arriving: int = 0
     num_bytes_arriving: int = 0
+    num_bytes_leaving: int = 0
     put_off: PutOff | None = None
     standing_still: _StandingStill = field(default_factory=_StandingStill)
 
@@ -157,6 +164,7 @@ class Quotas:
         self._clock = clock
         self._usages: dict[str, _Usage] = {}
         self._num_bytes = 0
+        self._num_bytes_leaving = 0
         self._drain = _Drain(clock(), clock())
         self._standing_still = _StandingStill()
         self.is_closed = False
@@ -243,8 +251,36 @@ class Quotas:
         """Tenants without anything queued and without a debt need no record."""
         now = self._clock()
         for tenant_id, usage in list(self._usages.items()):
-            if not usage.num_operations and not usage.bucket.used(now) and self.pending(tenant_id) is None:
+            is_idle = not usage.num_operations and not usage.num_bytes_leaving
+            if is_idle and not usage.bucket.used(now) and self.pending(tenant_id) is None:
                 del self._usages[tenant_id]
+
+    def leaving(self, tenant_id: str) -> "Leaving":
+        return Leaving(self, tenant_id)
+
+    # For Leaving
+
+    def check_leaving(self, tenant_id: str, num_bytes: int) -> None:
+        """Raises RequestError 429, but lets a tenant have one at any time."""
+        of_tenant, of_all = (
+            self._config.tenant_queued_bytes // _LEAVING_PART,
+            self._config.queued_bytes // _LEAVING_PART,
+        )
+        own = self._usage(tenant_id).num_bytes_leaving
+        if own and (own + num_bytes > of_tenant or self._num_bytes_leaving + num_bytes > of_all):
+            reason = (
+                f"results of yours with {own} bytes are being sent to you, this one takes {num_bytes}, and at most "
+                f"{of_tenant} of a tenant and {of_all} of all may be (a quarter of --tenant-queued-bytes and "
+                "of --queued-bytes): "
+                "retrieve fewer at a time, or take what is sent faster"
+            )
+            put_off = PutOff("tenant_queued_bytes", reason, "paused_capacity", _LEAVING_SECONDS, self._clock())
+            self._refuse(tenant_id, put_off)
+
+    def leaves(self, tenant_id: str, num_bytes: int) -> None:
+        """Or, where it is negative, has left."""
+        self._usage(tenant_id).num_bytes_leaving += num_bytes
+        self._num_bytes_leaving += num_bytes
 
     # For Admission
 
@@ -393,6 +429,27 @@ class Quotas:
 
 def _words(knob: str, limit: int) -> str:
     return f"the limit is {limit} (the server's --{knob.replace('_', '-')})"
+
+
+class Leaving:
+    """The claim of one large result, from before it is read until the client has it, or is gone."""
+
+    def __init__(self, quotas: Quotas, tenant_id: str) -> None:
+        self._quotas = quotas
+        self._tenant_id = tenant_id
+        self._num_bytes = 0
+
+    def claim(self, num_bytes: int) -> None:
+        """Raises RequestError 429."""
+        if num_bytes >= LARGE_BYTES:
+            self._quotas.check_leaving(self._tenant_id, num_bytes)
+            self._quotas.leaves(self._tenant_id, num_bytes)
+            self._num_bytes += num_bytes
+
+    def release(self) -> None:
+        """Again: no-op."""
+        self._quotas.leaves(self._tenant_id, -self._num_bytes)
+        self._num_bytes = 0
 
 
 class Admission:

@@ -16,7 +16,7 @@ from ..workers.dispatch import WorkerDispatch
 from ..workers.verbs import SampledPart, SampleJob, WorkerLost
 from .adapters import Adapters
 from .auth import Tenant
-from .bodies import Received
+from .bodies import LARGE_BYTES, Received
 from .completions import Completions
 from .drafts import Drafts
 from .futures import Ended, Future, Futures, Result
@@ -267,7 +267,7 @@ class Sampling:
                 admission.charge(response.num_tokens)
             if job.request.record_stability_info:
                 await self._recordings.keep(job.request_id, future.tenant_id, job.prompt, response)
-            self._futures.resolve(future, Result(encode_sample_response(response, job.target_layout), "sample"))
+            self._futures.resolve(future, Result(await self._encoded(job, response), "sample"))
         except OperationError as error:
             self._futures.fail(future, error.message, error.category)
         except RequestError as error:
@@ -278,6 +278,12 @@ class Sampling:
         finally:
             if admission is not None:
                 admission.release()
+
+    async def _encoded(self, job: SamplingJob, response: SampleResponse) -> bytes:
+        if response.num_bytes < LARGE_BYTES:
+            return encode_sample_response(response, job.target_layout)
+        async with self._futures.one_at_a_time:
+            return await asyncio.to_thread(encode_sample_response, response, job.target_layout)
 
     async def _sample(self, job: SamplingJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """Once more when the worker dies, unless it keeps dying of this request or some of it has been told."""

@@ -10,10 +10,16 @@ from .outputs import (
     decode_forward_backward_output,
     encode_forward_backward_output,
     encode_forward_backward_output_json,
+    forward_backward_output_json_pieces,
 )
 from .peek import PeekedOperation, peek_operation
 from .requests import decode_forward_backward, encode_forward_backward_request
-from .samples import decode_sample_response, encode_sample_response, encode_sample_response_json
+from .samples import (
+    decode_sample_response,
+    encode_sample_response,
+    encode_sample_response_json,
+    sample_response_json_pieces,
+)
 from .tensors import MAX_DENSE_BYTES, CsrLayout, csr_layout_from_json, tensor_from_json, tensor_to_json
 from .values import JsonObject
 
@@ -35,9 +41,11 @@ __all__ = [
     "encode_forward_backward_request",
     "encode_sample_response",
     "encode_sample_response_json",
+    "forward_backward_output_json_pieces",
     "is_json",
     "is_protobuf",
     "peek_operation",
+    "sample_response_json_pieces",
     "tensor_from_json",
     "tensor_to_json",
 ]

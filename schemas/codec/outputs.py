@@ -19,10 +19,10 @@ from .tensors import (
     checked_shape,
     public_dtype,
     shaped,
-    tensor_to_json,
+    tensor_rows,
     widened,
 )
-from .values import JsonObject
+from .values import JsonObject, json_object, json_pieces, whole
 
 
 def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
@@ -41,10 +41,19 @@ def encode_forward_backward_output(output: ForwardBackwardOutput) -> bytes:
 
 def encode_forward_backward_output_json(output: ForwardBackwardOutput) -> JsonObject:
     """For a reply in JSON; NaN and infinities are null."""
+    return json_object(whole(_rows(output)), "an answer")
+
+
+def forward_backward_output_json_pieces(output: ForwardBackwardOutput) -> Iterator[bytes]:
+    """The text of `encode_forward_backward_output_json`."""
+    return json_pieces(_rows(output))
+
+
+def _rows(output: ForwardBackwardOutput) -> JsonObject:
     return {
         "loss_fn_output_type": output.loss_fn_output_type,
         "loss_fn_outputs": [
-            {name: tensor_to_json(_at_least_1d(array)) for name, array in datum.items()}
+            {name: tensor_rows(_at_least_1d(array)) for name, array in datum.items()}
             for datum in output.loss_fn_outputs
         ],
         "metrics": {name: value if math.isfinite(value) else None for name, value in output.metrics.items()},

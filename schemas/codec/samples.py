@@ -1,5 +1,6 @@
 """Sample responses."""
 
+from collections.abc import Iterator
 from dataclasses import asdict
 
 import numpy as np
@@ -15,30 +16,43 @@ from .tensors import (
     bytes_of,
     read_tensor,
     shaped,
-    tensor_to_json,
+    tensor_rows,
     write_target_logprobs,
     write_tensor,
 )
-from .values import JsonObject, json_numbers
+from .values import JsonObject, Rows, json_object, json_pieces, rows_of, whole
 
 
 def encode_sample_response(response: SampleResponse, target_layout: CsrLayout | None = None) -> bytes:
     """Protobuf. target_layout: that of the request's target_prompt_logprobs, if it was CSR."""
-    message = wire.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
+    # What is serialized field by field and joined is the same message; none of it takes long by itself.
+    return b"".join(message.SerializeToString() for message in _messages(response, target_layout))
+
+
+def _messages(response: SampleResponse, target_layout: CsrLayout | None) -> Iterator[wire.SampleResponse]:
+    """The fields of the response, each in a message of its own."""
     for sequence in response.sequences:
+        message = wire.SampleResponse()
         _write_sequence(sequence, message.sequences.add())
+        yield message
     if response.prompt_logprobs is not None:
-        message.prompt_logprobs = bytes_of(response.prompt_logprobs, np.float32)
+        yield wire.SampleResponse(prompt_logprobs=bytes_of(response.prompt_logprobs, np.float32))
     if response.topk_prompt_logprobs is not None:
-        _write_topk(response.topk_prompt_logprobs, message.topk_prompt_logprobs)
+        _write_topk(response.topk_prompt_logprobs, (message := wire.SampleResponse()).topk_prompt_logprobs)
+        yield message
+    yield wire.SampleResponse(prompt_cache_hit_tokens=response.prompt_cache_hit_tokens)
     if response.target_prompt_logprobs is not None:
-        write_target_logprobs(response.target_prompt_logprobs, target_layout, message.target_prompt_logprobs)
+        tensor = (message := wire.SampleResponse()).target_prompt_logprobs
+        write_target_logprobs(response.target_prompt_logprobs, target_layout, tensor)
+        yield message
     if response.prompt_alt_tokens is not None and response.prompt_alt_logprobs is not None:
-        write_tensor(response.prompt_alt_tokens, message.prompt_alt_tokens.tokens)
-        write_tensor(response.prompt_alt_logprobs, message.prompt_alt_tokens.logprobs)
+        write_tensor(response.prompt_alt_tokens, (message := wire.SampleResponse()).prompt_alt_tokens.tokens)
+        yield message
+        write_tensor(response.prompt_alt_logprobs, (message := wire.SampleResponse()).prompt_alt_tokens.logprobs)
+        yield message
     if response.guesses is not None:
-        _write_guesses(response.guesses, message.guesses)
-    return message.SerializeToString()
+        _write_guesses(response.guesses, (message := wire.SampleResponse()).guesses)
+        yield message
 
 
 def encode_sample_response_json(response: SampleResponse) -> JsonObject:
@@ -46,17 +60,26 @@ def encode_sample_response_json(response: SampleResponse) -> JsonObject:
 
     Top-k rows are lists of [token_id, logprob], null where nothing was scored.
     """
+    return json_object(whole(_rows(response)), "an answer")
+
+
+def sample_response_json_pieces(response: SampleResponse) -> Iterator[bytes]:
+    """The text of `encode_sample_response_json`."""
+    return json_pieces(_rows(response))
+
+
+def _rows(response: SampleResponse) -> JsonObject:
     answer: JsonObject = {"sequences": [_sequence_to_json(sequence) for sequence in response.sequences]}
     if response.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = json_numbers(response.prompt_logprobs)
+        answer["prompt_logprobs"] = rows_of(response.prompt_logprobs)
     if response.topk_prompt_logprobs is not None:
-        answer["topk_prompt_logprobs"] = _topk_to_json(response.topk_prompt_logprobs)
+        answer["topk_prompt_logprobs"] = _topk_rows(response.topk_prompt_logprobs)
     if response.target_prompt_logprobs is not None:
-        answer["target_prompt_logprobs"] = tensor_to_json(response.target_prompt_logprobs)
+        answer["target_prompt_logprobs"] = tensor_rows(response.target_prompt_logprobs)
     if response.prompt_alt_tokens is not None and response.prompt_alt_logprobs is not None:
         answer["prompt_alt_tokens"] = {
-            "tokens": tensor_to_json(response.prompt_alt_tokens),
-            "logprobs": tensor_to_json(response.prompt_alt_logprobs),
+            "tokens": tensor_rows(response.prompt_alt_tokens),
+            "logprobs": tensor_rows(response.prompt_alt_logprobs),
         }
     if response.guesses is not None:
         answer["guesses"] = _guesses_to_json(response.guesses)
@@ -128,11 +151,11 @@ def _read_topk(message: wire.TopkLogprobs) -> TopkLogprobs:
 def _sequence_to_json(sequence: SampledSequence) -> JsonObject:
     answer: JsonObject = {
         "stop_reason": sequence.stop_reason,
-        "tokens": sequence.tokens.tolist(),
-        "logprobs": json_numbers(sequence.logprobs),
+        "tokens": rows_of(sequence.tokens),
+        "logprobs": rows_of(sequence.logprobs),
     }
     if sequence.topk_logprobs is not None:
-        answer["topk_logprobs"] = _topk_to_json(sequence.topk_logprobs)
+        answer["topk_logprobs"] = _topk_rows(sequence.topk_logprobs)
     return answer
 
 
@@ -140,9 +163,14 @@ def _guesses_to_json(guesses: GuessCounts) -> JsonObject:
     return {**asdict(guesses), "acceptance_length": guesses.acceptance_length}
 
 
-def _topk_to_json(topk: TopkLogprobs) -> list[list[list[float]] | None]:
-    rows = zip(topk.token_ids.tolist(), topk.logprobs.tolist(), strict=True)
-    cells = (
-        [[token, logprob] for token, logprob in zip(*row, strict=True) if logprob != EMPTY_LOGPROB] for row in rows
-    )
-    return [row or None for row in cells]
+def _topk_rows(topk: TopkLogprobs) -> Rows:
+    num, k = topk.token_ids.shape
+
+    def entries(start: int, stop: int) -> list[list[list[float]] | None]:
+        rows = zip(topk.token_ids[start:stop].tolist(), topk.logprobs[start:stop].tolist(), strict=True)
+        cells = (
+            [[token, logprob] for token, logprob in zip(*row, strict=True) if logprob != EMPTY_LOGPROB] for row in rows
+        )
+        return [row or None for row in cells]
+
+    return Rows(num, entries, 2 * k)

@@ -8,7 +8,7 @@ import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
 from .invalid import Invalid, at_place, refused_with_400, shown
-from .values import JsonObject, json_integer, json_list, json_numbers, json_object, numeric_array, to_float32
+from .values import JsonObject, json_integer, json_list, json_object, numeric_array, rows_of, to_float32, whole
 
 MAX_DENSE_BYTES = 1 << 30
 """Most bytes that the sparse tensors of one request may take once dense."""
@@ -72,8 +72,13 @@ def tensor_from_json(
 
 def tensor_to_json(array: np.ndarray) -> JsonObject:
     """Dense TensorData: {data, dtype, shape}, NaN and infinities as null."""
+    return json_object(whole(tensor_rows(array)), "a tensor")
+
+
+def tensor_rows(array: np.ndarray) -> JsonObject:
+    """As `tensor_to_json`, its data as Rows."""
     array = public_dtype(array)
-    return {"data": json_numbers(array), "dtype": array.dtype.name, "shape": list(array.shape)}
+    return {"data": rows_of(array), "dtype": array.dtype.name, "shape": list(array.shape)}
 
 
 def csr_layout_from_json(value: object) -> CsrLayout | None:

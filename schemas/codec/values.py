@@ -1,8 +1,10 @@
 """Typed access to parsed JSON, and JSON numbers <-> arrays."""
 
+import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import numpy as np
@@ -11,6 +13,80 @@ from .invalid import Invalid, shown
 
 JsonObject: TypeAlias = dict[str, object]
 """An object as `json` reads and writes it."""
+
+
+_PIECE_CELLS = 1 << 14
+_PIECE_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Rows:
+    """A JSON list that is made piece by piece. entries: of start and stop. width: numbers in each entry."""
+
+    num: int
+    entries: Callable[[int, int], Sequence[object]]
+    width: int = 1
+
+
+def rows_of(array: np.ndarray) -> Rows:
+    """Its numbers, flat; what JSON cannot say is None."""
+    flat = array.ravel()
+    return Rows(flat.size, lambda start, stop: json_numbers(flat[start:stop]))
+
+
+def whole(value: object) -> object:
+    """The value with lists in place of Rows."""
+    match value:
+        case Rows():
+            return list(value.entries(0, value.num))
+        case dict():
+            return {key: whole(entry) for key, entry in value.items()}
+        case list():
+            return [whole(entry) for entry in value]
+        case _:
+            return value
+
+
+def json_pieces(value: object) -> Iterator[bytes]:
+    """The JSON text of a value with Rows in it. No piece takes long to make, so that others have their turn between."""
+    waiting, num_bytes = [], 0
+    for piece in _texts(value):
+        waiting.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= _PIECE_BYTES:
+            yield "".join(waiting).encode()
+            waiting, num_bytes = [], 0
+    if waiting:
+        yield "".join(waiting).encode()
+
+
+def _texts(value: object) -> Iterator[str]:
+    match value:
+        case Rows():
+            yield "["
+            step = max(1, _PIECE_CELLS // max(1, value.width))
+            for start in range(0, value.num, step):
+                text = _text(value.entries(start, min(start + step, value.num)))
+                yield f"{',' if start else ''}{text[1:-1]}"
+            yield "]"
+        case dict():
+            yield "{"
+            for number, (key, entry) in enumerate(value.items()):
+                yield f"{',' if number else ''}{_text(key)}:"
+                yield from _texts(entry)
+            yield "}"
+        case list():
+            yield "["
+            for number, entry in enumerate(value):
+                yield "," if number else ""
+                yield from _texts(entry)
+            yield "]"
+        case _:
+            yield _text(value)
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def json_object(value: object, what: str) -> JsonObject:

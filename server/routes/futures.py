@@ -15,7 +15,7 @@ from ..auth import TenantDependency
 from ..bodies import json_body, json_decoder
 from ..services import ServicesDependency
 from .examples import MODEL_ID, SAMPLER_ID
-from .submitting import pending_response, receive_submit, result_response
+from .submitting import pending_response, receive_submit, retrieved
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])
 
@@ -37,12 +37,10 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     """
     submit = await receive_submit(request, services, json_decoder(RetrieveFutureRequest))
     seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
-    result = await services.futures.wait(submit.content.request_id, tenant.id, seconds)
+    answered = await retrieved(request, services, tenant, submit.content.request_id, seconds)
     # Whoever polls is alive, also where nobody sends heartbeats; a request id begins with its session's id.
     services.sessions.heard_of(submit.content.request_id.partition(":")[0])
-    if isinstance(result, Pending):
-        return pending_response(result)
-    return await result_response(request, result)
+    return pending_response(answered) if isinstance(answered, Pending) else answered
 
 
 @router.post(

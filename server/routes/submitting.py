@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import logging
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from ...schemas.checkpoints import LoadWeightsRequest
 from ...schemas.codec import (
@@ -20,7 +21,9 @@ from ...schemas.codec import (
     decompressed_size,
     encode_forward_backward_output_json,
     encode_sample_response_json,
+    forward_backward_output_json_pieces,
     peek_operation,
+    sample_response_json_pieces,
 )
 from ...schemas.drafts import CaptureRequest
 from ...schemas.errors import RequestError
@@ -32,7 +35,7 @@ from ..feature_room import NoRoom
 from ..futures import Result
 from ..journaled import Request as AsAsked
 from ..operations import Operation
-from ..quotas import UNORDERED, Admission, Standing
+from ..quotas import UNORDERED, Admission, Leaving, Standing
 from ..run import Run
 from ..seeds import draw_open_seeds, with_drawn
 from ..services import Services
@@ -42,6 +45,10 @@ logger = logging.getLogger(__name__)
 
 _FEATURE_HEADER_BYTES = 1024
 _NOT_CREATED_SECONDS = 1.0
+_SLICE_BYTES = 1 << 18
+_JSON_TIMES = 3
+"""As much memory as a result takes to be sent as JSON: it is decoded, and made into text piece by piece."""
+
 AnyOperation = TypeVar("AnyOperation", bound=AsAsked)
 AnyRequest = TypeVar("AnyRequest", bound=AsAsked | LoadWeightsRequest)
 SUBMIT_RESPONSES: dict[int | str, dict[str, Any]] = {
@@ -234,9 +241,8 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
     seconds = _seconds_to_wait(request)
     if seconds:
         seconds = min(seconds, services.config.long_poll_seconds)
-        result = await services.futures.wait(submitted.request_id, tenant.id, seconds)
-        if isinstance(result, Result):
-            response = await result_response(request, result)
+        response = await retrieved(request, services, tenant, submitted.request_id, seconds)
+        if not isinstance(response, Pending):
             response.headers["Preference-Applied"] = f"wait={seconds:g}"
             response.headers["X-Request-Id"] = submitted.request_id
             if submitted.seq_id is not None:
@@ -245,15 +251,56 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
     return JSONResponse(submitted.model_dump(exclude_none=True))
 
 
-async def result_response(request: Request, result: Result) -> Response:
-    """Protobuf where there is one and it is accepted, else JSON."""
-    if result.is_json:
-        return Response(result.body, media_type="application/json")
-    if PROTOBUF in request.headers.get("accept", ""):
-        return Response(result.body, media_type=PROTOBUF)
-    if len(result.body) < LARGE_BYTES:
-        return _as_json(result)
-    return await asyncio.to_thread(_as_json, result)
+async def retrieved(
+    request: Request, services: Services, tenant: Tenant, request_id: str, seconds: float
+) -> Response | Pending:
+    """The result, in protobuf where there is one and it is accepted, else in JSON. Raises RequestError 404, and 429
+    where too many large ones are on their way to the tenant."""
+    as_it_is = PROTOBUF in request.headers.get("accept", "")
+    leaving = services.quotas.leaving(tenant.id)
+    times = 1 if as_it_is else _JSON_TIMES
+    try:
+        claim = leaving.claim
+        result = await services.futures.wait(request_id, tenant.id, seconds, lambda num_bytes: claim(times * num_bytes))
+        if isinstance(result, Pending):
+            return result
+        return await _result_response(services, result, as_it_is, leaving)
+    except BaseException:
+        leaving.release()
+        raise
+
+
+async def _result_response(services: Services, result: Result, as_it_is: bool, leaving: Leaving) -> Response:
+    body, media_type = result.body, PROTOBUF if as_it_is and not result.is_json else JSON
+    if len(body) < LARGE_BYTES:
+        leaving.release()
+        return Response(body, media_type=media_type) if result.is_json or as_it_is else _as_json(result)
+    if result.is_json or as_it_is:
+        return _LargeAnswer(_slices(body), media_type, leaving, {"Content-Length": str(len(body))})
+    async with services.futures.one_at_a_time:
+        pieces = await asyncio.to_thread(_json_pieces, result)
+    return _LargeAnswer(pieces, media_type, leaving)
+
+
+class _LargeAnswer(StreamingResponse):
+    """Its pieces are made by a thread, each when the client has taken those before; `leaving` is released at the end,
+    however that comes."""
+
+    def __init__(
+        self, pieces: Iterable[bytes], media_type: str, leaving: Leaving, headers: Mapping[str, str] | None = None
+    ) -> None:
+        super().__init__(pieces, headers=headers, media_type=media_type)
+        self._leaving = leaving
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leaving.release()
+
+
+def _slices(body: bytes) -> Iterator[bytes]:
+    return (body[start : start + _SLICE_BYTES] for start in range(0, len(body), _SLICE_BYTES))
 
 
 def pending_response(pending: Pending) -> Response:
@@ -264,6 +311,12 @@ def _as_json(result: Result) -> Response:
     if result.encoding == "sample":
         return JSONResponse(encode_sample_response_json(decode_sample_response(result.body)))
     return JSONResponse(encode_forward_backward_output_json(decode_forward_backward_output(result.body)))
+
+
+def _json_pieces(result: Result) -> Iterator[bytes]:
+    if result.encoding == "sample":
+        return sample_response_json_pieces(decode_sample_response(result.body))
+    return forward_backward_output_json_pieces(decode_forward_backward_output(result.body))
 
 
 def _seconds_to_wait(request: Request) -> float:

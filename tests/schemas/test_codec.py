@@ -883,3 +883,33 @@ def test_json_of_any_shape_raises_nothing_but_a_request_error(value: object, pla
     attempt(lambda: decode_json(request), RequestError)
     attempt(lambda: codec.tensor_from_json(value), RequestError)
     attempt(lambda: codec.csr_layout_from_json(value), RequestError)
+
+
+def test_an_answer_in_pieces_is_the_same_text_as_a_whole() -> None:
+    random = np.random.default_rng(0)
+
+    def top(num: int, k: int) -> TopkLogprobs:
+        logprobs = random.random((num, k), np.float32)
+        logprobs[0], logprobs[1, 1:] = -99999.0, -99999.0
+        return TopkLogprobs(random.integers(0, 9, (num, k), np.int32), logprobs)
+
+    scores = np.where(random.random(70_000) < 0.1, np.nan, 0.5).astype(np.float32)
+    sequences = tuple(
+        SampledSequence("stop", np.arange(num, dtype=np.int32), np.ones(num, np.float32), each)
+        for num, each in ((0, None), (40_000, None), (3, top(3, 2)))
+    )
+    drawn = random.integers(0, 9, (6000, 5), np.int32)
+    response = SampleResponse(
+        sequences, scores, top(9000, 7), scores[:100].reshape(50, 2), drawn, drawn.astype(np.float32), 3
+    )
+    response = replace(response, guesses=GuessCounts(1, 2, 3, (4, 5)))
+    pieces = list(codec.sample_response_json_pieces(response))
+    text = json.dumps(codec.encode_sample_response_json(response), allow_nan=False, separators=(",", ":"))
+    assert b"".join(pieces).decode() == text
+    assert len(pieces) > 10 and max(map(len, pieces)) < 1_000_000
+    again = codec.decode_sample_response(codec.encode_sample_response(response))
+    assert json.loads(text) == json.loads(json.dumps(codec.encode_sample_response_json(again)))
+
+    outputs = ForwardBackwardOutput(tuple({"logprobs": scores[:num]} for num in (0, 1, 30_000)), {"loss:sum": np.inf})
+    joined = b"".join(codec.forward_backward_output_json_pieces(outputs)).decode()
+    assert joined == json.dumps(codec.encode_forward_backward_output_json(outputs), separators=(",", ":"))

@@ -2,16 +2,25 @@
 while it is kept."""
 
 import asyncio
+import json
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from starlette.requests import ClientDisconnect
+from trainhouse.schemas.codec import decode_sample_response, encode_sample_response_json
+from trainhouse.schemas.sampling import SampleResponse, TopkLogprobs
+from trainhouse.server.completions import MOST_AT_ONCE, CompletionLog
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.futures import Ended
+from trainhouse.server.routes.submitting import _LargeAnswer
 from trainhouse.workers.dispatch import WorkerDispatch
 
-from .real import BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config
+from .real import BOB, MODEL, PROTOBUF, Server, batch, running_server, sample, sample_body, server_config
 
 pytestmark = pytest.mark.anyio
 
@@ -141,3 +150,85 @@ async def test_a_sparse_question_about_a_prompt_cannot_be_made_into_a_large_one(
     assert "sparse tensors" in (await server.post("asample", body, status=400))["detail"]
     narrow = sparse | {"shape": [2, 300]}
     assert len((await sample(server, body | {"target_prompt_logprobs": narrow})).sequences) == 1
+
+
+LARGE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 1000}]}, "topk_prompt_logprobs": 512}
+
+
+async def longest_wait(work: "asyncio.Future[Any]") -> tuple[float, float]:
+    """Seconds for which the event loop let nobody have a turn, at the most, and seconds that the work took."""
+    began = last = time.monotonic()
+    longest = 0.0
+    while not work.done():
+        await asyncio.sleep(0)
+        now = time.monotonic()
+        longest, last = max(longest, now - last), now
+    return longest, last - began
+
+
+async def test_a_large_result_is_answered_in_pieces_with_others_between(serve: Callable) -> None:
+    server = await serve(max_logprobs=512)
+    submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
+    binary = await server.retrieve(submitted["request_id"], accept=PROTOBUF)
+    assert len(binary.content) > 4_000_000 and binary.headers["content-length"] == str(len(binary.content))
+    working = asyncio.ensure_future(server.retrieve(submitted["request_id"]))
+    longest, whole = await longest_wait(working)
+    assert longest < whole / 4, f"{longest:.3f} s of {whole:.3f} nobody had a turn"
+    answer = json.loads(working.result().content)
+    expected = encode_sample_response_json(decode_sample_response(binary.content))
+    assert answer == json.loads(json.dumps(expected)) and len(answer["topk_prompt_logprobs"][999]) == 512
+    assert server.services.quotas._num_bytes_leaving == 0
+
+
+async def test_the_text_of_a_large_result_made_at_once_lets_nobody_have_a_turn() -> None:
+    """What the ratio above is held against."""
+    top = TopkLogprobs(np.zeros((1000, 512), np.int32), np.zeros((1000, 512), np.float32))
+    response = SampleResponse((), topk_prompt_logprobs=top)
+    working = asyncio.ensure_future(asyncio.to_thread(lambda: json.dumps(encode_sample_response_json(response))))
+    longest, whole = await longest_wait(working)
+    assert longest > whole / 4
+
+
+async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Callable) -> None:
+    server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
+    submitted = await server.post("asample", sample_body(await sampler_of(server)) | LARGE)
+    assert (await server.retrieve(submitted["request_id"], accept=PROTOBUF)).status_code == 200
+    slow = server.services.quotas.leaving((await server.services.auth.authenticate("tml-alice")).id)
+    slow.claim(4_000_000)
+    refused = await server.retrieve(submitted["request_id"], accept=PROTOBUF)
+    assert refused.status_code == 429 and "are being sent to you" in refused.json()["detail"]
+    slow.release()
+    assert (await server.retrieve(submitted["request_id"])).status_code == 200, "one may be of any size"
+    assert server.services.quotas._num_bytes_leaving == 0
+
+
+async def test_a_client_that_leaves_gives_back_the_room_of_its_answer(serve: Callable) -> None:
+    server = await serve()
+    scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "headers": []}
+
+    async def gone(message: object) -> None:
+        raise OSError("the client has left")
+
+    quotas = server.services.quotas
+    leaving = quotas.leaving("alice")
+    leaving.claim(1 << 20)
+    with pytest.raises(ClientDisconnect):
+        await _LargeAnswer([b"x"], PROTOBUF, leaving)(scope, pytest.fail, gone)
+    assert quotas._num_bytes_leaving == 0
+
+
+def test_a_client_is_told_of_many_completions_page_by_page() -> None:
+    async def pages() -> list[int]:
+        log = CompletionLog()
+        log.filling.set_result(None)
+        for number in range(2 * MOST_AT_ONCE + 5):
+            log.add(Ended(f"s:sample:0:{number}", is_error=False, num_bytes=1))
+        told, sizes = [], []
+        while log.grown.is_set():
+            sizes.append(len(log.unseen()))
+            told += [one.request_id for one in log.unseen()]
+            log.see(log.cursor)
+        assert told == [f"s:sample:0:{number}" for number in range(2 * MOST_AT_ONCE + 5)]
+        return sizes
+
+    assert asyncio.run(pages()) == [MOST_AT_ONCE, MOST_AT_ONCE, 5]

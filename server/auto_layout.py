@@ -8,11 +8,11 @@ from itertools import count
 from ..workers.config import DispatchConfig, WorkerConfig
 from ..workers.devices import first_device
 from ..workers.footprint import gigabytes, runs_on_cpu
-from ..workers.parallel.checks import cuda_devices
+from ..workers.parallel.checks import check_layout, cuda_devices, nothing_known
 from ..workers.parallel.choice import Choice, layout_that_fits, lighter
-from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.load import Load
 from ..workers.parallel.shape import ModelShape, read_model
+from ..workers.parallel.spec import SINGLE
 from .config import ServerConfig
 
 _ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
@@ -111,11 +111,9 @@ def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
 
 def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> Choice:
     shape = read_model(model.model)
+    check_layout(SINGLE, shape)
     if not isinstance(shape, ModelShape):
-        raise ValueError(
-            f"--parallel auto: nothing is known of {shape.model_type} models such as {shape.name}, but of "
-            f"{', '.join(FAMILIES)}: name a layout"
-        )
+        raise ValueError(nothing_known(shape))
     longest = model.max_context_length or shape.max_positions
     if longest is None:
         raise ValueError(f"--parallel auto: {shape.name} names no longest context: give --max-context-length")

@@ -65,8 +65,6 @@ def _may_be_of_others(options: argparse.Namespace) -> bool:
 
 
 def _check_layout(spec: ParallelSpec, activations: str, models: Sequence[ServedModel]) -> None:
-    if spec == SINGLE and activations == WorkerConfig.activations:
-        return
     for model in models:
         if model_directory(model.source) is not None:
             check_layout(spec, read_model(model), activations=activations)

@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, replace
 
 from ..workers.config import ServedModel
 from ..workers.footprint import gigabytes
-from ..workers.parallel.checks import check_layout, cuda_devices
+from ..workers.parallel.checks import check_layout, cuda_devices, nothing_known
 from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, lighter, remedies, usable_bytes
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens, num_learned
 from ..workers.parallel.families import FAMILIES
@@ -34,6 +34,10 @@ _OF_OTHERS = {
     "lora": (("full_slots", "optimizer_states"), "models with weights of their own"),
     "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
 }
+
+
+class NotPlanned(Exception):
+    """A model that is served with this layout, and of which nothing more is known."""
 
 
 @dataclass(frozen=True)
@@ -71,6 +75,9 @@ def main(arguments: Sequence[str]) -> int:
     options = _parser().parse_args(arguments)
     try:
         plan = plan_of(options)
+    except NotPlanned as served:
+        print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
+        return 0
     except ValueError as error:
         print(f"trainhouse plan: error: {error}", file=sys.stderr)
         if options.json:
@@ -117,7 +124,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def plan_of(options: argparse.Namespace) -> Plan:
-    """Raises ConfigError on a value that is none, and ValueError on a layout that cannot work."""
+    """Raises ConfigError on a value that is none, ValueError on a layout that cannot work, and NotPlanned."""
     if options.base_model is None:
         raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
     if len(options.base_model) > 1:
@@ -135,7 +142,12 @@ def plan_of(options: argparse.Namespace) -> Plan:
     quantization = options.base_quantization or Load.base_quantization
     check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations, quantization)
     if not isinstance(model, ModelShape):
-        raise ValueError(f"{model.name}: nothing is known of {model.model_type} models, but of {', '.join(FAMILIES)}")
+        if is_auto:
+            raise ValueError(nothing_known(model))
+        raise NotPlanned(
+            f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas alone; memory is "
+            f"planned for models of type {', '.join(FAMILIES)}"
+        )
     load = _load(options, model, longest, dtype)
     if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
         raise ConfigError(f"--zero-stage 2 is about fsdp, which the layout {spec} has none of: leave it out")

@@ -137,12 +137,11 @@ def packed_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    _attention_mask: Tensor | None,
+    attention_mask: Tensor | None,
     *,
     packing: Packing | CachedPacking,
     scaling: float,
-    sliding_window: int | None = None,
-    **_: object,
+    **options: object,
 ) -> tuple[Tensor, None]:
     """query [1, heads, tokens, head_dim], key and value with kv_heads; returns [1, tokens, heads, head_dim].
 
@@ -151,7 +150,14 @@ def packed_attention(
     layer = module.layer_idx
     assert isinstance(layer, int)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
-    return attend(q, k, v, packing, AttentionKind(layer, scaling, sliding_window)).unsqueeze(0), None
+    window: Any = options["sliding_window"] if "sliding_window" in options else window_in_mask(module)
+    return attend(q, k, v, packing, AttentionKind(layer, scaling, window)).unsqueeze(0), None
+
+
+def window_in_mask(module: Any) -> int | None:
+    """Returns the window of a layer that leaves it to transformers' mask."""
+    of_all_layers = module.config.sliding_window if module.config.model_type == "phimoe" else None
+    return getattr(module, "sliding_window", of_all_layers)
 
 
 def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedPacking, kind: AttentionKind) -> Tensor:

@@ -9,13 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoConfig,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from ..schemas.errors import OperationError
@@ -29,7 +23,7 @@ from .kernels import kernels_for
 from .layer_inputs import Again, HostMemory, LayerInputs
 from .memory import available_bytes
 from .parallel.checks import keeps_all
-from .parallel.families import logit_scale_of
+from .parallel.families import TEXT_PARTS, logit_scale_of
 from .parallel.fsdp import Buffers, ShardedLayer, ShardedLayers
 from .parallel.lookup import SharedEmbedding
 from .parallel.mesh import Mesh, Team
@@ -40,6 +34,7 @@ from .parallel.shape import longest_context, refusal_of, refuse_missing_weights,
 from .parallel.spec import ParallelSpec
 from .parallel.styles import placement_of
 from .parallel.tensor import Placed
+from .plain import check_modules, check_numbers
 from .product import FrozenProduct, laid_out
 from .quantized import QuantizedWeight, check_installed, replace_parameter
 from .threads import Threads
@@ -97,7 +92,7 @@ class BaseModel:
         self.precision = f"{self.dtype} {config.base_quantization}"
         self.threads = Threads(self.device)
         self.product = FrozenProduct(self.device, self.dtype, self.threads)
-        self.model = _load(config.model.source, self.dtype, self.device, placed)
+        self.model, self._is_text_part = _load(config.model.source, self.dtype, self.device, placed)
         self.splits = placed.splits
         self._sharded, self._left = placed.sharded, placed.left
         self.config: PreTrainedConfig = self.model.config
@@ -106,6 +101,8 @@ class BaseModel:
         self.sequence_split = _sequence_split(self.config, mesh.spec)
         self.trunk: nn.Module = self.model.base_model
         self._fused = fused_trunk(self.trunk, mesh)
+        if self._fused is None:
+            check_modules(self.source, self.model)
         self.shards_activations = config.tp_activations == "sharded" and self._fused is not None
         # Hidden states carry it, and so do the logits, those of adapters of the head among them.
         self._logit_scale = logit_scale_of(self.config)
@@ -134,6 +131,21 @@ class BaseModel:
         self.unembedding: Tensor = head.weight
         self.vocab_size = self._num_parts(self.head_name) * len(head.weight)
         self._sharded_head: ShardedLayer | None = None
+        if not mesh.is_coupled:
+            check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
+            self._fused = fused_trunk(self.trunk, mesh)
+
+    def _logits(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+        """With layers as their modules are now."""
+        self._fused = fused_trunk(self.trunk, self._mesh)
+        return self.product(self.hidden_states(tokens, positions, packing), self.unembedding)
+
+    def saved_name(self, name: str) -> str:
+        """Returns what the parameter or module of this name is called in transformers' whole model."""
+        prefix = f"{self.model.base_model_prefix}."
+        if self._is_text_part and name.startswith(prefix):
+            return f"{prefix}{_TEXT_PART}.{name.removeprefix(prefix)}"
+        return name
 
     def is_repeated(self, name: str) -> bool:
         """Whether several ranks put the same tokens through the weights of this name, which all of them have whole."""
@@ -408,13 +420,24 @@ def _sequence_split(config: PreTrainedConfig, spec: ParallelSpec) -> SequenceSpl
     return SequenceSplit.of(spec.sp, config.num_attention_heads // tp, config.num_key_value_heads // tp)
 
 
-def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> PreTrainedModel:
+# Where models that take images, too, have their part for text, and what its weights are called in files of today and
+# of earlier versions of transformers, and here.
+_TEXT_PART = "language_model"
+_TEXT_NAMES = {rf"^{_TEXT_PART}\.lm_head": "lm_head", rf"^(?:model\.)?{_TEXT_PART}\.(?:model\.)?": "model."}
+
+
+def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed) -> tuple[PreTrainedModel, bool]:
+    """And whether it is the part for text of a model of images, too."""
     transformers_logging.disable_progress_bar()
-    _refuse_other_arithmetic(source, AutoConfig.from_pretrained(source))
+    config = AutoConfig.from_pretrained(source)
+    if (refusal := refusal_of(config.to_dict())) is not None:
+        raise ValueError(f"{source}: {refusal}")
     refuse_missing_weights(source)
+    is_text_part = config.model_type in TEXT_PARTS
+    of_part = {"config": config.get_text_config(), "key_mapping": _TEXT_NAMES} if is_text_part else {}
     with placed.loading() as options:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **options
+            source, dtype=dtype, attn_implementation=ATTENTION, output_loading_info=True, **of_part, **options
         )
     model, report = loaded
     if missing := sorted(report["missing_keys"]):
@@ -422,17 +445,6 @@ def _load(source: str, dtype: torch.dtype, device: torch.device, placed: Placed)
             f"{source}: {len(missing)} weights are not in its files, such as {missing[0]}: download the model again"
         )
     placed.settle(model)
-    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
-        raise ValueError(f"{source}: models with attention sinks are not supported")
     model.requires_grad_(False)
     nn.Module.to(model, device)
-    return model.eval()
-
-
-def _refuse_other_arithmetic(source: str, config: PreTrainedConfig) -> None:
-    """What would run, and give other numbers than transformers does."""
-    if (refusal := refusal_of(config.to_dict())) is not None:
-        raise ValueError(f"{source}: {refusal}")
-    architecture: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    if architecture is not None and not architecture._supports_attention_backend:
-        raise ValueError(f"{source}: {config.model_type} models bring attention of their own and are not supported")
+    return model.eval(), is_text_part

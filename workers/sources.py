@@ -145,10 +145,10 @@ def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig
 
 def _check_layout(model: WorkerConfig, is_local: bool) -> None:
     """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
-    is_any_models = model.parallel == SINGLE and model.activations == "keep"
-    if is_any_models or model_directory(model.model.source) is None:
+    if model_directory(model.model.source) is None:
         return
-    num_devices = cuda_devices() if is_local and not runs_on_cpu(model) else None
+    has_ranks = model.parallel != SINGLE
+    num_devices = cuda_devices() if has_ranks and is_local and not runs_on_cpu(model) else None
     if num_devices is not None:
         num_devices -= first_device(model.device)
     served, longest = read_model(model.model), model.max_context_length

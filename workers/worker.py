@@ -36,6 +36,7 @@ from .optim import add_up, apply_steps, leave_to_first, refuse_window
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .passes import Answer, PassRunner
 from .peft_import import import_adapter
+from .plain import check_ranks
 from .programs import program_of
 from .rank_memory import RankMemory
 from .residency import Residency
@@ -112,6 +113,8 @@ class Worker:
         drafts = Drafts(self._base, of_drafts, config.optimizer_states, groups)
         self._models = Models(self._base, adapters, full, drafts)
         self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
+        if mesh.is_coupled:
+            check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
         self._snapshots = SnapshotWriter(self._base.device, self._name)
         # Of ranks that have ended a snapshot, what they say of it.
         self._ended_on: dict[int, list[Failure | None]] = {}

@@ -193,10 +193,15 @@ def test_auto_finds_a_layout_for_full_fine_tuning(capsys: pytest.CaptureFixture[
     assert "models' own weights" in message and "): use larger devices, or take more devices" in message
 
 
-def test_models_that_nothing_is_known_of_have_no_plan(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_models_that_run_by_transformers_are_served_and_have_no_plan(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
-    message = refused(capsys, 1, f"--base-model=M={tmp_path}")
-    assert "M: nothing is known of gpt2 models, but of llama, mistral, mixtral, phi3, qwen2," in message
+    message = said(capsys, f"--base-model=M={tmp_path}", "--parallel=replicas=2")
+    assert "M (gpt2) is served by transformers' own forward, with replicas alone; memory is planned for" in message
+    assert json.loads(said(capsys, f"--base-model=M={tmp_path}", "--json"))["fits"] is None
+    message = refused(capsys, 1, f"--base-model=M={tmp_path}", "--parallel=auto", "--device-memory=80GB")
+    assert "nothing is known of gpt2 models such as M" in message
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refused(capsys, 1, f"--base-model=M={tmp_path}")
 

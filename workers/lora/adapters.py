@@ -123,8 +123,8 @@ def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
         if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
             continue
         base.quantize(module, "weight")
-        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, name, active))
-        target = _target(name, module, base.splits.get(f"{name}.weight", {}))
+        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, base.saved_name(name), active))
+        target = _target(base.saved_name(name), module, base.splits.get(f"{name}.weight", {}))
         yield replace(target, is_repeated=base.is_repeated(f"{name}.weight"))
 
 

@@ -57,6 +57,14 @@ def keeps_all(name: str, model_type: str, activations: str) -> str:
     )
 
 
+def nothing_known(model: Model) -> str:
+    """Returns why no layout is found for this model."""
+    return (
+        f"--parallel auto: nothing is known of {model.model_type} models such as {model.name}, but of "
+        f"{', '.join(FAMILIES)}: name a layout"
+    )
+
+
 def valid_tp(shape: ModelShape, replicated: Collection[Unit] = ()) -> list[int]:
     """In ascending order; any number divides what all ranks have whole."""
     sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]

@@ -153,6 +153,8 @@ FAMILIES: Mapping[str, Family] = {
         {
             **_OF_ALL,
             "hidden_activation": "gelu_pytorch_tanh",
+            "vocab_size": 262208,
+            "num_attention_heads": 8,
             "max_position_embeddings": 131072,
             "num_key_value_heads": 4,
             "head_dim": 256,
@@ -179,6 +181,23 @@ FAMILIES: Mapping[str, Family] = {
 # Rotations that do not depend on the lengths in a batch.
 FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 
+# By model_type: others that run by transformers' modules with the numbers that these give, packed, alone and sampled.
+# tests/workers/test_survey.py compares each of them, and all that transformers knows beside them.
+# fmt: off
+BY_TRANSFORMERS = frozenset({
+    "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe",
+    "cohere_compass_text", "cwm", "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "exaone_moe", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode",
+    "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
+    "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "mellum",
+    "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "olmo", "olmo3", "olmoe", "opt",
+    "persimmon", "phimoe", "qwen2_moe", "seed_oss", "smollm3", "solar_open", "starcoder2",
+})
+# fmt: on
+
+# By model_type, of models that take images, too, and run by their part for text alone: that part's model_type.
+TEXT_PARTS: Mapping[str, str] = {"gemma3": "gemma3_text"}
+
 # Settings under which logits are not `hidden @ unembedding.T`, or attention is not plain causal attention.
 OTHER_ARITHMETIC = (
     "final_logit_softcapping",
@@ -189,14 +208,40 @@ OTHER_ARITHMETIC = (
     "use_bidirectional_attention",
 )
 
-# By model_type, of others that run by transformers' modules: the setting by which their logits are multiplied.
-LOGIT_SCALES: Mapping[str, str] = {"cohere": "logit_scale", "cohere2": "logit_scale"}
+# Those of them that change nothing at 1.
+_SCALES = frozenset({"logit_scale", "logits_scaling"})
+
+# By model_type, of others that run by transformers' modules: the setting by which their logits are multiplied, or
+# divided.
+LOGIT_SCALES: Mapping[str, str] = {
+    "cohere": "logit_scale",
+    "cohere2": "logit_scale",
+    "cohere2_moe": "logit_scale",
+    "cohere_compass_text": "logit_scale",
+    "hyperclovax": "logits_scaling",
+}
+LOGIT_DIVISORS: Mapping[str, str] = {
+    "granite": "logits_scaling",
+    "granitemoe": "logits_scaling",
+    "granitemoeshared": "logits_scaling",
+}
 
 # Layers of other kinds carry a state along the row, from one packed sequence into the next.
 LAYER_TYPES = frozenset({"full_attention", "sliding_attention"})
 
 
+def other_arithmetic(model_type: str, config: Mapping[str, object]) -> str | None:
+    """Returns the first setting by which the model's numbers are none that are known here, None where there is none."""
+    known = LOGIT_SCALES.get(model_type), LOGIT_DIVISORS.get(model_type)
+    for setting in OTHER_ARITHMETIC:
+        value = config.get(setting)
+        if value and setting not in known and not (setting in _SCALES and value == 1):
+            return setting
+    return None
+
+
 def logit_scale_of(config: Any) -> float:
     """config: of transformers. What its model multiplies logits by."""
-    setting = LOGIT_SCALES.get(config.model_type)
-    return 1.0 if setting is None else float(getattr(config, setting))
+    multiplier = getattr(config, LOGIT_SCALES.get(config.model_type, ""), None)
+    divisor = getattr(config, LOGIT_DIVISORS.get(config.model_type, ""), None)
+    return (1.0 if multiplier is None else float(multiplier)) / (1.0 if divisor is None else float(divisor))

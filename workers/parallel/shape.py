@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..config import ServedModel
-from .families import FAMILIES, LAYER_TYPES, LOGIT_SCALES, OTHER_ARITHMETIC, Family
+from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, other_arithmetic
 
 # A config.json that says nothing of it means a rotation by the position alone.
 _NO_SCALING = "default"
@@ -143,14 +143,15 @@ def model_directory(source: str) -> Path | None:
 
 def model_of(name: str, config: Mapping[str, object]) -> Model:
     """Raises ValueError where a number is missing or wrong."""
-    model_type = str(config.get("model_type", "unknown"))
+    model_type = type_of(config)
     text = _of_text(config)
     rope, refusal = rope_of(text), refusal_of(config)
+    model_type = TEXT_PARTS.get(model_type, model_type)
     family = FAMILIES.get(model_type)
     if family is None or refusal is not None:
         longest = longest_context(_optional(name, text, "max_position_embeddings"), rope)
         return Model(name, model_type, rope, longest, refusal)
-    return _Reader(name, config, family).shape(model_type, rope)
+    return _Reader(name, text, family).shape(model_type, rope)
 
 
 def longest_context(max_positions: int | None, rope: Rope) -> int | None:
@@ -275,6 +276,11 @@ def rope_of(config: Mapping[str, object]) -> Rope:
     )
 
 
+def type_of(config: Mapping[str, object]) -> str:
+    """Returns the model_type that a config.json names."""
+    return str(config.get("model_type", "unknown"))
+
+
 def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
     """Of a model of images, too, its part for text."""
     nested = config.get("text_config")
@@ -282,11 +288,11 @@ def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def refusal_of(config: Mapping[str, object]) -> str | None:
-    """Why the model would be served with other numbers than transformers gives."""
-    every = _of_text(config)
-    for setting in OTHER_ARITHMETIC:
-        if every.get(setting) and LOGIT_SCALES.get(str(config.get("model_type"))) != setting:
-            return f"models with {setting} are not supported"
+    """Returns why a model with this config.json is not served, None where it is: the one verdict of `plan`, of `serve`
+    and of ranks before they load it. They look at its modules and compare its numbers once it is loaded."""
+    model_type, every = type_of(config), _of_text(config)
+    if (setting := other_arithmetic(model_type, every)) is not None:
+        return f"models with {setting} are not supported"
     kinds = every.get("layer_types")
     if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):
         return f"models with {others[0]} layers are not supported"
@@ -302,7 +308,17 @@ def refusal_of(config: Mapping[str, object]) -> str | None:
     if isinstance(quantization, dict):
         method = quantization.get("quant_method", "quantized")
         return f"models with {method} weights are not supported: use the release in bfloat16"
-    return None
+    return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
+
+
+def _unknown(model_type: str, config: Mapping[str, object]) -> str:
+    """Returns what is said of a type of models that is not known to be right."""
+    if beside := [part for part in ("vision", "audio") if isinstance(config.get(f"{part}_config"), dict)]:
+        return f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve one of text"
+    return (
+        f"{model_type} models are not supported: it is not known that sequences which share a pass get the same numbers"
+        " as alone; docs/parallel.md lists the models that are served"
+    )
 
 
 def _hub_cache() -> Path:

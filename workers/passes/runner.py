@@ -340,6 +340,14 @@ class PassRunner:
         return TokenShare(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
 
     @torch.no_grad()
+    def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns the base model's last hidden states [tokens, hidden]. Of all ranks at once, with the same tokens."""
+        share = self._share_of(micro_batch)
+        with self._models.adapters.applied(()):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+        return share.joined(share.scored(hidden))
+
+    @torch.no_grad()
     def _run_forward(
         self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
     ) -> None:

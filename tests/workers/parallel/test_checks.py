@@ -150,6 +150,11 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         {"model_type": "qwen3_5", "text_config": LINEAR},
         "M: models with linear_attention layers are not supported",
     ),
+    "context of one rank": (
+        "--parallel single --max-context-length 65536",
+        MOE,
+        "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
+    ),
     "states": (
         "--parallel sp=2",
         DENSE | {"model_type": "jamba", "mamba_d_state": 16},
@@ -167,7 +172,7 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "tp=2: gemma models such as M run with replicas alone; all axes are for models of type llama, mistral, "
         "mixtral, phi3, qwen2, qwen3, qwen3_moe, olmo2, gemma3_text",
     ),
-    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "phi"}, "sp=2: phi models such as M run"),
+    "other family's sequences": ("--parallel sp=2", DENSE | {"model_type": "olmo3"}, "sp=2: olmo3 models such"),
     "other family's shards": ("--parallel fsdp=2", DENSE | {"model_type": "glm4"}, "fsdp=2: glm4 models such as M"),
     "both directions": (
         "--parallel tp=2",
@@ -205,10 +210,26 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         "activations recompute: passes of cohere2 models such as M keep all that their way back needs, since they run "
         "by transformers' own forward: leave out --activations recompute",
     ),
-    "another forward of images": (
-        "--activations offload",
-        {"model_type": "gemma3", "text_config": DENSE | {"model_type": "gemma3_text"}},
-        "activations offload: passes of gemma3 models such as M keep all that their way back needs",
+    "heads of text beside images": (
+        "--parallel tp=3",
+        {"model_type": "gemma3", "vision_config": {}, "text_config": DENSE | {"model_type": "gemma3_text"}},
+        "tp=3 does not divide 8 query heads of M; valid tp: 1, 2, 4, 8",
+    ),
+    "images": (
+        "--parallel single",
+        {"model_type": "mistral3", "vision_config": {}, "text_config": DENSE | {"model_type": "mistral"}},
+        "M: mistral3 models, which have parts for vision, are not supported: serve one of text",
+    ),
+    "images in another way": (
+        "--parallel single",
+        DENSE | {"model_type": "qwen2_5_vl", "vision_config": {}},
+        "M: qwen2_5_vl models, which have parts for vision, are not supported: serve one of text",
+    ),
+    "unknown layers": (
+        "--parallel single",
+        DENSE | {"model_type": "recurrent_gemma"},
+        "M: recurrent_gemma models are not supported: it is not known that sequences which share a pass get the same "
+        "numbers as alone; docs/parallel.md lists the models that are served",
     ),
     "another rotation": (
         "--parallel replicas=2 --activations offload",

@@ -1,0 +1,88 @@
+"""A tiny config for each type of causal language model that transformers knows: what the survey of them is made of."""
+
+import dataclasses
+from typing import Any
+
+from transformers import AutoConfig, PreTrainedConfig
+
+# What makes a config small, where it has such a setting.
+_SMALL: dict[str, Any] = {
+    "vocab_size": 128,
+    "hidden_size": 32,
+    "n_embd": 32,
+    "word_embed_proj_dim": 32,
+    "intermediate_size": 48,
+    "ffn_dim": 48,
+    "n_inner": 48,
+    "dff": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 512,
+    "sliding_window": 5,
+    "moe_intermediate_size": 16,
+    "num_experts": 4,
+    "n_routed_experts": 4,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_topk": 2,
+    "moe_k": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "num_dense_layers": 1,
+    "shared_expert_intermediate_size": 16,
+    "shared_intermediate_size": 16,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 8,
+    "v_head_dim": 8,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
+_ROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_SPARSE_BEHIND = {"mlp_layer_types": ["dense", "sparse"]}
+
+# What else a type needs, or what brings in all its kinds of layers.
+_OF_TYPE: dict[str, dict[str, Any]] = {
+    "afmoe": _WINDOWS,
+    "cohere2": _WINDOWS,
+    "cohere_compass_text": _WINDOWS | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE)},
+    "cohere2_moe": _WINDOWS | _SPARSE_BEHIND,
+    "dots1": {"n_shared_experts": 1},
+    "dots3_note_text": {"num_key_value_heads": 4},
+    "exaone4": _WINDOWS,
+    "exaone_moe": _WINDOWS | _SPARSE_BEHIND,
+    "gemma3_text": _WINDOWS,
+    "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
+    "granite_swa": _WINDOWS,
+    "granitemoe_swa": _WINDOWS,
+    "kolibri1": _WINDOWS,
+    "laguna": _WINDOWS | _SPARSE_BEHIND | {"num_attention_heads_per_layer": [4, 4]},
+    "mellum": _WINDOWS,
+    "ministral": _WINDOWS,
+    "olmo3": _WINDOWS,
+    "qwen2": _WINDOWS | {"use_sliding_window": True},
+    "qwen2_moe": _WINDOWS | {"use_sliding_window": True},
+    "qwen3": _WINDOWS | {"use_sliding_window": True},
+    "phimoe": {"sliding_window": 5},
+    "recurrent_gemma": {"lru_width": 32, "attention_window_size": 5, "block_types": ["recurrent", "attention"]},
+    "smollm3": {"no_rope_layers": [0, 1]},
+    "solar_open": {"first_k_dense_replace": 0},
+    "zaya": {"num_experts_per_tok": 1},
+}
+
+
+def tiny_config_of(model_type: str, **settings: object) -> PreTrainedConfig:
+    """Of a random model of two layers or a few more, with all that sets its type apart. Raises whatever the type's
+    config does where such a small one is not possible."""
+    kind = type(AutoConfig.for_model(model_type))
+    names = {field.name for field in dataclasses.fields(kind)} | set(kind.attribute_map)
+    small = {name: value for name, value in _SMALL.items() if name in names}
+    return AutoConfig.for_model(model_type, **(small | _OF_TYPE.get(model_type, {}) | settings))

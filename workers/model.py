@@ -135,7 +135,7 @@ class BaseModel:
             check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
             self._fused = fused_trunk(self.trunk, mesh)
 
-    def _logits(self, tokens: Tensor, positions: Tensor, packing: Packing) -> Tensor:
+    def _logits(self, tokens: Tensor, positions: Tensor, packing: CachedPacking) -> Tensor:
         """With layers as their modules are now."""
         self._fused = fused_trunk(self.trunk, self._mesh)
         return self.product(self.hidden_states(tokens, positions, packing), self.unembedding)

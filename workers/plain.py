@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from .attention import Packing, pack_lengths
+from .attention import AttentionKind, CachedPacking, Packing, attend, pack_lengths
 from .batch import MicroBatch, part_of
 
-Logits = Callable[[Tensor, Tensor, Packing], Tensor]
+Logits = Callable[[Tensor, Tensor, CachedPacking], Tensor]
 """Of tokens and positions int64 [tokens], in a packing: [tokens, vocab]."""
 
 # The sequences that are compared: each crosses the window that layers have meanwhile.
@@ -61,6 +61,34 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
     _refuse_distance(source, model, distance, "log-probabilities", "by transformers", _remedy(model, longest))
 
 
+class _Seen:
+    """A packing that keeps what each layer gives to attention: a cache holds one key and value a token and layer.
+
+    states: by call, the layer, and the shapes of a token's key and value.
+    """
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self.states: list[tuple[int, torch.Size, torch.Size]] = []
+
+    @property
+    def longest(self) -> int:
+        return self._packing.longest
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        self.states.append((kind.layer, key.shape[1:], value.shape[1:]))
+        return attend(query, key, value, self._packing, kind)
+
+    def check(self, num_layers: int) -> None:
+        """Raises ValueError where a cache would not hold it."""
+        layers = [layer for layer, _, _ in self.states]
+        if layers != list(range(num_layers)):
+            raise ValueError(f"its {num_layers} layers attend in the order {layers}, not once each")
+        shapes = {tuple(shape) for _, *of_call in self.states for shape in of_call}
+        if len(shapes) > 1:
+            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(shapes)}")
+
+
 def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
     """Compares a packed pass of the same sequences with single ones, by ranks that have the model together: none of
     them can run transformers' own. Raises ValueError as `check_numbers`.
@@ -93,7 +121,9 @@ def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what:
 def _distance(model: PreTrainedModel, logits: Logits) -> float:
     embedding: Any = model.get_input_embeddings()
     whole = _sequences(embedding.num_embeddings, embedding.weight.device)
-    ours = _centered(logits(whole.tokens, whole.positions, whole.packing))
+    seen = _Seen(whole.packing)
+    ours = _centered(logits(whole.tokens, whole.positions, seen))
+    seen.check(model.config.num_hidden_layers)
     with _attention_of_transformers(model):
         passes = [model(input_ids=whole.tokens[None, start:stop], use_cache=False) for start, stop in _bounds()]
     return _farthest(ours, _centered(torch.cat([each.logits[0] for each in passes])))

@@ -1,7 +1,9 @@
 """A survey over all types of causal language models that transformers knows: each is refused in words, or its packed
 log-probabilities, in training and of samples, are those of transformers' own forward over each sequence by itself."""
 
+import re
 import shutil
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -9,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
+from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers import attention, plain
 from trainhouse.workers import model as model_module
 from trainhouse.workers.attention import pack_lengths
@@ -22,11 +25,12 @@ from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.parallel.families import BY_TRANSFORMERS, FAMILIES
 from trainhouse.workers.parallel.shape import refusal_of
-from trainhouse.workers.verbs import Part, Pass, RunSpec
+from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
 from trainhouse.workers.worker import Worker
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from .adapted import quieten_peft
 from .jobs import answers, job
 from .tiny_types import tiny_config_of
 
@@ -35,6 +39,7 @@ REFUSED = sorted(set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES) - set(SERVED) - {"gemma3
 # In every run of the tests; what sets them apart is in none of the others.
 CORE = ("afmoe", "exaone_moe", "gpt2", "granite", "phimoe", "qwen2_moe")
 
+ROOT = Path(__file__).resolve().parent.parent.parent
 LENGTHS = (9, 30, 17)
 TOLERANCE = 1e-4
 
@@ -45,6 +50,7 @@ TOLERANCE = 1e-4
 def test_a_type_that_is_served_has_the_numbers_of_transformers(model_type: str, tmp_path: Path) -> None:
     saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type), dtype=torch.float32), tmp_path)
     assert_as_transformers(tmp_path)
+    base_of(tmp_path, "bfloat16")
 
 
 def test_images_may_be_left_out(tmp_path: Path) -> None:
@@ -60,6 +66,26 @@ def test_images_may_be_left_out(tmp_path: Path) -> None:
     assert_as_transformers(released, reference=today)
 
 
+def test_an_adapter_of_a_part_for_text_fits_the_whole_model(tmp_path: Path) -> None:
+    base, adapter = tmp_path / "base", tmp_path / "adapter"
+    adapter.mkdir()
+    saved(with_images(), base)
+    worker = Worker(WorkerConfig(ServedModel("m", str(base)), device="cpu"))
+    data = some_data(128)
+    worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
+    for _ in range(2):
+        worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
+        worker.apply_steps((Step("a", AdamParams(learning_rate=3e-2)),))
+    worker.save_run("a", str(adapter), False)
+    whole = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager").eval()
+    bare = distance(worker, whole, data, samples=False)
+    with warnings.catch_warnings():
+        quieten_peft()
+        warnings.filterwarnings("ignore", message="Found missing adapter keys.*vision_tower")
+        tuned = PeftModel.from_pretrained(whole, adapter).eval()
+    assert distance(worker, tuned, data, samples=False) < TOLERANCE < bare
+
+
 def assert_as_transformers(directory: Path, reference: Path | None = None) -> None:
     worker = Worker(WorkerConfig(ServedModel("m", str(directory)), device="cpu"))
     theirs = AutoModelForCausalLM.from_pretrained(
@@ -73,20 +99,20 @@ def assert_as_transformers(directory: Path, reference: Path | None = None) -> No
     assert distance(worker, theirs, data) > TOLERANCE
 
 
-def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...]) -> float:
-    """Of log-probabilities: of the data's targets, in one pass, and of samples."""
+def distance(worker: Worker, theirs: nn.Module, data: tuple[Datum, ...], samples: bool = True) -> float:
+    """Of log-probabilities: of the data's targets, in one pass, and of samples of the base model."""
     if "a" not in worker._models:
         worker.create_run(RunSpec("a", LoraConfig(rank=4, seed=1)))
     (output,) = worker.run_pass(Pass((Part(0, ForwardBackwardRequest("a", 1, data, "cross_entropy")),)))
     assert isinstance(output, ForwardBackwardOutput), output
-    jobs = [job(f"{len(each.tokens)}", each.tokens, temperature=0.0, max_tokens=8) for each in data]
-    samples = answers(worker.sample_slice, *jobs)
+    jobs = [job(f"{len(each.tokens)}", each.tokens, temperature=0.0, max_tokens=8) for each in data if samples]
+    sampled = answers(worker.sample_slice, *jobs)
     found = [
         logprobs(theirs, each.tokens, each.loss_fn_inputs["target_tokens"]) - of_ours["logprobs"]
         for each, of_ours in zip(data, output.loss_fn_outputs, strict=True)
     ]
     for each in jobs:
-        answer = samples[each.job_id]
+        answer = sampled[each.job_id]
         assert isinstance(answer, SampleResponse), answer
         (sequence,) = answer.sequences
         whole = np.concatenate([each.prompt, sequence.tokens])
@@ -152,6 +178,13 @@ def test_any_other_type_is_refused_in_a_sentence_by_its_config_alone(model_type:
 def test_a_type_that_is_served_is_so_whatever_its_config_leaves_out(model_type: str) -> None:
     for config in configs_of(model_type):
         assert refusal_of(config) is None
+
+
+def test_the_document_lists_what_is_served() -> None:
+    text = (ROOT / "docs" / "parallel.md").read_text()
+    section = text.partition("### Models that run by transformers' modules")[2].partition("All others")[0]
+    assert set(re.findall(r"`([a-z0-9_-]+)`", section)) - {"replicas"} == BY_TRANSFORMERS
+    assert f"[{len(BY_TRANSFORMERS)} more types]" in (ROOT / "README.md").read_text()
 
 
 def configs_of(model_type: str) -> list[Mapping[str, object]]:
@@ -227,6 +260,27 @@ def test_a_window_that_attention_does_not_know_of_must_not_be_crossed(
     with pytest.raises(ValueError, match=r"without its window it may be: serve with --max-context-length 100"):
         base_of(tmp_path)
     base_of(tmp_path, max_context_length=100)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "words"),
+    [
+        ("diffllama", r"its 2 layers attend in the order \[0, 0, 1, 1\], not once each"),
+        ("minimax_m3_vl_text", None),
+        ("youtu", r"keys and values have several shapes \(heads, features\): \[\(4, 8\), \(4, 16\)\]"),
+    ],
+)
+def test_what_a_cache_does_not_hold_is_refused(
+    model_type: str, words: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though packed passes have the right numbers."""
+    saved(AutoModelForCausalLM.from_config(tiny_config_of(model_type)), tmp_path)
+    monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
+    if words is None:
+        base_of(tmp_path)
+    else:
+        with pytest.raises(ValueError, match=words):
+            base_of(tmp_path)
 
 
 def test_what_cannot_run_is_refused_with_what_went_wrong(

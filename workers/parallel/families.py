@@ -186,7 +186,7 @@ FIXED_ROTATIONS = frozenset({"default", "linear", "llama3", "yarn"})
 # fmt: off
 BY_TRANSFORMERS = frozenset({
     "afmoe", "apertus", "arcee", "aria_text", "bitnet", "cohere", "cohere2", "cohere2_moe",
-    "cohere_compass_text", "cwm", "diffllama", "doge", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
+    "cohere_compass_text", "cwm", "dots1", "ernie4_5", "ernie4_5_moe", "exaone4",
     "exaone_moe", "flex_olmo", "gemma", "glm", "glm4", "glm4_moe", "gpt-sw3", "gpt2", "gpt_bigcode",
     "gpt_neox", "granite", "granitemoe", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe",
     "hy_v3", "hyperclovax", "internlm3", "iquestcoder", "jais2", "jetmoe", "kolibri1", "laguna", "mellum",

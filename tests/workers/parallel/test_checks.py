@@ -150,11 +150,6 @@ IMPOSSIBLE: dict[str, tuple[str, str | dict[str, Any], str]] = {
         {"model_type": "qwen3_5", "text_config": LINEAR},
         "M: models with linear_attention layers are not supported",
     ),
-    "context of one rank": (
-        "--parallel single --max-context-length 65536",
-        MOE,
-        "max_context_length 65536 exceeds the 40960 positions of M (no RoPE scaling): at most 40960",
-    ),
     "states": (
         "--parallel sp=2",
         DENSE | {"model_type": "jamba", "mamba_d_state": 16},

@@ -146,7 +146,7 @@ def test_the_longest_context_is_what_rope_scaling_reaches(key: str, rope: dict[s
 
 
 def test_a_model_of_images_has_the_context_of_its_part_for_text() -> None:
-    text = {"model_type": "gemma3_text", "max_position_embeddings": 500}
+    text = WHOLE | {"model_type": "gemma3_text", "max_position_embeddings": 500}
     assert model_of("m", {"model_type": "gemma3", "text_config": text}).max_positions == 500
 
 

@@ -133,12 +133,12 @@ class BaseModel:
         self._sharded_head: ShardedLayer | None = None
         if not mesh.is_coupled:
             check_numbers(self.source, self.model, self._logits, config.max_context_length or self.num_positions)
-            self._fused = fused_trunk(self.trunk, mesh)
 
     def _logits(self, tokens: Tensor, positions: Tensor, packing: CachedPacking) -> Tensor:
-        """With layers as their modules are now."""
-        self._fused = fused_trunk(self.trunk, self._mesh)
-        return self.product(self.hidden_states(tokens, positions, packing), self.unembedding)
+        """By layers as their modules are now, which may have other windows than later."""
+        fused = fused_trunk(self.trunk)
+        run = self._by_transformers if fused is None else fused.hidden_states
+        return self.product(run(tokens, positions, packing), self.unembedding)
 
     def saved_name(self, name: str) -> str:
         """Returns what the parameter or module of this name is called in transformers' whole model."""
@@ -373,6 +373,15 @@ class BaseModel:
         """
         if self._fused is not None:
             return self._fused.hidden_states(tokens, positions, packing, own, are_alike, captured)
+        return self._by_transformers(tokens, positions, packing, captured)
+
+    def _by_transformers(
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        packing: Packing | CachedPacking,
+        captured: dict[int, Tensor] | None = None,
+    ) -> Tensor:
         with self._capturing(captured or {}):
             output = self.trunk(
                 input_ids=tokens.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False, packing=packing

@@ -23,8 +23,9 @@ LENGTHS = [5, 11, 8]
 _WINDOW = 4
 
 # How far log-probabilities may lie apart, as a part of how far they lie from their mean. Measured over the models of
-# tests/workers/test_survey.py and SmolLM2-135M: rounding makes at most 4e-6 in float32 and 0.04 in bfloat16.
-TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.2}
+# tests/workers/test_survey.py and SmolLM2-135M: rounding makes at most 4e-6 in float32 and 0.12 in bfloat16,
+# where a router may choose another expert.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
 
 # torch's and transformers' modules by whose name alone it is clear that tokens do not meet in them.
 _BY_TOKEN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.Sequential)
@@ -62,31 +63,29 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
 
 
 class _Seen:
-    """A packing that keeps what each layer gives to attention: a cache holds one key and value a token and layer.
-
-    states: by call, the layer, and the shapes of a token's key and value.
-    """
+    """A packing that looks at what layers give to attention: a cache holds a key and a value of one shape for each
+    token and layer."""
 
     def __init__(self, packing: Packing) -> None:
         self._packing = packing
-        self.states: list[tuple[int, torch.Size, torch.Size]] = []
+        self._layers: list[int] = []
+        self._shapes: set[tuple[int, ...]] = set()
 
     @property
     def longest(self) -> int:
         return self._packing.longest
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
-        self.states.append((kind.layer, key.shape[1:], value.shape[1:]))
+        self._layers.append(kind.layer)
+        self._shapes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        if len(self._shapes) > 1:
+            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(self._shapes)}")
         return attend(query, key, value, self._packing, kind)
 
     def check(self, num_layers: int) -> None:
-        """Raises ValueError where a cache would not hold it."""
-        layers = [layer for layer, _, _ in self.states]
-        if layers != list(range(num_layers)):
-            raise ValueError(f"its {num_layers} layers attend in the order {layers}, not once each")
-        shapes = {tuple(shape) for _, *of_call in self.states for shape in of_call}
-        if len(shapes) > 1:
-            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(shapes)}")
+        """Raises ValueError where a cache would not hold what all layers gave."""
+        if self._layers != list(range(num_layers)):
+            raise ValueError(f"its {num_layers} layers attend in the order {self._layers}, not once each")
 
 
 def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[MicroBatch], Tensor]) -> None:

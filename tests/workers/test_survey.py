@@ -227,8 +227,11 @@ def test_what_a_layer_is_made_of_is_looked_at(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(model_module, "refusal_of", lambda config: None)
     with pytest.raises(ValueError, match=r"layers\.0\.temporal_block is a RecurrentGemmaRecurrentBlock, which may"):
         base_of(tmp_path)
-    # Were it not for its modules, its numbers would tell.
+    # Were it not for its modules, and for layers that attend to nothing, its numbers would tell.
     monkeypatch.setattr(model_module, "check_modules", lambda *_: None)
+    with pytest.raises(ValueError, match=r"its 2 layers attend in the order \[1\], not once each"):
+        base_of(tmp_path)
+    monkeypatch.setattr(plain._Seen, "check", lambda *_: None)
     with pytest.raises(ValueError, match=r"sequences that share a pass are 0\.\d+ of their spread away from those by"):
         base_of(tmp_path)
 

@@ -309,7 +309,7 @@ OTHER_ARITHMETIC = {
     "gemma2": ({"model_type": "gemma2"}, "models with final_logit_softcapping"),
     "recurrent layers": ({"model_type": "qwen3_next"}, "models with linear_attention layers"),
     "latent attention": ({"model_type": "deepseek_v3"}, "models with kv_lora_rank"),
-    "other logits": ({"model_type": "granite", "logits_scaling": 8.0}, "models with logits_scaling"),
+    "other logits": ({"model_type": "llama", "logits_scaling": 8.0}, "models with logits_scaling"),
     "both directions": (
         {"model_type": "gemma3_text", "use_bidirectional_attention": True},
         "models with use_bidirectional_attention",
@@ -318,7 +318,7 @@ OTHER_ARITHMETIC = {
         {"model_type": "llama", "quantization_config": {"quant_method": "fp8"}},
         "models with fp8 weights are not supported: use the release in bfloat16",
     ),
-    "position biases": ({"model_type": "bloom"}, "bloom models bring attention of their own"),
+    "position biases": ({"model_type": "bloom"}, "bloom models are not supported: it is not known that sequences"),
 }
 
 

@@ -49,11 +49,19 @@ _WINDOWS = {"layer_types": ["sliding_attention", "full_attention"]}
 _ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 _SPARSE_BEHIND = {"mlp_layer_types": ["dense", "sparse"]}
 
+_SCALARS = {
+    "logits_scaling": 4.0,
+    "embedding_multiplier": 2.0,
+    "residual_multiplier": 0.5,
+    "attention_multiplier": 0.3,
+}
+
 # What else a type needs, or what brings in all its kinds of layers.
 _OF_TYPE: dict[str, dict[str, Any]] = {
     "afmoe": _WINDOWS,
     "cohere2": _WINDOWS,
-    "cohere_compass_text": _WINDOWS | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE)},
+    "cohere_compass_text": _WINDOWS
+    | {"rope_parameters": dict.fromkeys(_WINDOWS["layer_types"], _ROPE), "logit_scale": 0.3},
     "cohere2_moe": _WINDOWS | _SPARSE_BEHIND,
     "dots1": {"n_shared_experts": 1},
     "dots3_note_text": {"num_key_value_heads": 4},
@@ -61,8 +69,10 @@ _OF_TYPE: dict[str, dict[str, Any]] = {
     "exaone_moe": _WINDOWS | _SPARSE_BEHIND,
     "gemma3_text": _WINDOWS,
     "gemma4_text": {"vocab_size_per_layer_input": 128, "hidden_size_per_layer_input": 8},
-    "granite_swa": _WINDOWS,
-    "granitemoe_swa": _WINDOWS,
+    "granite": _SCALARS,
+    "granitemoe": _SCALARS,
+    "granitemoeshared": _SCALARS,
+    "hyperclovax": _SCALARS | {"logits_scaling": 0.5},
     "kolibri1": _WINDOWS,
     "laguna": _WINDOWS | _SPARSE_BEHIND | {"num_attention_heads_per_layer": [4, 4]},
     "mellum": _WINDOWS,

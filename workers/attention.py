@@ -147,6 +147,7 @@ def packed_attention(
 
     Signature of transformers' AttentionInterface; `packing` arrives through the model's keyword arguments.
     """
+    del attention_mask  # by this name for models that give it so; what it would say is in the packing
     layer = module.layer_idx
     assert isinstance(layer, int)
     q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))

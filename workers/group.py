@@ -7,7 +7,7 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from ..schemas.errors import OperationError
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardRequest
+from .cohorts import Cohort, Cohorts, OnProgress, Sampling
 from .config import WorkerConfig
 from .device_turns import DeviceTurns
 from .footprint import gigabytes, loaded_bytes
@@ -26,20 +27,18 @@ from .shares import PassLimits
 from .snapshots import Snapshots
 from .suspects import Suspects
 from .turns import Turns
-from .verbs import Failure, ModelInfo, Pass, SampledPart, SampleJob, Slice, SliceResult, Step, WorkerLost
+from .verbs import Failure, ModelInfo, Pass, SampleJob, SliceResult, Step, WorkerLost
 from .work import Item, PassWork, Verb, Work
 
 logger = logging.getLogger(__name__)
 
 _KINDS = ("training", "verbs", "snapshots", "sampling")
 
-OnProgress = Callable[[tuple[SampledPart, ...]], None]
-
 # Parts of the slices' length that the first ones after a pause have.
 _FIRST_SLICES = (1 / 16, 1 / 4)
 
 # Of the sampling jobs at a death, what may be together next time: fewer deaths until one is alone, or more at a time.
-_JOBS_SHRINK = 4
+JOBS_SHRINK = 4
 
 # How long until it is looked again whether there is a place for the ranks. Nothing died, so nothing has to back off.
 _PLACE_SECONDS = 2.0
@@ -69,9 +68,11 @@ class Group:
         name: str | None = None,
         device_turns: DeviceTurns | None = None,
         idle_seconds: float | None = None,
+        suspect_jobs: Suspects | None = None,
     ) -> None:
         """name: the model's served name unless given. device_turns: None = it has its devices for itself.
-        idle_seconds: without work; then it leaves its devices, None = never."""
+        idle_seconds: without work; then it leaves its devices, None = never. suspect_jobs: of groups that may get each
+        other's sampling jobs, None = of this one alone."""
         self.name = name or config.model.name
         self.num_deaths = 0
         self.restarting = False
@@ -88,22 +89,19 @@ class Group:
         self._device = (device_turns or DeviceTurns()).turn(self.name, self._wake.set, idle_seconds)
         self._backoff = Backoff()
         self._patience = Patience(config)
-        self._suspect_runs, self._suspect_jobs = Suspects(), Suspects(_JOBS_SHRINK)
+        self._suspect_runs, self._suspect_jobs = Suspects(), suspect_jobs or Suspects(JOBS_SHRINK)
         self._queue = Queue(limits, self._suspect_runs)
         self._running: list[Work[Any]] = []
         self._snapshots = Snapshots(self._wake.set)
         # What the call under way is about: of large operations also those that wait for their next passes.
-        self._in_call: Sequence[Work[Any] | _Sampling] = ()
+        self._in_call: Sequence[Work[Any] | Sampling] = ()
         # Runs whose gradients lack an operation of a call that failed as a whole, unknown to the rank, and the reason.
         self._incomplete: dict[str, str] = {}
         self._operation_ids = count()
-        self._joining: dict[str, _Sampling] = {}
-        self._sampling: dict[str, _Sampling] = {}
-        self._cancelled: list[str] = []
+        self._cohorts = Cohorts(self._suspect_jobs)
         self._live: set[str] = set()
         self._lost: dict[str, str] = {}
         self._slices_since_pause = 0
-        self._num_slices = 0
         self._closed: str | None = None
 
     async def start(self, on_progress: Callable[[str], None]) -> None:
@@ -139,12 +137,18 @@ class Group:
             return f"the worker of {self.name} is restarting" + (f": {self._no_place}" if self._no_place else "")
         if obstacle := self._device.obstacle():
             return f"{self.name} waits: {obstacle}"
-        num_works = self._queue.num_works + len(self._running) + len(self._joining) + len(self._sampling)
-        num_works += len(self._snapshots.works())
+        num_works = self._queue.num_works + len(self._running) + len(self._cohorts) + len(self._snapshots.works())
         if not num_works:
             return None
         works = f"{num_works} operations wait or run" if num_works > 1 else "1 operation waits or runs"
-        return f"{works} on {self.name}{self._passes_ahead()}"
+        return f"{works} on {self.name}{self._passes_ahead()}{self._suspects_apart()}"
+
+    def _suspects_apart(self) -> str:
+        num_apart = self._cohorts.num_apart
+        if not num_apart:
+            return ""
+        requests = f"{num_apart} sampling requests" if num_apart > 1 else "1 sampling request"
+        return f"; {requests} of when its worker died take turns with the others"
 
     def _passes_ahead(self) -> str:
         num_passes = math.ceil(self._queue.num_tokens / self._limits.tokens)
@@ -185,10 +189,11 @@ class Group:
 
     async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
         """on_progress: called with what each slice added to the samples of a job that streams, until it ends."""
-        if job.job_id in self._joining or job.job_id in self._sampling:
+        if job.job_id in self._cohorts:
             raise OperationError(f"sampling request {job.job_id} is under way already", "server")
         self._check_usable(job.adapter_id)
-        waiting = self._joining[job.job_id] = _Sampling(job, asyncio.get_running_loop().create_future(), on_progress)
+        waiting = Sampling(job, asyncio.get_running_loop().create_future(), on_progress)
+        self._cohorts.add(waiting)
         self._wake.set()
         try:
             return await waiting.answer
@@ -198,11 +203,8 @@ class Group:
 
     def cancel(self, job_id: str) -> None:
         """Before it joined, the job is dropped; after, the next slice leaves it out. Finished or unknown: no-op."""
-        waiting = self._joining.pop(job_id, None)
-        if waiting is None and (waiting := self._sampling.pop(job_id, None)):
-            self._cancelled.append(job_id)
+        if (waiting := self._cohorts.cancel(job_id)) is not None:
             self._wake.set()
-        if waiting is not None:
             self._suspect_jobs.clear(job_id)
             _settle(waiting.answer, Failure(f"sampling request {job_id} was cancelled", "user"))
 
@@ -307,7 +309,7 @@ class Group:
         self._device.give()
 
     def _wants(self) -> tuple[bool, bool, bool, bool]:
-        sampling = bool(self._joining or self._sampling or self._cancelled)
+        sampling = self._cohorts.wants_slice
         return self._queue.wants_training, self._queue.wants_verb, self._wants_snapshots(), sampling
 
     def _wants_snapshots(self) -> bool:
@@ -396,7 +398,7 @@ class Group:
         _settle(piece.work.answer, answer)
         self._suspect_runs.passed(piece.work.key, piece.work.item.seq_id or None)
 
-    async def _call(self, about: "Sequence[Work[Any] | _Sampling]", call: Awaitable[Any]) -> Any:
+    async def _call(self, about: "Sequence[Work[Any] | Sampling]", call: Awaitable[Any]) -> Any:
         """The answer of the ranks; a Failure when they have none."""
         self._in_call = about
         try:
@@ -412,55 +414,29 @@ class Group:
         return ranks.call(method, *arguments, hang_seconds=self._patience.with_verb(method))
 
     async def _run_slice(self, ranks: Ranks) -> None:
-        joining = self._take_joining()
-        work = Slice(
-            join=tuple(waiting.job for waiting in joining.values()),
-            cancel=tuple(self._cancelled),
-            budget_milliseconds=self._next_slice_milliseconds(),
-        )
-        self._sampling |= joining
-        self._cancelled = []
+        cohort = self._cohorts.next()
+        work = cohort.slice(self._next_slice_milliseconds(cohort))
         started = time.monotonic()
         call = ranks.run_slice(work, self._patience.with_slice(work.budget_milliseconds))
-        result: SliceResult | Failure = await self._call(tuple(self._sampling.values()), call)
+        result: SliceResult | Failure = await self._call(tuple(cohort.running.values()), call)
         self._patience.slices.took(1.0, time.monotonic() - started)
         if isinstance(result, Failure):
-            # Nobody knows how far the slice came, so none of its requests can go on.
-            self._cancelled = list(self._sampling)
-            result = SliceResult(dict.fromkeys(self._sampling, result), 0)
+            result = SliceResult(dict.fromkeys(self._cohorts.lose_all(), result), 0)
         for job_id, parts in result.progress.items():
-            if (streaming := self._sampling.get(job_id)) and streaming.on_progress is not None:
+            if (streaming := cohort.running.get(job_id)) and streaming.on_progress is not None:
                 streaming.on_progress(parts)
         for job_id, answer in result.finished.items():
-            if waiting := self._sampling.pop(job_id, None):
+            if waiting := self._cohorts.ended(job_id):
                 _settle(waiting.answer, answer)
                 self._suspect_jobs.clear(job_id)
-        if self._suspect_jobs:
-            for job_id, waiting in self._sampling.items():
-                self._suspect_jobs.passed(job_id, self._num_slices - waiting.first_slice)
-        self._num_slices += 1
+        for job_id, waiting in cohort.running.items():
+            waiting.num_slices += 1
+            self._suspect_jobs.passed(job_id, waiting.num_slices)
 
-    def _take_joining(self) -> "dict[str, _Sampling]":
-        joining, self._joining = self._joining, {}
-        if self._suspect_jobs:
-            joining, self._joining = self._admitted(joining)
-        for waiting in joining.values():
-            waiting.first_slice = self._num_slices
-        return joining
-
-    def _admitted(self, joining: "dict[str, _Sampling]") -> "tuple[dict[str, _Sampling], dict[str, _Sampling]]":
-        """In the order of arrival those that may be together with all that are there then; and the others."""
-        there = list(self._sampling)
-        for job_id in joining:
-            if len(there) >= self._suspect_jobs.most_together([*there, job_id]):
-                break
-            there.append(job_id)
-        admitted = {job_id: waiting for job_id, waiting in joining.items() if job_id in there}
-        return admitted, {job_id: waiting for job_id, waiting in joining.items() if job_id not in there}
-
-    def _next_slice_milliseconds(self) -> float:
+    def _next_slice_milliseconds(self, cohort: Cohort) -> float:
         """The first ones after a pause are short: who asks for one sample mostly asks for more right behind it."""
-        number = self._slices_since_pause = self._slices_since_pause + 1 if self._sampling else 0
+        is_pause = len(self._cohorts) == len(cohort.joining)
+        number = self._slices_since_pause = 0 if is_pause else self._slices_since_pause + 1
         part = _FIRST_SLICES[number] if number < len(_FIRST_SLICES) else 1
         return self._slice_milliseconds * part
 
@@ -479,7 +455,8 @@ class Group:
 
     def _lose(self, death: WorkerDied) -> None:
         self.num_deaths += 1
-        logger.error("base model %s: %s", self.name, death)
+        consequences = self._accuse(self._in_call)
+        logger.error("base model %s: %s%s", self.name, death, consequences)
         for key in self._live:
             self._lost[key] = (
                 f"{key} was lost when the worker of {self.name} died ({death}): what it has learned since it was last "
@@ -488,31 +465,31 @@ class Group:
         self._live.clear()
         self._incomplete.clear()
         message = f"base model {self.name}: {death}; what only the worker had is lost"
-        self._accuse(self._in_call)
         alone = self._in_call if len(self._in_call) == 1 else ()
         self._fail_all(lambda work: WorkerLost(message, alone=work in alone))
 
-    def _accuse(self, in_call: "Sequence[Work[Any] | _Sampling]") -> None:
+    def _accuse(self, in_call: "Sequence[Work[Any] | Sampling]") -> str:
+        """What comes of it, in words."""
         runs: dict[str, int] = {}
         for work in in_call:
             if isinstance(work, Work) and isinstance(work.item, ForwardBackwardRequest | Step):
                 runs[work.key] = max(work.item.seq_id, runs.get(work.key, 0))
         self._suspect_runs.accuse({key: seq_id or None for key, seq_id in runs.items()})
-        jobs = [each for each in in_call if isinstance(each, _Sampling)]
-        self._suspect_jobs.accuse({each.job.job_id: self._num_slices - each.first_slice for each in jobs})
+        jobs = {each.job.job_id: each.safe_position for each in in_call if isinstance(each, Sampling)}
+        self._suspect_jobs.accuse(jobs)
+        return _consequences("runs", runs, self._suspect_runs) + _consequences("requests", jobs, self._suspect_jobs)
 
-    def _fail_all(self, error_of: "Callable[[Work[Any] | _Sampling], OperationError]") -> None:
+    def _fail_all(self, error_of: "Callable[[Work[Any] | Sampling], OperationError]") -> None:
         waiting = [
             *self._running,
             *self._snapshots.works(),
             *self._queue.works(),
-            *self._joining.values(),
-            *self._sampling.values(),
+            *self._cohorts.works(),
         ]
         self._queue = Queue(self._limits, self._suspect_runs)
         self._snapshots.forget()
-        self._running, self._joining, self._sampling, self._cancelled = [], {}, {}, []
-        self._in_call = ()
+        self._cohorts = Cohorts(self._suspect_jobs)
+        self._running, self._in_call = [], ()
         for each in waiting:
             # What was to be dropped is gone.
             dropped = isinstance(each, Work) and isinstance(each.item, Verb) and each.item.drops is not None
@@ -581,14 +558,6 @@ class Group:
         return self._ranks
 
 
-@dataclass(eq=False)
-class _Sampling:
-    job: SampleJob
-    answer: "asyncio.Future[SampleResponse]"
-    on_progress: OnProgress | None
-    first_slice: int = 0
-
-
 @dataclass
 class Backoff:
     """A worker that served for a while is restarted at once, one that keeps dying ever later (seconds)."""
@@ -611,6 +580,17 @@ class Backoff:
 
     def _delay(self) -> float:
         return min(self.limit, self.first * 2 ** (self._num_quick_deaths - 1)) if self._num_quick_deaths else 0.0
+
+
+def _consequences(what: str, accused: Mapping[str, int], suspects: Suspects) -> str:
+    """For the log, of those in whose call the worker died."""
+    if len(accused) < 2:
+        return ""
+    most = suspects.most_together(accused)
+    return (
+        f"; {len(accused)} {what} were in the call: until they have come past that place they run apart from all"
+        f" others, {most:.0f} at a time"
+    )
 
 
 def _as_failure(error: Exception) -> Failure:

@@ -190,17 +190,19 @@ class SampledPart:
 class Slice:
     """A burst of decoding of at most about `budget_milliseconds`; requests join and leave at its borders.
 
+    cohort: whose it is. Those that join are in it until they end; those of other cohorts stay as they are meanwhile.
     Answered by SliceResult.
     """
 
     join: tuple[SampleJob, ...]
     cancel: tuple[str, ...]
     budget_milliseconds: float
+    cohort: int = 0
 
 
 @dataclass(frozen=True)
 class SliceResult:
-    """finished: job_id -> SampleResponse or Failure. num_active: jobs still waiting or decoding.
+    """finished: job_id -> SampleResponse or Failure. num_active: jobs of the cohort still waiting or decoding.
 
     progress: job_id -> what was added to the samples of those that stream and go on; the answer has all of it again.
     """

@@ -31,8 +31,8 @@ class RecordingWorker:
 
     With loss_fn_config part they do so in that part only (0 is the first). Every answer holds `call:last`, the number
     of the worker's calls up to then; that of an operation also the number of its parts and, of the pass of the last
-    one, the runs and tokens. A sample of n tokens takes n slices.
-    A sampling job named "dies" ends the worker that it joins.
+    one, the runs and tokens. A sample of n tokens takes n slices of its cohort.
+    A sampling job whose name begins with "dies" ends the worker that it joins.
     A file "dies-once" in the model's directory makes the next worker die as soon as it has started.
     """
 
@@ -42,7 +42,7 @@ class RecordingWorker:
         self._config = config
         self._num_calls = 0
         self._num_slices = 0
-        self._slices_left: dict[str, int] = {}
+        self._slices_left: dict[int, dict[str, int]] = {}
         self._progress: dict[str, Progress] = {}
 
     def info(self) -> ModelInfo:
@@ -127,17 +127,20 @@ class RecordingWorker:
     def sample_slice(self, work: Slice) -> SliceResult:
         self._num_slices += 1
         time.sleep(work.budget_milliseconds / 1000)
+        left = self._slices_left.pop(work.cohort, {})
         for job_id in work.cancel:
-            self._slices_left.pop(job_id, None)
-        if any(job.job_id == "dies" for job in work.join):
+            left.pop(job_id, None)
+        left |= {job.job_id: job.params.max_tokens or 1 for job in work.join}
+        if any(job_id.startswith("dies") for job_id in left):
             os._exit(1)
-        self._slices_left |= {job.job_id: job.params.max_tokens or 1 for job in work.join}
         if any(job.adapter_id == "fails" for job in work.join):
+            self._slices_left = {}
             raise KeyError("unforeseen")
-        self._slices_left = {job_id: left - 1 for job_id, left in self._slices_left.items()}
-        finished = {job_id: SampleResponse(()) for job_id, left in self._slices_left.items() if left == 0}
-        self._slices_left = {job_id: left for job_id, left in self._slices_left.items() if left}
-        return SliceResult(finished, len(self._slices_left))
+        left = {job_id: number - 1 for job_id, number in left.items()}
+        finished = {job_id: SampleResponse(()) for job_id, number in left.items() if number == 0}
+        if left := {job_id: number for job_id, number in left.items() if number}:
+            self._slices_left[work.cohort] = left
+        return SliceResult(finished, len(left))
 
     def memory(self) -> dict[str, int]:
-        return {"slices": self._num_slices, "sampling": len(self._slices_left)}
+        return {"slices": self._num_slices, "sampling": sum(map(len, self._slices_left.values()))}

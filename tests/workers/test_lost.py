@@ -4,8 +4,9 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Coroutine
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import asynccontextmanager, suppress
+from itertools import count
 
 import numpy as np
 import pytest
@@ -329,3 +330,134 @@ def test_a_sampling_request_that_kills_its_worker_is_soon_alone_with_it_and_othe
             assert not any(job_id in dispatch._groups["tiny"]._suspect_jobs for job_id in alone)
 
     run(check())
+
+
+# --- suspects and the others ---
+
+
+async def insist_on(dispatch: WorkerDispatch, each: SampleJob, alone: list[bool]) -> None:
+    """As a server does: once more after each death, until it has been alone at three of them."""
+    while True:
+        try:
+            await dispatch.sample("tiny", each)
+            return
+        except WorkerLost as lost:
+            alone.append(lost.alone)
+            if sum(alone) == MOST_STRIKES:
+                raise
+
+
+async def until_told(alone: Iterable[list[bool]], number: int = 1) -> None:
+    while any(len(each) < number for each in alone):  # noqa: ASYNC110 (nothing tells)
+        await asyncio.sleep(0.005)
+
+
+@pytest.mark.parametrize("num_long", [2, 8])
+def test_a_short_sample_does_not_wait_for_the_long_ones_of_the_call_in_which_the_worker_died(num_long: int) -> None:
+    async def check() -> None:
+        async with recording() as dispatch:
+            told: dict[str, list[bool]] = {f"long {number}": [] for number in range(num_long)}
+            works = [asyncio.create_task(insist_on(dispatch, job(each, 20_000), told[each])) for each in told]
+            await asyncio.sleep(0.3)
+            kill(dispatch)
+            await until_told(told.values())
+            for number in range(3):
+                await dispatch.sample("tiny", job(f"short {number}", 3))
+            assert not any(each.done() for each in works)
+            status = dispatch.status("tiny")
+            assert status is not None
+            assert status.endswith(f"; {num_long} sampling requests of when its worker died take turns with the others")
+            await cancelled(works)
+
+    run(check())
+
+
+async def cancelled(works: list[asyncio.Task[None]]) -> None:
+    for each in works:
+        each.cancel()
+    await asyncio.wait(works)
+
+
+def test_long_suspects_hold_nobody_who_was_with_them() -> None:
+    """One of twelve has much to do, and the others little; they do not wait for its end."""
+
+    async def check() -> None:
+        async with recording() as dispatch:
+            told: dict[str, list[bool]] = {f"short {number}": [] for number in range(11)} | {"long": []}
+            lengths = dict.fromkeys(told, 100) | {"long": 20_000}
+            works = {
+                each: asyncio.create_task(insist_on(dispatch, job(each, lengths[each]), told[each])) for each in told
+            }
+            await asyncio.sleep(0.2)
+            kill(dispatch)
+            await until_told(told.values())
+            long = works.pop("long")
+            await asyncio.gather(*works.values())
+            assert not long.done()
+            await cancelled([long])
+
+    run(check())
+
+
+def test_who_comes_later_is_never_suspected_of_what_the_worker_dies_of() -> None:
+    """Nor held until it is found, which takes no more deaths than without them."""
+
+    async def check() -> None:
+        async with recording() as dispatch:
+            alone: dict[str, list[bool]] = {name: [] for name in ("one", "two", "three", "dies later")}
+            works = {name: asyncio.create_task(insist_on(dispatch, job(name, 500), alone[name])) for name in alone}
+            later: dict[str, list[bool]] = {}
+
+            async def keep_coming() -> None:
+                for number in count():
+                    told = later[f"later {number}"] = []
+                    await insist_on(dispatch, job(f"later {number}", 3), told)
+
+            await until_told(alone.values())
+            coming = asyncio.create_task(keep_coming())
+            with pytest.raises(WorkerLost):
+                await works.pop("dies later")
+            await asyncio.gather(*works.values())
+            assert alone.pop("dies later") == [False, *[True] * MOST_STRIKES]
+            assert not any(any(each) for each in [*alone.values(), *later.values()])
+            assert dispatch._groups["tiny"].num_deaths == 1 + MOST_STRIKES and len(later) > 3
+            await cancelled([coming])
+
+    run(check())
+
+
+def test_each_of_several_that_kill_their_worker_is_found() -> None:
+    async def check() -> None:
+        async with recording() as dispatch:
+            culprits, num = {f"dies {number}" for number in range(3)}, 20
+            alone: dict[str, list[bool]] = {name: [] for name in culprits | {f"job {number}" for number in range(num)}}
+
+            async def sample(name: str) -> None:
+                with suppress(WorkerLost):
+                    await insist_on(dispatch, job(name, 30), alone[name])
+
+            await asyncio.gather(*map(sample, alone))
+            assert {name for name, told in alone.items() if sum(told)} == culprits
+            assert dispatch._groups["tiny"].num_deaths <= len(culprits) * (MOST_STRIKES + 3)
+
+    run(check())
+
+
+def test_the_log_tells_who_runs_apart_from_whom(caplog: pytest.LogCaptureFixture) -> None:
+    async def check() -> None:
+        async with recording() as dispatch:
+            told: list[list[bool]] = [[] for _ in range(8)]
+            works = [
+                asyncio.create_task(insist_on(dispatch, job(str(number), 20_000), each))
+                for number, each in enumerate(told)
+            ]
+            await asyncio.sleep(0.2)
+            kill(dispatch)
+            await until_told(told)
+            await cancelled(works)
+
+    run(check())
+    assert (
+        "8 requests were in the call: until they have come past that place they run apart from all others, 2 at a time"
+        in caplog.text
+    )

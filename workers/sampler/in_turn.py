@@ -36,19 +36,40 @@ class Waiting:
         return work
 
 
+@dataclass(frozen=True)
+class Shared:
+    """What all samplers of a rank have together."""
+
+    cache: Cache
+    draft_caches: DraftCaches
+    namespaces: Namespaces
+    text: Text
+
+    @classmethod
+    def of(cls, base: BaseModel, models: Models, config: WorkerConfig) -> "Shared":
+        cache = Cache.of(base, config)
+        return cls(cache, DraftCaches(base, cache.budget), Namespaces(models), Text(config.model.source, base))
+
+
 class InTurn:
-    """One rank's samplers, which share the cache. A slice goes to all that have jobs, in parts."""
+    """One rank's samplers, which share the cache. A slice goes to all of its cohort that have jobs, in parts."""
 
     def __init__(
-        self, base: BaseModel, models: Models, limits: ModelLimits, config: WorkerConfig, mesh: Mesh | None = None
+        self,
+        base: BaseModel,
+        models: Models,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+        shared: Shared | None = None,
     ) -> None:
-        """mesh: None = there is one rank."""
+        """mesh: None = there is one rank. shared: None = nobody else samples."""
         self._base, self._models, self._limits, self._config = base, models, limits, config
         self._mesh = mesh or Mesh()
-        self._cache = Cache.of(base, config)
-        self._draft_caches = DraftCaches(base, self._cache.budget)
-        self._namespaces = Namespaces(models)
-        self._text = Text(config.model.source, base)
+        self._shared = shared or Shared.of(base, models, config)
+        self._cache, self._draft_caches = self._shared.cache, self._shared.draft_caches
+        # Of cohorts other than the first.
+        self._apart: dict[int, InTurn] = {}
         self._of_base = self._new_sampler()
         self._of_models: dict[str, NativeSampler] = {}
         self._waiting: dict[str, Waiting] = {}
@@ -58,16 +79,33 @@ class InTurn:
     def slice(self, work: Slice) -> SliceResult:
         """As NativeSampler, but beyond its budget by an iteration of each that takes a turn, and the time that weights
         take to come to the device."""
-        self._take_in(work)
-        turns = self._turns(work)
-        if turns == [None]:
-            return self._of_base.slice(work)
         try:
-            return self._slice_in_turn(work, turns)
+            return self._slice_apart(work) if work.cohort else self._slice(work)
         except Exception:
             # The caller fails all jobs.
             self.forget_all()
             raise
+
+    def _slice_apart(self, work: Slice) -> SliceResult:
+        """Of another cohort than the first."""
+        if work.cohort not in self._apart:
+            self._apart[work.cohort] = InTurn(
+                self._base, self._models, self._limits, self._config, self._mesh, self._shared
+            )
+        result = self._apart[work.cohort].slice(replace(work, cohort=0))
+        if not self._apart[work.cohort].has_jobs:
+            del self._apart[work.cohort]
+        return result
+
+    @property
+    def has_jobs(self) -> bool:
+        """In the first cohort."""
+        return self._of_base.has_jobs or bool(self._of_models)
+
+    def _slice(self, work: Slice) -> SliceResult:
+        self._take_in(work)
+        turns = self._turns(work)
+        return self._of_base.slice(work) if turns == [None] else self._slice_in_turn(work, turns)
 
     def _take_in(self, work: Slice) -> None:
         """What concerns models with weights of their own: it waits for their turn."""
@@ -117,6 +155,7 @@ class InTurn:
 
     def forget_all(self) -> None:
         """As NativeSampler."""
+        self._apart.clear()
         self._of_base.forget_all()
         self._of_models.clear()
         self._waiting.clear()
@@ -136,9 +175,14 @@ class InTurn:
 
     def leaving(self) -> Iterator[Tensor]:
         """The cache's tensors, once what nobody needs has been dropped."""
+        self._forget_plans()
+        return self._cache.budget.tensors()
+
+    def _forget_plans(self) -> None:
         for sampler in (self._of_base, *self._of_models.values()):
             sampler.forget_plan()
-        return self._cache.budget.tensors()
+        for apart in self._apart.values():
+            apart._forget_plans()
 
     def _turns(self, work: Slice) -> list[str | None]:
         """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many
@@ -168,8 +212,8 @@ class InTurn:
             self._config,
             self._mesh,
             self._cache,
-            self._namespaces,
-            self._text,
+            self._shared.namespaces,
+            self._shared.text,
             self._draft_caches,
         )
 

@@ -48,12 +48,14 @@ class Queue:
         self._limits = limits
         self._suspects = suspects
         self._lines: dict[str, Line] = {}
-        # Each line is in one of these, by what its head is.
+        # Each line is in one of these, by what its head is; operations of suspects are apart from the others.
         self._shares = Shares(limits)
+        self._apart = _ByTenant()
         self._steps: dict[str, Line] = {}
         self._verbs = _ByTenant()
         self._snapshots = _ByTenant()
         self._steps_went_last = False
+        self._suspect_stepped_last = self._suspect_passed_last = False
 
     def __contains__(self, key: str) -> bool:
         return key in self._lines
@@ -68,7 +70,11 @@ class Queue:
 
     @property
     def wants_training(self) -> bool:
-        return bool(self._steps or self._shares)
+        return bool(self._steps) or self._wants_pass
+
+    @property
+    def _wants_pass(self) -> bool:
+        return bool(self._shares or self._apart)
 
     def works(self) -> list[Work[Any]]:
         return [work for line in self._lines.values() for work in line.works]
@@ -112,27 +118,35 @@ class Queue:
 
     def steps_are_next(self) -> bool:
         """They go first, for they unlock passes; but by turns, should a run have nothing but steps."""
-        return bool(self._steps) and not (self._steps_went_last and self._shares)
+        return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
 
     def take_steps(self) -> list[Work[Step]]:
-        """One of each run that is ready for it."""
+        """One of each run that is ready for it; or of one suspect, by turns with all others."""
         self._steps_went_last = True
-        lines = list(self._steps.values())
-        suspect = [line for line in lines if line.key in self._suspects]
-        return [self._pop(line) for line in suspect[:1] or lines]
+        suspects = [line for line in self._steps.values() if line.key in self._suspects]
+        others = [line for line in self._steps.values() if line.key not in self._suspects]
+        self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
+        return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
 
     def take_pass(self) -> list[Piece]:
+        """A part of one suspect's operation, or of those of all others, by turns."""
+        self._steps_went_last = False
+        self._suspect_passed_last = bool(self._apart) and not (self._shares and self._suspect_passed_last)
+        forming = _Forming(self._limits)
+        if self._suspect_passed_last:
+            line = self._apart.next()
+            self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
+        else:
+            self._fill(forming)
+        return list(forming.pieces.values())
+
+    def _fill(self, forming: "_Forming") -> None:
         """First the run whose turn it is, so that it comes on whatever else there is; then the short operations, which
         are to wait for one pass at most; and then by turns until the pass is full.
         """
-        self._steps_went_last = False
-        forming = _Forming(self._limits, self._suspects)
         first = self._shares.next()
         assert first is not None, "taken only while operations are ready"
         self._move(*first, forming, self._limits.half)
-        if first[1].key in self._suspects:
-            self._shares.end_turn()
-            return list(forming.pieces.values())
         self._move_short_ones(forming)
         while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
             turn[1].operation, forming.room
@@ -141,7 +155,6 @@ class Queue:
         if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
             # Its few tokens would give it the first place of very many passes.
             self._shares.end_turn()
-        return list(forming.pieces.values())
 
     def _move_short_ones(self, forming: "_Forming") -> None:
         """They find half a pass, whatever the length of the first sequence."""
@@ -163,15 +176,19 @@ class Queue:
 
     def _move(self, tenant: Tenant, line: Line, forming: "_Forming", room: float) -> int:
         """Into the pass: of the operation at the line's head what the tenant's credit and the room are enough for."""
+        tokens = self._take(line, forming, tenant.credit, room)
+        tenant.credit -= tokens
+        if line.comes_back:
+            forming.awaited.add(line.tenant_id)
+        return tokens
+
+    def _take(self, line: Line, forming: "_Forming", credit: float, room: float) -> int:
         operation = line.operation
         self._unfile(line)
-        tokens = forming.take(operation, tenant.credit, room)
-        tenant.credit -= tokens
+        tokens = forming.take(operation, credit, room)
         self.num_tokens -= tokens
         if operation.taken:
             self._end(line)
-            if line.comes_back:
-                forming.awaited.add(line.tenant_id)
         else:
             self._file(line)
         return tokens
@@ -203,6 +220,8 @@ class Queue:
                 self._verbs.add(line)
             case Snapshot():
                 self._snapshots.add(line)
+            case _ if line.key in self._suspects:
+                self._apart.add(line)
             case _:
                 self._shares.add(line)
 
@@ -214,6 +233,8 @@ class Queue:
                 self._verbs.remove(line)
             case Snapshot():
                 self._snapshots.remove(line)
+            case _ if line in self._apart:  # of a suspect, which it may be no longer
+                self._apart.remove(line)
             case _:
                 self._shares.remove(line)
 
@@ -224,12 +245,11 @@ class _Forming:
     awaited: tenants of whom it has the end of an operation, behind which only a step is before the next one.
     """
 
-    def __init__(self, limits: PassLimits, suspects: Container[str]) -> None:
+    def __init__(self, limits: PassLimits) -> None:
         self.pieces: dict[int, Piece] = {}
         self.awaited: set[str] = set()
         self.room: float = limits.tokens
         self._limits = limits
-        self._suspects = suspects
         self._runs: set[str] = set()
 
     @property
@@ -239,7 +259,7 @@ class _Forming:
 
     def admits(self, work: PassWork, room: float) -> bool:
         tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
-        return tokens <= room and self.has_slot(work.key) and work.key not in self._suspects
+        return tokens <= room and self.has_slot(work.key)
 
     def has_slot(self, run_id: str) -> bool:
         return run_id in self._runs or len(self._runs) < self._limits.runs
@@ -262,6 +282,9 @@ class _ByTenant:
 
     def __bool__(self) -> bool:
         return bool(self._tenants)
+
+    def __contains__(self, line: Line) -> bool:
+        return line.key in self._tenants.get(line.tenant_id, ())
 
     def add(self, line: Line) -> None:
         self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line

@@ -5,7 +5,7 @@ import contextlib
 import gc
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Container, Iterator, Sequence
 from itertools import accumulate, count
 from types import FrameType
 from typing import Any
@@ -49,8 +49,8 @@ def verb(run_id: str) -> Work[Any]:
     return work_of(run_id, Verb("save_run"))
 
 
-def queue_of(*works: Work[Any], runs: int = 64, **weights: float) -> Queue:
-    queue = Queue(PassLimits(TOKENS, runs, weights))
+def queue_of(*works: Work[Any], runs: int = 64, suspects: Container[str] = (), **weights: float) -> Queue:
+    queue = Queue(PassLimits(TOKENS, runs, weights), suspects)
     for work in works:
         queue.add(work)
     return queue
@@ -76,7 +76,7 @@ Events = st.lists(
         st.tuples(
             st.sampled_from(["a0", "a1", "b0", "b1", "c0"]), st.one_of(Lengths, st.sampled_from(["step", "verb"]))
         ),
-        st.sampled_from(["take", "cancel", "fail"]),
+        st.sampled_from(["take", "cancel", "fail", "trust"]),
     ),
     max_size=60,
 )
@@ -85,9 +85,10 @@ Events = st.lists(
 class Ranks:
     """Takes from a queue like a lane does, and checks all that is promised of any call."""
 
-    def __init__(self, queue: Queue, limits: PassLimits) -> None:
+    def __init__(self, queue: Queue, limits: PassLimits, suspects: Collection[str] = ()) -> None:
         self.queue = queue
         self.limits = limits
+        self.suspects = suspects
         self.begun: dict[str, Piece] = {}
         self.done: dict[str, list[Work[Any]]] = defaultdict(list)
 
@@ -104,6 +105,7 @@ class Ranks:
 
     def _finish(self, works: Sequence[Work[Any]]) -> None:
         assert works and not self.begun.keys() & {work.key for work in works}
+        assert len(works) == 1 or not any(work.key in self.suspects for work in works)
         for work in works:
             self.done[work.key].append(work)
 
@@ -111,6 +113,7 @@ class Ranks:
         longest = max((length for piece in pieces for length in piece.work.lengths), default=0)
         tokens = sum(map(tokens_of, pieces))
         assert pieces and len(set(runs_of(pieces))) <= self.limits.runs
+        assert len(pieces) == 1 or not any(run_id in self.suspects for run_id in runs_of(pieces))
         assert tokens <= max(self.limits.tokens, self.limits.tokens / 2 + longest)
         for piece in pieces:
             before = self.begun.pop(piece.work.key, None)
@@ -125,15 +128,18 @@ class Ranks:
 
 
 @settings(max_examples=300, deadline=None)
-@given(events=Events, runs=st.integers(1, 4))
-def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int) -> None:
+@given(events=Events, runs=st.integers(1, 4), suspects=st.sets(st.sampled_from(["a0", "b0", "b1"])))
+def test_each_run_keeps_its_order_and_all_work_is_done_once(events: list[Any], runs: int, suspects: set[str]) -> None:
+    """And a suspect's alone, until it is none any more."""
     limits = PassLimits(TOKENS, runs, {"a": 3.0, "b": 0.5})
-    ranks = Ranks(Queue(limits), limits)
+    ranks = Ranks(Queue(limits, suspects), limits, suspects)
     expected: dict[str, list[Work[Any]]] = defaultdict(list)
     for event in events:
         waiting = ranks.queue.works()
         if event == "take":
             ranks.take()
+        elif event == "trust":
+            suspects.clear()
         elif event == "fail" and ranks.begun:
             failed = ranks.begun.pop(next(iter(ranks.begun))).work
             ranks.queue.drop(failed)
@@ -170,6 +176,26 @@ def test_steps_that_are_ready_go_together_and_before_the_next_pass_but_do_not_st
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a", "b", "c"]
     assert not queue.steps_are_next() and runs_of(queue.take_pass()) == ["d"]
     assert queue.steps_are_next() and runs_of_works(queue.take_steps()) == ["a"]
+
+
+def test_suspects_hold_up_nobody_else() -> None:
+    """Whoever of a tenant's runs, or of the tenants, is first."""
+    operations = [operation(run_id, 50) for run_id in ("a0", "a1", "b0", "c0", "c1", "d0")]
+    queue = queue_of(operation("d1", 1000), *operations, suspects=("a0", "b0", "c0"))
+    passes = [runs_of(queue.take_pass()) for _ in range(4)]
+    assert sorted(map(sorted, passes)) == [["a0"], ["a1", "c1", "d0", "d1"], ["b0"], ["c0"]]
+    assert ["a1", "c1", "d0", "d1"] in map(sorted, passes[:2])
+
+
+def test_a_large_operation_of_a_suspect_and_those_of_all_others_take_turns() -> None:
+    queue = queue_of(operation("a", *[100] * 12), *[operation(f"b{number}", 1500) for number in range(3)], suspects="a")
+    assert [runs_of(queue.take_pass()) for _ in range(6)] == [["a"], ["b0"], ["a"], ["b1"], ["a"], ["b2"]]
+
+
+def test_steps_of_suspects_hold_up_nobody_elses() -> None:
+    queue = queue_of(*(step(run_id) for run_id in ("a", "b", "c", "d", "e")), suspects="abc")
+    taken = [runs_of_works(queue.take_steps()) for _ in range(4)]
+    assert taken == [["a"], ["d", "e"], ["b"], ["c"]]
 
 
 def test_tenants_take_turns_with_their_verbs() -> None:

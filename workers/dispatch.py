@@ -19,12 +19,14 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
+from .cohorts import OnProgress
 from .config import DispatchConfig, WorkerConfig
 from .device_turns import DeviceTurns
 from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
-from .group import Group, OnProgress
+from .group import JOBS_SHRINK, Group
 from .shares import PassLimits
 from .sources import name_of, named_samplers, of_policies, roles_apart, samplers, source_of
+from .suspects import Suspects
 from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
 from .work import Item, Snapshot, Verb
 
@@ -233,11 +235,11 @@ class WorkerDispatch:
             )
         return self._homes[run_id]
 
-    def _new_group(self, model: WorkerConfig, name: str) -> Group:
+    def _new_group(self, model: WorkerConfig, name: str, suspect_jobs: Suspects | None = None) -> Group:
         limits = PassLimits(self._config.pass_tokens, model.adapter_slots, self._config.tenant_weights)
         config, new_pool = self._config, partial(self._source.new_pool, name)
         turns, idle_seconds = self._device_turns, config.idle_device_seconds
-        return Group(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds)
+        return Group(model, new_pool, limits, config.slice_milliseconds, name, turns, idle_seconds, suspect_jobs)
 
     def _groups_apart(self, model: WorkerConfig) -> dict[str | None, Group]:
         apart: dict[str | None, Group] = {}
@@ -254,7 +256,9 @@ class WorkerDispatch:
             return Vllm(training, VllmAt(sampling.vllm.urls[number], sampling.vllm.api_key), directory)
         if sampling.vllm is not None:
             return Vllm(training, VllmProcess(samplers(model, sampling)[0], sampling.vllm, directory), directory)
-        groups = [self._new_group(each, name) for name, each in named_samplers(model, sampling)]
+        # A request of which one died may come to another one.
+        suspects = Suspects(JOBS_SHRINK)
+        groups = [self._new_group(each, name, suspects) for name, each in named_samplers(model, sampling)]
         if not groups:
             return TrainingWorkers(training)
         return SamplerGroups(training, groups, AdapterCopies(directory))

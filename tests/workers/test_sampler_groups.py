@@ -19,7 +19,6 @@ from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardReques
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines.company import Company, Standing
 from trainhouse.workers.group import Backoff
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
@@ -444,59 +443,8 @@ def test_those_that_were_beside_a_request_of_which_the_worker_dies_go_on() -> No
             with pytest.raises(OperationError, match="3 sampler workers died of sampling request dies"):
                 await dispatch.sample("tiny", job("dies"))
             await asyncio.gather(*innocent)
-            assert replica.group.num_deaths == 1 + 3 and replica.num_tokens == 0
+            assert 3 <= replica.group.num_deaths <= 1 + 3 and replica.num_tokens == 0
             await until_all_are_back(dispatch)
-
-    run(check())
-
-
-def test_suspects_run_in_ever_smaller_company_and_alone_at_last() -> None:
-    async def check() -> None:
-        company, standings = Company(), [Standing() for _ in range(20)]
-        most_at_once: list[int] = []
-
-        async def attempt(standing: Standing) -> None:
-            """While the culprit is there everybody dies with it."""
-            async with company.joined(standing):
-                await asyncio.sleep(0.01)
-                most_at_once.append(len(company._there))
-                if culprit in company._there:
-                    company.died(standing)
-
-        async def all_attempt() -> int:
-            most_at_once.clear()
-            await asyncio.gather(*(attempt(each) for each in standings))
-            return max(most_at_once)
-
-        culprit = standings[7]
-        assert [await all_attempt() for _ in range(2)] == [20, 5]
-        suspects = [each for each in standings if each.most_together == 1]
-        assert culprit in suspects and len(suspects) == 5 and not any(each.num_strikes for each in standings)
-        for _ in range(3):
-            await all_attempt()
-        assert culprit.num_strikes == 3 and sum(each.num_strikes for each in standings) == 3
-
-    run(check())
-
-
-def test_who_gives_up_waiting_for_company_leaves_its_place() -> None:
-    async def check() -> None:
-        company, alone = Company(), Standing(most_together=1)
-
-        async def stay(standing: Standing) -> None:
-            async with company.joined(standing):
-                await asyncio.sleep(1000)
-
-        tasks = [asyncio.create_task(stay(each)) for each in (Standing(), alone, Standing())]
-        await asyncio.sleep(0.01)
-        assert len(company._there) == 1
-        tasks[1].cancel()
-        await asyncio.sleep(0.01)
-        assert len(company._there) == 2 and alone not in company._there
-        for each in tasks:
-            each.cancel()
-        await asyncio.wait(tasks)
-        assert not company._there and not company._waiting
 
     run(check())
 

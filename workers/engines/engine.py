@@ -6,7 +6,7 @@ from typing import Protocol
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
-from ..group import OnProgress
+from ..cohorts import OnProgress
 from ..verbs import SampleJob
 
 

@@ -7,16 +7,17 @@ a newer version as soon as there is one, and all that it still needs again after
 import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
-from ..group import Group, OnProgress
-from ..verbs import AdapterWeights, SampleJob
+from ..cohorts import OnProgress
+from ..group import Group
+from ..verbs import AdapterWeights, SampleJob, WorkerLost
 from ..work import Verb
-from .company import MOST_STRIKES, Company, Standing
+from .company import MOST_STRIKES
 from .copies import AdapterCopies
 from .drafts import drop_draft, load_draft
 from .held import HeldAdapter, Pushes, Version
@@ -92,7 +93,7 @@ class SamplerGroups:
 
     async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
         request = _Request(job, told)
-        while request.standing.num_strikes < MOST_STRIKES:
+        while request.num_strikes < MOST_STRIKES:
             try:
                 return await told.run(partial(self._next_replica().sample, request))
             except _WorkerDied:
@@ -118,11 +119,12 @@ class _WorkerDied(Exception):
 
 @dataclass
 class _Request:
-    """version: of the weights with which it began last, where these were to stay as they are."""
+    """num_strikes: workers that died of it while they did nothing else. version: of the weights with which it began
+    last, where these were to stay as they are."""
 
     job: SampleJob
     told: Told
-    standing: Standing = field(default_factory=Standing)
+    num_strikes: int = 0
     version: int | None = None
 
     def begins_with(self, version: Version) -> None:
@@ -144,7 +146,6 @@ class _Replica:
         self.num_tokens = 0
         self.pushes = Pushes()
         self._copies = copies
-        self._company = Company()
         self._held: dict[str, HeldAdapter] = {}
 
     async def close(self) -> None:
@@ -152,18 +153,17 @@ class _Replica:
         await asyncio.gather(*(held.close() for held in self._held.values()))
 
     async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
-        """Raises _WorkerDied, having said so of its standing, and OperationError."""
+        """Raises _WorkerDied, having counted it, and OperationError."""
+        num_deaths = self.group.num_deaths
         with self._counted(request.job):
-            async with self._company.joined(request.standing):
-                num_deaths = self.group.num_deaths
-                try:
-                    async with self._ready(request) as job:
-                        return await self.group.sample(job, on_progress)
-                except OperationError:
-                    if self.group.num_deaths == num_deaths:
-                        raise
-                    self._company.died(request.standing)
-                    raise _WorkerDied from None
+            try:
+                async with self._ready(request) as job:
+                    return await self.group.sample(job, on_progress)
+            except OperationError as error:
+                if self.group.num_deaths == num_deaths:
+                    raise
+                request.num_strikes += isinstance(error, WorkerLost) and error.alone
+                raise _WorkerDied from None
 
     async def move_forward(self, adapter_id: str) -> None:
         """See HeldAdapter."""

@@ -4,7 +4,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...schemas.sampling import SampleResponse
-from ..group import Group, OnProgress
+from ..cohorts import OnProgress
+from ..group import Group
 from ..verbs import SampleJob
 from ..work import Verb
 from .drafts import drop_draft, load_draft

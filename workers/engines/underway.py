@@ -10,7 +10,7 @@ import numpy as np
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse, TopkLogprobs
-from ..group import OnProgress
+from ..cohorts import OnProgress
 from ..verbs import SampledPart
 
 Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]

@@ -11,7 +11,8 @@ from typing import TypeVar
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
 from ...schemas.sampling import SampleResponse, SamplingParams
-from ..group import Group, OnProgress
+from ..cohorts import OnProgress
+from ..group import Group
 from ..verbs import RunSpec, SampleJob
 from ..work import Verb
 from .company import MOST_STRIKES, Company, Standing
@@ -48,7 +49,7 @@ class Vllm:
         self._api = VllmApi(server)
         self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
         self._underway = Underway()
-        self._company = Company()
+        self._company = Company(server.name)
         self._pulse = Pulse(server, self._api)
         self._model: VllmModel | None = None
         self._bare: str | None = None
@@ -71,6 +72,8 @@ class Vllm:
         if not number:
             return None
         requests = f"{number} sampling requests wait or run" if number > 1 else "1 sampling request waits or runs"
+        if waiting := self._company.num_waiting:
+            requests += f"; {waiting} of them until others have come past the place at which it died"
         return f"{requests} on {self._server.name}"
 
     def pids(self) -> list[int]:
@@ -145,19 +148,20 @@ class Vllm:
         return await self._training.sample(scoring)
 
     async def _sample(self, job: SampleJob, version: Version | None, told: Told) -> SampleResponse:
-        standing, patience = Standing(), Patience(self._server)
-        while True:
-            try:
-                return await self._in_company(job, version, told, standing)
-            except VllmGone as gone:
-                self._model = None
-                if standing.num_strikes >= MOST_STRIKES:
-                    raise OperationError(
-                        f"sampling request {job.job_id} failed {MOST_STRIKES} times: {self._server.name} {gone}; see"
-                        " its log",
-                        "server",
-                    ) from None
-                await patience.wait(gone)
+        patience = Patience(self._server)
+        with self._company.standing() as standing:
+            while True:
+                try:
+                    return await self._in_company(job, version, told, standing)
+                except VllmGone as gone:
+                    self._model = None
+                    if standing.num_strikes >= MOST_STRIKES:
+                        raise OperationError(
+                            f"sampling request {job.job_id} failed {MOST_STRIKES} times: {self._server.name} {gone};"
+                            " see its log",
+                            "server",
+                        ) from None
+                    await patience.wait(gone)
 
     async def _in_company(
         self, job: SampleJob, version: Version | None, told: Told, standing: Standing
@@ -166,7 +170,8 @@ class Vllm:
             await self._server.ready()
             start = self._server.num_starts
             try:
-                return await self._pulse.watch(told.run(partial(self._attempt, job, version)))
+                async with self._company.running(standing):
+                    return await self._pulse.watch(told.run(partial(self._attempt, job, version)))
             except UnknownModel as error:
                 if version is not None:
                     version.vllm_start = None

@@ -6,7 +6,7 @@ from typing import Literal
 import numpy as np
 
 from ...schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from ..group import OnProgress
+from ..cohorts import OnProgress
 from ..verbs import SampledPart, SampleJob
 from .vllm_api import Answer, Ask, Piece, VllmGone, is_greedy
 

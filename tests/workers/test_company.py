@@ -1,0 +1,168 @@
+"""Whom a server dies of is found among those that were there, and nobody else waits for that."""
+
+import asyncio
+from collections.abc import Coroutine
+
+import pytest
+from trainhouse.workers.engines.company import MOST_STRIKES, Company, Standing
+
+
+def run(test: Coroutine[object, object, None]) -> None:
+    asyncio.run(asyncio.wait_for(test, 60))
+
+
+class Server:
+    """It dies of whoever is a culprit and runs on it, long before others end."""
+
+    def __init__(self, *culprits: Standing) -> None:
+        self.company = Company("the server")
+        self.culprits = culprits
+        self.num_deaths = 0
+        self.most_at_once = 0
+        self._death = asyncio.get_running_loop().create_future()
+
+    async def attempt(self, standing: Standing, seconds: float = 0.3) -> bool:
+        """Whether it ran to its end."""
+        async with self.company.joined(standing):
+            self.most_at_once = max(self.most_at_once, len(self.company._there))
+            async with self.company.running(standing):
+                death = self._death
+                await asyncio.wait({death}, timeout=0.02 if standing in self.culprits else seconds)
+                if not death.done() and standing in self.culprits:
+                    self.die()
+            if death.done():
+                self.company.died(standing)
+            return not death.done()
+
+    async def until_done(self, standing: Standing, seconds: float = 0.3) -> None:
+        while standing.num_strikes < MOST_STRIKES and not await self.attempt(standing, seconds):
+            pass
+        self.company._clear(standing)
+
+    def die(self) -> None:
+        self.num_deaths += 1
+        self._death.set_result(None)
+        self._death = asyncio.get_running_loop().create_future()
+
+
+def test_suspects_run_in_ever_smaller_company_and_alone_at_last() -> None:
+    async def check() -> None:
+        standings = [Standing() for _ in range(20)]
+        server = Server(culprit := standings[7])
+
+        async def all_attempt() -> int:
+            server.most_at_once = 0
+            await asyncio.gather(*map(server.attempt, standings))
+            return server.most_at_once
+
+        assert [await all_attempt() for _ in range(2)] == [20, 5]
+        suspects = [each for each in standings if each.most_together == 1]
+        assert culprit in suspects and len(suspects) == 5 and not any(each.num_strikes for each in standings)
+        for _ in range(3):
+            await all_attempt()
+        assert culprit.num_strikes == 3 and sum(each.num_strikes for each in standings) == 3
+
+    run(check())
+
+
+def test_others_pass_those_that_wait_for_smaller_company() -> None:
+    async def check() -> None:
+        standings = [Standing() for _ in range(3)]
+        server = Server()
+        works = [asyncio.create_task(server.until_done(each, 1000)) for each in standings]
+        await asyncio.sleep(0.01)
+        server.die()
+        await asyncio.sleep(0.01)
+        assert server.company.num_waiting == 2 and not any(each.num_strikes for each in standings)
+        for _ in range(3):
+            await asyncio.wait_for(server.until_done(Standing()), 10)
+        assert server.company.num_waiting == 2
+        for each in works:
+            each.cancel()
+        await asyncio.wait(works)
+        assert not server.company.num_waiting and not server.company._there
+
+    run(check())
+
+
+def test_who_comes_later_is_not_struck_and_the_culprit_is_found_all_the_same() -> None:
+    """Its one more death than without them is that after which it is alone."""
+
+    async def check() -> None:
+        early, later = [Standing() for _ in range(4)], list[Standing]()
+        server = Server(culprit := early[0])
+        early_works, working = asyncio.gather(*map(server.until_done, early)), list[asyncio.Task[None]]()
+
+        async def keep_coming() -> None:
+            while not early_works.done():
+                later.append(Standing())
+                working.append(asyncio.create_task(server.until_done(later[-1], 0.06)))
+                await asyncio.sleep(0.01)
+
+        coming = asyncio.create_task(keep_coming())
+        await early_works
+        await coming
+        await asyncio.wait(working)
+        assert culprit.num_strikes == MOST_STRIKES and not any(each.num_strikes for each in [*early[1:], *later])
+        assert len(later) > 3 and server.num_deaths <= 2 + MOST_STRIKES
+
+    run(check())
+
+
+def test_a_culprit_that_comes_later_is_found_while_others_are_suspects() -> None:
+    async def check() -> None:
+        early = [Standing() for _ in range(3)]
+        server = Server(culprit := Standing())
+        works = [asyncio.create_task(server.until_done(each, 0.5)) for each in early]
+        await asyncio.sleep(0.01)
+        server.die()
+        await asyncio.sleep(0.01)
+        await server.until_done(culprit)
+        await asyncio.gather(*works)
+        assert culprit.num_strikes == MOST_STRIKES and not any(each.num_strikes for each in early)
+
+    run(check())
+
+
+def test_a_suspect_is_none_any_more_when_it_has_come_past_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it goes on, others that were there run then, too."""
+    monkeypatch.setattr("trainhouse.workers.engines.company._MARGIN_SECONDS", 0.05)
+
+    async def check() -> None:
+        standings = [Standing() for _ in range(3)]
+        server = Server()
+        works = [asyncio.create_task(server.until_done(each, 1000)) for each in standings]
+        await asyncio.sleep(0.01)
+        server.die()
+        await asyncio.sleep(0.01)
+        assert server.company.num_waiting == 2
+        while server.company.num_waiting:  # noqa: ASYNC110 (nothing tells)
+            await asyncio.sleep(0.01)
+        for each in works:
+            each.cancel()
+        await asyncio.wait(works)
+
+    run(check())
+
+
+def test_who_gives_up_waiting_leaves_its_place_and_one_that_was_to_be_alone_holds_nobody() -> None:
+    async def check() -> None:
+        server = Server()
+        one, other = Standing(), Standing()
+        works = [asyncio.create_task(server.until_done(each, 1000)) for each in (one, other)]
+        for together in (2, 2):
+            await asyncio.sleep(0.01)
+            assert server.most_at_once == together
+            server.die()
+            await asyncio.sleep(0)
+        for each in works:
+            each.cancel()
+        await asyncio.wait(works)
+        with server.company.standing() as alone:
+            server.company._alone = alone
+            waiting = asyncio.create_task(server.until_done(Standing()))
+            await asyncio.sleep(0.05)
+            assert server.company.num_waiting == 1
+        await waiting
+
+    run(check())

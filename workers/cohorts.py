@@ -1,7 +1,8 @@
 """Cohorts: the sampling jobs of a group, and which of them run together in a slice.
 
 All run together but for suspects (see suspects.py), which run apart from the others, a few at a time. The ranks hold
-the jobs of all cohorts, and each slice is one cohort's, so nobody waits for the end of anybody's sample.
+the jobs of all cohorts, and each slice is one cohort's, so nobody waits for the end of anybody's sample. Of those apart
+only the one whose turn it is has room in the ranks' cache: what the next one dies of is not what others hold there.
 """
 
 import asyncio
@@ -13,6 +14,10 @@ from itertools import chain, count
 from ..schemas.sampling import SampleResponse
 from .suspects import Suspects
 from .verbs import SampledPart, SampleJob, Slice
+
+# Slices of the first turn of a cohort apart; the next is twice as long, since what has given up its room has to be run
+# again at its beginning.
+_FIRST_TURN = 32
 
 OnProgress = Callable[[tuple[SampledPart, ...]], None]
 
@@ -36,7 +41,7 @@ class Sampling:
 class Cohort:
     """Jobs that run together. most: how many may be in it. running: those that the ranks have.
 
-    cancelled: job ids that the ranks are to drop.
+    cancelled: job ids that the ranks are to drop. turn, num_slices: how long its turn is, and how much of it is over.
     """
 
     number: int
@@ -44,6 +49,8 @@ class Cohort:
     joining: dict[str, Sampling] = field(default_factory=dict)
     running: dict[str, Sampling] = field(default_factory=dict)
     cancelled: list[str] = field(default_factory=list)
+    turn: int = _FIRST_TURN
+    num_slices: int = 0
 
     def __len__(self) -> int:
         return len(self.joining) + len(self.running)
@@ -118,14 +125,20 @@ class Cohorts:
         return cohort.running.pop(job_id)
 
     def next(self) -> Cohort:
-        """Whose slice it is, while one is wanted. Those apart take turns, and never two of them one after the other
-        while all others want one."""
+        """Whose slice it is, while one is wanted: each other one is of all that are not apart, which take turns."""
         self._apart = OrderedDict((number, each) for number, each in self._apart.items() if each.wants_slice)
         self._main_went_last = not self._apart or (self._main.wants_slice and not self._main_went_last)
         if self._main_went_last:
             return self._main
-        number, cohort = next(iter(self._apart.items()))
-        self._apart.move_to_end(number)
+        return self._next_apart()
+
+    def _next_apart(self) -> Cohort:
+        cohort = next(iter(self._apart.values()))
+        if cohort.num_slices == cohort.turn:
+            cohort.turn, cohort.num_slices = 2 * cohort.turn, 0
+            self._apart.move_to_end(cohort.number)
+            cohort = next(iter(self._apart.values()))
+        cohort.num_slices += 1
         return cohort
 
     def lose_all(self) -> list[str]:

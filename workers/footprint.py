@@ -59,6 +59,11 @@ def loaded_bytes(model: WorkerConfig) -> int | None:
     return sum(_num_elements(file) for file in files) * BYTES_PER_NUMBER[dtype]
 
 
+def planned_bytes(model: WorkerConfig) -> int:
+    """Of the weights, on all ranks together; 0 where there are none on this disk to count."""
+    return _kept_bytes(model) * model.parallel.num_ranks
+
+
 def available_bytes() -> int | None:
     """What this process may still take: the machine's memory, or the container's if that is less. None: unknown."""
     return min(_available(), default=None)

@@ -19,6 +19,7 @@ from .cohorts import Cohort, Cohorts, OnProgress, Sampling
 from .config import WorkerConfig
 from .device_turns import DeviceTurns
 from .footprint import gigabytes, loaded_bytes
+from .loading import MOST_TRIES, load, why_not
 from .patience import Patience
 from .pools import NoPlace, Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
@@ -107,15 +108,13 @@ class Group:
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Loads the model. Raises ValueError with the reason when it does not load."""
         source, size = self._config.model.source, loaded_bytes(self._config)
-        if self._new_ranks().is_kept:
+        is_kept = self._new_ranks().is_kept
+        if is_kept:
             on_progress(f"attaching to the workers of {self.name} ...")
         else:
             on_progress(f"loading {self.name} from {source}{f' ({gigabytes(size)})' if size else ''} ...")
         started = time.monotonic()
-        try:
-            await self._open_ranks()
-        except (WorkerDied, WorkerError, OSError, EOFError) as error:
-            raise ValueError(f"base model {self.name} does not load from {source}: {error}") from error
+        await load(self._config, self.name, self._open_or_close, on_progress, 1 if is_kept else MOST_TRIES)
         seconds = time.monotonic() - started
         place = f"{self.info.dtype} on {self.info.device}, {self._processes()}"
         on_progress(f"{self.name} ready in {seconds:.1f} s: {place}")
@@ -506,24 +505,30 @@ class Group:
     async def _try_to_open(self) -> bool:
         await asyncio.sleep(_PLACE_SECONDS if self._no_place else self._backoff.next_delay())
         try:
-            await self._open_ranks()
+            await self._open_or_close()
         except NoPlace as error:
             if str(error) != str(self._no_place):
                 logger.error("base model %s has no place: %s", self.name, error)
             self._no_place = error
-            self._device.give()
             return False
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
             # Of the system's: no memory, no process or no file to be had at this moment.
-            logger.error("base model %s does not come back: %s", self.name, error)
-            # It may have died between its start and its first answer, still holding its place.
-            await self._opened().close()
-            self._device.give()
+            logger.error("base model %s does not come back: %s", self.name, why_not(error, self._config))
             self._no_place = None
             return False
         self._no_place = None
         logger.warning("base model %s is back: %s", self.name, self._processes())
         return True
+
+    async def _open_or_close(self) -> None:
+        try:
+            await self._open_ranks()
+        except BaseException:
+            # One may have died between its start and its first answer, still holding its place.
+            if self._ranks is not None:
+                await self._ranks.close()
+            self._device.give()
+            raise
 
     async def _open_ranks(self) -> None:
         await self._device.take()

@@ -15,6 +15,7 @@ from typing import Any
 from ..schemas.version import VERSION
 from .config import ServedModel, WorkerConfig
 from .group import Backoff
+from .loading import load, why_not
 from .messages import encode
 from .patience import Patience
 from .pools import Claim, NoPlace, Pool, WorkerDied, WorkerError
@@ -202,10 +203,7 @@ class KeptGroup:
     async def start(self, on_progress: Callable[[str], None]) -> None:
         """Raises ValueError with the reason when they do not come up."""
         on_progress(f"loading {self.name} from {self._config.model.source} ...")
-        try:
-            pool = await self._open(math.inf)
-        except (WorkerDied, WorkerError, OSError, EOFError) as error:
-            raise ValueError(f"{self.name} does not load from {self._config.model.source}: {error}") from error
+        pool = await load(self._config, self.name, lambda: self._open(math.inf), on_progress)
         on_progress(f"{self.name} is ready: {_processes(pool)}")
         self._keeping = asyncio.create_task(self._keep())
 
@@ -246,7 +244,7 @@ class KeptGroup:
         try:
             pool = await self._open(Patience(self._config).loading_seconds)
         except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
-            trouble = f"{self.name} does not come back: {error}"
+            trouble = f"{self.name} does not come back: {why_not(error, self._config)}"
             if trouble != self._trouble:
                 logger.error("%s", trouble)
             self._change(None, trouble)

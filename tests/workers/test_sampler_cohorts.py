@@ -72,6 +72,11 @@ def test_a_slice_moves_its_own_cohort_alone(adapted: Adapted) -> None:
         assert result.progress.keys() == {"1"} and result.num_active == 1
     (part,) = sampler.slice(Slice((), (), 0, 0)).progress["0"]
     assert len(part.tokens) == 1, "it stood still meanwhile"
+    held = sampler.held_bytes()
+    sampler.slice(Slice((job("2", prompt(20), max_tokens=60),), (), 0, 2))
+    assert sampler.held_bytes() == held, "of those apart one has room, and it is not the one before"
+    assert sampler.slice(Slice((), ("2",), 0, 2)).num_active == 0 and sampler.held_bytes() < held
+    assert len(sampler.slice(Slice((), (), 0, 1)).progress["1"][0].tokens) == 1 and sampler.held_bytes() == held
     assert sampler.slice(Slice((), ("1",), 0, 1)).num_active == 0 and not sampler._apart
     assert sampler.slice(Slice((), ("0",), 0, 0)).num_active == 0 and sampler.held_bytes() == 0
 

@@ -97,8 +97,12 @@ class Child:
         self.ended = asyncio.Event()
         # At the end of a program that did not close its pool, before multiprocessing waits for its children.
         multiprocessing.util.Finalize(self, self._lifeline.close, exitpriority=0)
-        with pipe, lifeline:
-            self.process = _start_process(preloaded, serve, pipe, lifeline, *arguments)
+        try:
+            with pipe, lifeline:
+                self.process = _start_process(preloaded, serve, pipe, lifeline, *arguments)
+        except BaseException:
+            self.let_go()
+            raise
 
     def first_words(self) -> bytes:
         """Waits for them; nothing when the child ended instead. For whoever does not listen."""

@@ -87,11 +87,14 @@ class InTurn:
             raise
 
     def _slice_apart(self, work: Slice) -> SliceResult:
-        """Of another cohort than the first."""
+        """Of another cohort than the first, whose jobs have no room in the cache while one of the others has."""
         if work.cohort not in self._apart:
             self._apart[work.cohort] = InTurn(
                 self._base, self._models, self._limits, self._config, self._mesh, self._shared
             )
+        for number, sampler in self._apart.items():
+            if number != work.cohort:
+                sampler.park()
         result = self._apart[work.cohort].slice(replace(work, cohort=0))
         if not self._apart[work.cohort].has_jobs:
             del self._apart[work.cohort]
@@ -152,6 +155,11 @@ class InTurn:
             own = Failure(error.message, error.category)
         [failure] = self._mesh.found([own])
         return failure
+
+    def park(self) -> None:
+        """As NativeSampler."""
+        for sampler in (self._of_base, *self._of_models.values()):
+            sampler.park()
 
     def forget_all(self) -> None:
         """As NativeSampler."""

@@ -132,6 +132,11 @@ class NativeSampler:
         self._schedule.clear()
         self._drawing = self._plan = None
 
+    def park(self) -> None:
+        """Its jobs give up their room, and go on when there is a slice again."""
+        self._schedule.park()
+        self._drawing = self._plan = None
+
     def forget_plan(self) -> None:
         """What is made of the weights of now; it is made anew for the next step."""
         self._plan = None

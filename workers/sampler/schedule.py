@@ -146,6 +146,12 @@ class Schedule:
             self._release(row)
         self._waiting = deque(row for row in self._waiting if row.job is not job)
 
+    def park(self) -> None:
+        """All that are under way wait again, with their tokens and without a place in the cache."""
+        for row in sorted(self.under_way(), key=lambda row: row.order, reverse=True):
+            self._release(row)
+            self._waiting.appendleft(row)
+
     def clear(self) -> None:
         self._waiting.clear()
         self._prefills.clear()

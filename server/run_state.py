@@ -223,6 +223,11 @@ class RunState:
             await self.history.all_answered(boundary.seq_id)
             if boundary.past is None or boundary.past.outcome is Outcome.DONE:
                 await self._publish(staging, boundary)
+        except WorkerLost as lost:
+            # Nobody else may have noticed: one that rests is rebuilt by the next who needs it, or wants a snapshot.
+            self.lost()
+            self._is_overdue = True
+            logger.info("%s: its snapshot waits until the run is rebuilt (%s)", self._record.run_id, lost)
         except (OperationError, OSError) as error:
             logger.warning("%s: the snapshot behind seq_id %d failed: %s", self._record.run_id, boundary.seq_id, error)
         finally:

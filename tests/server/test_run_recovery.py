@@ -399,6 +399,28 @@ async def test_a_run_that_rests_since_a_restart_is_made_again_to_be_settled(make
     assert bench.operations.performed == [0, "discard", "make", "snapshot"]
 
 
+async def test_a_run_that_rests_when_its_worker_dies_is_rebuilt_to_be_settled_and_nobody_is_alarmed(
+    make_bench: MakeBench, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = await make_bench()
+    await bench.optim_step(1)
+    await bench.result(1)
+    await until(bench, lambda: len(bench.run._state.history._pasts) == 2)
+    snapshot, bench.operations.performed = bench.operations.snapshot, []
+
+    async def lost(run: RunRecord, directory: Path) -> None:
+        if "make" not in bench.operations.performed:
+            raise WorkerLost(f"{run.run_id} was lost when the worker died: create it anew")
+        await snapshot(run, directory)
+
+    bench.operations.snapshot = lost  # pyright: ignore[reportAttributeAccessIssue]
+    for _ in range(2):
+        await bench.run.settle(held_seconds=0)
+    assert bench.operations.performed == ["discard", "make", 1, "snapshot"]
+    assert (bench.snapshots / "1-copy" / "manifest.json").exists()
+    assert not [record for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
+
+
 @asynccontextmanager
 async def resumed(bench: Bench, found: dict[int, Earlier]) -> AsyncIterator[None]:
     """The bench's run as another process takes it up."""

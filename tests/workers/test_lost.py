@@ -405,7 +405,7 @@ def test_who_comes_later_is_never_suspected_of_what_the_worker_dies_of() -> None
     async def check() -> None:
         async with recording() as dispatch:
             alone: dict[str, list[bool]] = {name: [] for name in ("one", "two", "three", "dies later")}
-            works = {name: asyncio.create_task(insist_on(dispatch, job(name, 500), alone[name])) for name in alone}
+            works = {name: asyncio.create_task(insist_on(dispatch, job(name, 200), alone[name])) for name in alone}
             later: dict[str, list[bool]] = {}
 
             async def keep_coming() -> None:
@@ -429,7 +429,7 @@ def test_who_comes_later_is_never_suspected_of_what_the_worker_dies_of() -> None
 def test_each_of_several_that_kill_their_worker_is_found() -> None:
     async def check() -> None:
         async with recording() as dispatch:
-            culprits, num = {f"dies {number}" for number in range(3)}, 20
+            culprits, num = {f"dies {number}" for number in range(2)}, 8
             alone: dict[str, list[bool]] = {name: [] for name in culprits | {f"job {number}" for number in range(num)}}
 
             async def sample(name: str) -> None:
@@ -454,6 +454,7 @@ def test_the_log_tells_who_runs_apart_from_whom(caplog: pytest.LogCaptureFixture
             await asyncio.sleep(0.2)
             kill(dispatch)
             await until_told(told)
+            await dispatch.sample("tiny", job("short", 1))
             await cancelled(works)
 
     run(check())

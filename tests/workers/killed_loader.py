@@ -25,3 +25,6 @@ class KilledLoader(RecordingWorker):
     def __init__(self, config: WorkerConfig) -> None:
         _die_of("load")
         super().__init__(config)
+
+
+KILLED_LOADER = f"{KilledLoader.__module__}:{KilledLoader.__name__}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from .killed_loader import KILLS
+from .killed_loader import KILLED_LOADER, KILLS
 from .test_dispatch import write_header
 
 SCRIPT = """
@@ -17,7 +17,7 @@ from trainhouse.workers.dispatch import WorkerDispatch
 
 async def main():
     model = WorkerConfig(ServedModel("tiny", sys.argv[1]), device="cpu")
-    dispatch = WorkerDispatch(DispatchConfig((model,), worker="trainhouse.tests.workers.killed_loader:KilledLoader"))
+    dispatch = WorkerDispatch(DispatchConfig((model,), worker=sys.argv[2]))
     await dispatch.start(print)
     assert dispatch.pids("tiny") and dispatch.is_up("tiny")
     await dispatch.close()
@@ -32,7 +32,7 @@ def started(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
     (directory / "kills").mkdir()
     for number, place in enumerate(kills):
         (directory / "kills" / f"{place}-{number}").touch()
-    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(directory)]
+    command = [sys.executable, "-W", "error", "-c", SCRIPT, str(directory), KILLED_LOADER]
     return subprocess.run(
         command, capture_output=True, text=True, timeout=200, env={KILLS: str(directory / "kills")}, check=False
     )

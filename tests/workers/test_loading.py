@@ -5,8 +5,8 @@ import sys
 from pathlib import Path
 
 import pytest
+from trainhouse.tests.workers.killed_loader import KILLED_LOADER, KILLS
 
-from .killed_loader import KILLED_LOADER, KILLS
 from .test_dispatch import write_header
 
 SCRIPT = """

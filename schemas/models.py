@@ -28,6 +28,10 @@ class LoraConfig(Wire):
     alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 32.0
 
 
+GATE_UP_PATTERN = r".*\.experts\.gate_up_proj"
+"""What PEFT's files name by a rank and an alpha of their own: gate and up of experts, one parameter with two pairs."""
+
+
 class FullConfig(Wire):
     """Full fine-tuning: all weights are the model's own. seed: of what a critic's head starts from."""
 
@@ -115,9 +119,11 @@ class CreateModelRequest(Wire):
 
 
 class CreateModelResponse(Wire):
-    """draft, with all that was left open, and target_path are ours."""
+    """draft, with all that was left open, target_path, adapted and not_adapted (see GetInfoResponse) are ours."""
 
     model_id: str
+    adapted: dict[str, int] | None = None
+    not_adapted: dict[str, int] | None = None
     draft: DraftConfig | None = None
     target_path: str | None = None
     type: Literal["create_model"] = "create_model"
@@ -135,9 +141,11 @@ class ModelData(Wire):
 
 
 class GetInfoResponse(Wire):
-    """lora_alpha, target_modules, max_context_length, model_role, draft and target_path are ours.
+    """lora_alpha, target_modules, adapted, not_adapted, max_context_length, model_role, draft and target_path are ours.
 
-    Of what is no LoRA lora_rank and lora_alpha are 0, and target_modules is empty. draft: with all that was left open.
+    Of what is no LoRA lora_rank and lora_alpha are 0, and target_modules is empty. adapted, not_adapted: in how many
+    layers the adapter has matrices for a linear layer of this name (mlp.up_proj, mlp.experts.up_proj), and in how many
+    of them those of the base model stay alone, as a router's do. draft: with all that was left open.
     target_path: what a draft model guesses now, None = the bare base model.
     """
 
@@ -149,6 +157,8 @@ class GetInfoResponse(Wire):
     model_name: str
     lora_alpha: float
     target_modules: list[str]
+    adapted: dict[str, int] | None = None
+    not_adapted: dict[str, int] | None = None
     max_context_length: int
     model_role: Role
     draft: DraftConfig | None = None

@@ -262,7 +262,8 @@ class Operations:
         tenant = await self._store.get_tenant(run.tenant_id)
         assert tenant is not None
         # Weights are given by name, to tenants who may come later.
-        info = await self._dispatch.create_run(run.base_model, RunSpec(run.run_id, run.training, run.role), tenant.name)
+        spec = RunSpec(run.run_id, run.training, run.role, is_new=not again and operation.path is None)
+        info = await self._dispatch.create_run(run.base_model, spec, tenant.name)
         if operation.path is not None:
             await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
         if operation.target_path is not None:
@@ -297,7 +298,14 @@ class Operations:
         if operation.path is not None:
             return _json(LoadWeightsResponse(path=full_path(operation.path), model_id=run.run_id))
         draft = draft_of(info.training)
-        return _json(CreateModelResponse(model_id=run.run_id, draft=draft, target_path=operation.target_path))
+        answer = CreateModelResponse(
+            model_id=run.run_id,
+            adapted=info.num_adapted,
+            not_adapted=info.num_not_adapted,
+            draft=draft,
+            target_path=operation.target_path,
+        )
+        return _json(answer)
 
     async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
         if operation.loss_fn == "stable_reinforce":

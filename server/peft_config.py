@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ..schemas.errors import RequestError
+from ..schemas.models import GATE_UP_PATTERN
 
 _NEUTRAL = frozenset(
     {
@@ -49,7 +50,7 @@ class PeftConfig:
             remedy = "it changes the base model: save with path_initial_model_for_weight_conversion"
             raise _refused("init_lora_weights", init, f"{remedy}, and set it to true")
         for key, value in config.items():
-            if value and key not in _NEUTRAL and (key, value) != ("bias", "none"):
+            if value and key not in _NEUTRAL and (key, value) != ("bias", "none") and not _is_of_experts(key, config):
                 raise _refused(key, value, _REMEDIES.get(key, "it is not supported: train without it"))
         rank, alpha = config.get("r"), config.get("lora_alpha")
         if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
@@ -60,6 +61,12 @@ class PeftConfig:
         # rsLoRA's scale is lora_alpha / sqrt(r).
         scaled = float(alpha) * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
         return PeftConfig(rank, scaled, base_model if isinstance(base_model, str) else None)
+
+
+def _is_of_experts(key: str, config: Mapping[str, object]) -> bool:
+    """True if a pattern says no more than that gate and up of an expert, as exported here, have a pair each."""
+    of_all = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(key, ""))
+    return isinstance(of_all, int | float) and config[key] == {GATE_UP_PATTERN: 2 * of_all}
 
 
 def _refused(key: str, value: object, remedy: str) -> RequestError:

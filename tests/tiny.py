@@ -17,6 +17,7 @@ from transformers import (
     Phi3Config,
     PreTrainedConfig,
     Qwen2Config,
+    Qwen2MoeConfig,
     Qwen3Config,
     Qwen3MoeConfig,
 )
@@ -28,7 +29,7 @@ MORE_KINDS = ("qwen3_moe_mixed",)
 # Of other families.
 FAMILY_KINDS = ("mistral", "mixtral", "phi3", "olmo2", "gemma3")
 # By transformers' modules, or refused.
-OTHER_KINDS = ("cohere2", "gpt_oss", "deepseek_v3")
+OTHER_KINDS = ("cohere2", "qwen2_moe", "gpt_oss", "deepseek_v3")
 
 TINY_SHAPE: dict[str, Any] = {
     "hidden_size": 64,
@@ -84,6 +85,8 @@ def tiny_config(kind: str, **overrides: object) -> PreTrainedConfig:
         case "gemma3":
             kinds = {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]}
             return Gemma3TextConfig(**(kinds | {"query_pre_attn_scalar": 24} | of_qwen3))
+        case "qwen2_moe":
+            return Qwen2MoeConfig(**({"shared_expert_intermediate_size": 48} | experts | shape))
         case "gpt_oss":
             rope = {"rope_type": "default", "rope_theta": 10000.0}
             of_experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "rope_parameters": rope}

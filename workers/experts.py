@@ -8,8 +8,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.functional import silu
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
 
 from .fused import swiglu
 from .grouped import GroupedRows
@@ -22,16 +24,27 @@ if TYPE_CHECKING:
     from .lora.linear import Active
 
 
-class RoutedExperts:
-    """A router and experts of transformers, whose weights lie one after the other: gate_up_proj [experts, 2 * features,
-    hidden], the gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some.
+def runs_as_ours(experts: Any) -> bool:
+    """True if RoutedExperts computes what this module of transformers does, as its flags say: a gate with SiLU before
+    the ups, nothing interleaved, transposed or added."""
+    flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
+    return (
+        [getattr(experts, flag, None) for flag in flags] == [True, True, False, False, False]
+        and type(experts)._apply_gate is _default_apply_gate
+        and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+    )
 
-    linears: what gate, up and down of one are called in files.
+
+class RoutedExperts:
+    """Experts of transformers, whose weights lie one after the other: gate_up_proj [experts, 2 * features, hidden], the
+    gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some.
+
+    linears: what gate, up and down of one are called in files. router: None = transformers' own layers choose.
     """
 
-    def __init__(self, block: Any, team: Team, linears: tuple[str, str, str]) -> None:
+    def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
         self.linears = linears
-        self._router, self._experts, self._team = block.gate, block.experts, team
+        self._router, self._experts, self._team = router, experts, team
         self._active: Active | None = None
         self._name = ""
 
@@ -52,6 +65,8 @@ class RoutedExperts:
     def adapt(self, active: "Active", name: str) -> None:
         """From now on adapters add their terms. name: of the experts in the causal LM."""
         self._active, self._name = active, name
+        if self._router is None:
+            self._experts.forward = self.weighted
 
     def quantize(self, quantize: Callable[..., None]) -> None:
         """quantize: parameters of a module, by name."""
@@ -60,6 +75,11 @@ class RoutedExperts:
     def forward(self, x: Tensor, are_alike: bool) -> Tensor:
         """x [tokens, hidden] -> the same. are_alike: whether all ranks of the team have the same tokens."""
         _, weights, chosen = self._router(x)
+        return self.weighted(x, chosen, weights, are_alike)
+
+    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
+        """As `forward`. chosen, weights [tokens, experts of each]: which experts, and by what their outputs are
+        multiplied."""
         keys = self._keys(chosen)
         if are_alike or self._team.size == 1:
             pairs = _OwnPairs(keys, self._num_own, self._num_kinds, self._team)

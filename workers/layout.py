@@ -1,6 +1,6 @@
 """Layout: where the matrices that a run learns lie in its flat vectors, and what of them each rank has."""
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
@@ -109,11 +109,13 @@ class Layout:
         """A vector [size] as the tensors that it holds, by their names in files."""
         return {name: own for matrix in self.matrices for name, own in matrix.named(self.view(vector, matrix.key))}
 
-    def copy_parts(self, vector: Tensor, saved: Mapping[str, Tensor]) -> None:
-        """Into a vector [size] this rank's parts of whole tensors, by those names."""
+    def copy_parts(self, vector: Tensor, saved: Mapping[str, Tensor], lacking: Collection[str] = ()) -> None:
+        """Into a vector [size] this rank's parts of whole tensors, by those names. lacking: names of others, which stay
+        as they are."""
         for matrix in self.matrices:
             for name, own in matrix.named(self.view(vector, matrix.key)):
-                own.copy_(matrix.part_of(name, saved[name]))
+                if name not in lacking:
+                    own.copy_(matrix.part_of(name, saved[name]))
 
     @property
     def num_weights(self) -> int:

@@ -3,6 +3,7 @@
 import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import WeightConverter, WeightRenaming
 from transformers.utils import logging as transformers_logging
 
 from ..schemas.errors import OperationError
@@ -17,7 +20,7 @@ from .attention import ATTENTION, CachedPacking, Packing
 from .batch import MicroBatch
 from .config import WorkerConfig, ZeroStage
 from .devices import no_cuda
-from .experts import RoutedExperts
+from .experts import RoutedExperts, runs_as_ours
 from .footprint import gigabytes
 from .kernels import kernels_for
 from .layer_inputs import Again, HostMemory, LayerInputs
@@ -70,6 +73,7 @@ class BaseModel:
 
     trunk: everything below the unembedding; its linear layers are what `lora` wraps. product: with its weights.
     weights_per_product: of a linear layer, on average. experts: of sparse layers that run by our own forward, by name.
+    is_sparse: whether some layers have experts, whoever runs them.
     num_parameters: of all ranks together. precision: that it runs in. source: where it was loaded from. spec: the
     ranks that have it together. sequence_split: of those along sp.
     shards_activations: whether those along tp share out what lies between linear layers, in training. activations: as
@@ -117,6 +121,7 @@ class BaseModel:
         # Now, lest the first request waits for a compiler.
         kernels_for(torch.empty(0, dtype=self.dtype, device=self.device))
         self.experts = self._named_experts()
+        self.is_sparse = any(parameter.dim() > 2 for parameter in self.trunk.parameters())
         linears = [module.weight.numel() for module in self.trunk.modules() if isinstance(module, nn.Linear)]
         self.weights_per_product = sum(linears) / max(1, len(linears))
         head = self.model.get_output_embeddings()
@@ -160,6 +165,41 @@ class BaseModel:
     def _named_experts(self) -> dict[str, RoutedExperts]:
         prefix = self.model.base_model_prefix
         return {f"{prefix}.{name}": experts for name, experts in (self._fused.experts if self._fused else {}).items()}
+
+    def adaptable_experts(self) -> dict[str, RoutedExperts]:
+        """Returns by name the experts that adapters can adapt: in layers of our own, and in those of transformers."""
+        if self._fused is not None:
+            return self.experts
+        team, linears = self._mesh.expert_team("experts"), self._expert_linears()
+        named = [(name, each) for name, each in self.model.named_modules() if runs_as_ours(each)]
+        return {name: RoutedExperts(each, team, linears) for name, each in named} if linears else {}
+
+    @cached_property
+    def _conversions(self) -> Sequence[Any]:
+        """From the tensors of files to parameters, by transformers and peft."""
+        return get_model_conversion_mapping(self.model)
+
+    def _expert_linears(self) -> tuple[str, str, str] | None:
+        """Returns what gate, up and down of an expert are called in files; None where files have experts together."""
+        sources = {
+            entry.target_patterns[0].rpartition(".")[2]: entry.source_patterns
+            for entry in self._conversions
+            if isinstance(entry, WeightConverter)
+        }
+        patterns = [*sources.get("gate_up_proj", ()), *sources.get("down_proj", ())]
+        if len(patterns) != 3:
+            return None
+        gate, up, down = (pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns)
+        return gate, up, down
+
+    def name_in_files(self, name: str) -> str:
+        """Returns the name of a linear layer from which transformers' renaming of files, and with it peft's, leads to
+        that layer: its own, but where that would be renamed."""
+        renamings = [each for each in self._conversions if type(each) is WeightRenaming]
+        if _renamed(name, renamings) == name:
+            return name
+        original = _renamed(name, [each.reverse_transform() for each in reversed(renamings)])
+        return original if _renamed(original, renamings) == name else name
 
     @property
     def num_positions(self) -> int | None:
@@ -407,6 +447,14 @@ class BaseModel:
                     )
                 held.callback(hook.remove)
             yield
+
+
+def _renamed(name: str, renamings: Sequence[Any]) -> str:
+    """name: of a linear layer, whose weight is what is renamed."""
+    key = f"{name}.weight"
+    for each in renamings:
+        key, _ = each.rename_source_key(key)
+    return key.removesuffix(".weight")
 
 
 def _give_back(parameters: Sequence[tuple[nn.Parameter, Tensor]]) -> None:

@@ -152,7 +152,9 @@ class _Layer:
         self._replicates_features = ("mlp" if self._is_dense else "experts") in replicated
         self.experts: RoutedExperts | None = None
         if not self._is_dense:
-            self.experts = RoutedExperts(layer.mlp, mesh.expert_team("experts"), family.expert_linears)
+            self.experts = RoutedExperts(
+                layer.mlp.experts, mesh.expert_team("experts"), family.expert_linears, layer.mlp.gate
+            )
         self._activated = GATES[family.activation]
         config, tp = attention.config, mesh.spec.tp_of("self_attn")
         heads = config.num_attention_heads // tp, config.num_key_value_heads // tp

@@ -1,13 +1,15 @@
 """What crosses between the dispatch and the ranks: the arguments and results of a worker's verbs. Imports no torch."""
 
-from collections.abc import Mapping, Sequence
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
 
 from ..schemas.errors import Category, OperationError
-from ..schemas.models import TrainingConfig
+from ..schemas.models import LoraConfig, TrainingConfig
 from ..schemas.sampling import SamplingParams, TopkLogprobs
 from ..schemas.training import AdamParams, ForwardBackwardRequest
 
@@ -28,21 +30,40 @@ class ModelInfo:
 
 @dataclass(frozen=True)
 class RunSpec:
-    """A run to create: what of it is trained, with the seed already drawn. role: which of the programs it is."""
+    """A run to create: what of it is trained, with the seed already drawn. role: which of the programs it is. is_new:
+    whether somebody asks for it now, and can ask for something else."""
 
     run_id: str
     training: TrainingConfig
     role: str = "policy"
+    is_new: bool = False
 
 
 @dataclass(frozen=True)
 class RunInfo:
-    """training: with all that its request has left open. feature_bytes: of a draft, what is captured of a token."""
+    """training: with all that its request has left open. feature_bytes: of a draft, what is captured of a token.
+    target_modules, not_adapted: of an adapter, the names of the layers with matrices that it adapts, and of others."""
 
     num_parameters: int
     target_modules: tuple[str, ...]
     training: TrainingConfig
     feature_bytes: int = 0
+    not_adapted: tuple[str, ...] = ()
+
+    @property
+    def num_adapted(self) -> dict[str, int] | None:
+        """Returns how many layers of each name are adapted, such as mlp.up_proj; None of what is no adapter."""
+        return _by_kind(self.target_modules) if isinstance(self.training, LoraConfig) else None
+
+    @property
+    def num_not_adapted(self) -> dict[str, int] | None:
+        """As num_adapted, of the other layers that have matrices."""
+        return _by_kind(self.not_adapted) if isinstance(self.training, LoraConfig) else None
+
+
+def _by_kind(names: Iterable[str]) -> dict[str, int]:
+    """names: of which each says in which layer it is, model.layers.0.mlp.up_proj."""
+    return dict(Counter(re.sub(r"^.*?\.\d+\.", "", name) for name in names))
 
 
 @dataclass(frozen=True, eq=False)

@@ -134,15 +134,19 @@ class Worker:
         )
 
     def create_run(self, spec: RunSpec) -> RunInfo:
-        """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained."""
+        """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained; of a new one
+        also where a group of layers is to be trained of which the model has none."""
         if spec.run_id in self._models:
             raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
+        if spec.is_new and isinstance(spec.training, LoraConfig):
+            self._models.adapters.check_groups(spec.training)
         model = self._put(
             spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
         )
-        targets = model.targets if isinstance(model, Adapter) else ()
+        targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
         feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
-        return RunInfo(model.num_parameters, tuple(target.name for target in targets), model.training, feature_bytes)
+        names = tuple(target.name for target in targets)
+        return RunInfo(model.num_parameters, names, model.training, feature_bytes, others)
 
     def drop_run(self, run_id: str) -> None:
         """Unknown runs are ignored."""

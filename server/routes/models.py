@@ -91,6 +91,8 @@ async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant
         model_name=base.name,
         lora_alpha=lora.alpha if lora else 0.0,
         target_modules=list(info.target_modules) if lora else [],
+        adapted=info.num_adapted,
+        not_adapted=info.num_not_adapted,
         max_context_length=base.max_context_length,
         model_role=run.record.role,
         draft=draft_of(run.record.training),

@@ -104,7 +104,7 @@ class Server:
             "lora_config": {"rank": 4, "seed": 1} | lora,
         }
         created = await self.result((await self.post("create_model", body, key))["request_id"], key)
-        assert created == {"model_id": f"{session_id}:train:{number}", "type": "create_model"}
+        assert created["model_id"] == f"{session_id}:train:{number}" and created["type"] == "create_model"
         return Run(self, created["model_id"], session_id, key)
 
 

@@ -30,7 +30,7 @@ def test_a_layer_is_that_of_transformers(num_tokens: int) -> None:
     block = model.base_model.layers[0].mlp.requires_grad_(False)
     for weight in (block.gate.weight, block.experts.gate_up_proj, block.experts.down_proj):
         nn.init.normal_(weight, std=0.3)
-    ours = RoutedExperts(block, Mesh().along("ep"), FAMILIES["qwen3_moe"].expert_linears)
+    ours = RoutedExperts(block.experts, Mesh().along("ep"), FAMILIES["qwen3_moe"].expert_linears, block.gate)
     x, gradient = torch.randn(num_tokens, 64, requires_grad=True), torch.randn(num_tokens, 64)
     theirs = block(x[None])[0]
     theirs.backward(gradient)

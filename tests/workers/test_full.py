@@ -112,7 +112,7 @@ def views(worker: Worker, run_id: str, vector: str = "weights") -> dict[str, Ten
     return {str(matrix.key): model.layout.view(getattr(model, vector), matrix.key) for matrix in model.layout.matrices}
 
 
-MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FAMILY_KINDS, "cohere2")]
+MORE = [pytest.param(kind, marks=pytest.mark.full) for kind in (*MORE_KINDS, *FAMILY_KINDS, "cohere2", "qwen2_moe")]
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *MORE])

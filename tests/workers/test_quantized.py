@@ -19,7 +19,7 @@ from ..tiny import tiny_model
 from .adapted import relative_error
 from .test_full import run, sampled, some_data, stepped, supervised
 
-KINDS = ("qwen3", "qwen3_moe_mixed", "phi3")
+KINDS = ("qwen3", "qwen3_moe_mixed", "qwen2_moe", "phi3")
 LAYERS = ("_proj.weight", "experts.gate_up_proj", "experts.down_proj")
 
 

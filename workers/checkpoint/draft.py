@@ -1,6 +1,6 @@
 """Drafts as the engines that sample with them have them: published names, and a config with their words."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,12 @@ class Draft:
 
     def __init__(self, model: DraftModel) -> None:
         self._model = model
+
+    def older_name(self, name: str) -> str:
+        return name
+
+    def lacking(self, saved: Description) -> Collection[str]:
+        return ()
 
     def describe(self) -> dict[str, Any]:
         return {} if self._model.says_all else {"vocabulary_is_chosen": self._model.vocabulary_is_chosen}

@@ -1,6 +1,6 @@
 """Form: how a kind of model lies in a directory, beside what all of them have there."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,6 +22,14 @@ class Form(Protocol):
 
     def describe(self) -> dict[str, Any]:
         """What its description says beyond that of any model."""
+        ...
+
+    def older_name(self, name: str) -> str:
+        """Returns what files of earlier versions call the tensor of this name."""
+        ...
+
+    def lacking(self, saved: Description) -> Collection[str]:
+        """Returns the names of the tensors that the model has and what was saved, which is checked, has not."""
         ...
 
     def check(self, saved: Description) -> None:

@@ -1,7 +1,7 @@
 """Models with weights of their own as Hugging Face has them: with a config and the tokenizer."""
 
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,12 @@ class HuggingFace:
 
     def __init__(self, model: FullWeights) -> None:
         self._model = model
+
+    def older_name(self, name: str) -> str:
+        return name
+
+    def lacking(self, saved: Description) -> Collection[str]:
+        return ()
 
     def describe(self) -> dict[str, Any]:
         return {}

@@ -1,15 +1,19 @@
 """Adapters as PEFT has them."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ...schemas.models import LoraConfig
-from ..lora import Adapter
+from ...schemas.models import GATE_UP_PATTERN, LoraConfig
+from ..lora import Adapter, Target
 from .description import Description, few, write_json
+
+_KINDS_OF_EXPERTS = frozenset({"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"})
 
 
 class Peft:
@@ -38,7 +42,7 @@ class Peft:
                     f" create a model with {name} {of_saved} and load into that"
                 )
         own, others = {target.name for target in adapter.targets}, saved.targets
-        if own != others:
+        if own != others and not (others < own and _groups(theirs) == _groups(adapter.lora)):
             raise OperationError(
                 f"the checkpoint adapts other layers than the model: only the checkpoint has {few(others - own)},"
                 f" only the model has {few(own - others)}; use the train_attn, train_mlp and train_unembed it was"
@@ -48,6 +52,20 @@ class Peft:
     def constants(self) -> Mapping[str, Tensor]:
         return {}
 
+    def older_name(self, name: str) -> str:
+        for target in self._adapter.targets:
+            if target.saved_path is not None:
+                name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
+        return name
+
+    def lacking(self, saved: Description) -> set[str]:
+        """Earlier versions adapted fewer layers of some models."""
+        others = saved.targets
+        sides = [
+            side for target in self._adapter.targets if target.name not in others for side in target.whole().sides(1)
+        ]
+        return {name for side in sides for name, _ in side.named(torch.empty(side.shape, device="meta"))}
+
     def write_beside(self, directory: Path, base_name: str) -> None:
         write_json(directory / "adapter_config.json", _config(self._adapter, base_name))
 
@@ -55,7 +73,12 @@ class Peft:
         pass
 
 
+def _groups(lora: LoraConfig) -> tuple[bool, bool, bool]:
+    return lora.train_attn, lora.train_mlp, lora.train_unembed
+
+
 def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
+    targets = _PeftTargets.of(adapter)
     return {
         "peft_type": "LORA",
         "task_type": adapter.program.peft_task,
@@ -66,18 +89,44 @@ def _config(adapter: Adapter, base_name: str) -> dict[str, Any]:
         "lora_dropout": 0.0,
         "bias": "none",
         "use_rslora": False,
-        "target_modules": sorted({target.saved_kind for target in adapter.targets}),
+        "target_modules": sorted(targets.modules),
         "modules_to_save": list(adapter.program.peft_modules) or None,
-        **_dense_beside_experts(adapter),
+        **({"target_parameters": sorted(targets.parameters)} if targets.parameters else {}),
+        **(_double_pairs(adapter) if adapter.adapts_experts else {}),
     }
 
 
-def _dense_beside_experts(adapter: Adapter) -> dict[str, Any]:
-    """PEFT takes the kinds of layers that experts have for those of experts alone, unless others are named by weight.
+def _double_pairs(adapter: Adapter) -> dict[str, Any]:
+    """Returns rank and alpha where gate and up of an expert, with a pair each, are one parameter."""
+    rank, alpha = adapter.lora.rank, adapter.lora.alpha
+    return {"rank_pattern": {GATE_UP_PATTERN: 2 * rank}, "alpha_pattern": {GATE_UP_PATTERN: 2 * alpha}}
 
-    Its rank and scale of a pair are then those of the whole, as of experts.
+
+@dataclass(frozen=True)
+class _PeftTargets:
+    """How peft finds what is adapted. modules: ends of names of linear layers. parameters: ends of names of others.
+
+    In many sparse models peft takes gate_proj, up_proj and down_proj among modules for those of the experts alone, and
+    drops the matrices of shared experts and dense layers: there these are named as parameters.
     """
-    of_experts = {target.saved_kind for target in adapter.targets if target.num_experts is not None}
-    dense = {target.name for target in adapter.targets if target.num_experts is None and target.kind in of_experts}
-    paths = {".".join(name.split(".")[-2:]) for name in dense}
-    return {"target_parameters": sorted(f"{path}.weight" for path in paths)} if paths else {}
+
+    modules: frozenset[str]
+    parameters: frozenset[str]
+
+    @staticmethod
+    def of(adapter: Adapter) -> "_PeftTargets":
+        experts = [target for target in adapter.targets if target.num_experts is not None]
+        linears = [target for target in adapter.targets if target.num_experts is None]
+        taken = [target for target in linears if adapter.is_of_sparse and target.kind in _KINDS_OF_EXPERTS]
+        others = {name.rpartition(".")[2] for name in adapter.not_adapted}
+        modules = {target.path if target.kind in others else target.kind for target in linears if target not in taken}
+        # Where transformers has a module for each expert, peft finds it by these.
+        modules |= {target.saved_kind for target in experts} if not taken else set()
+        parameters = {f"{target.path}.weight" for target in taken} | {_fused(target) for target in experts}
+        return _PeftTargets(frozenset(modules), frozenset(parameters))
+
+
+def _fused(target: Target) -> str:
+    """Returns the end of the name of the parameter that has this layer of all experts."""
+    *_, block, experts, kind = target.name.split(".")
+    return f"{block}.{experts}.{kind if kind == 'down_proj' else 'gate_up_proj'}"

@@ -1,6 +1,6 @@
 """Reading: a saved model, into one that is there or as a new one."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,7 +25,8 @@ class Saved:
     """A checkpoint: whole tensors in host memory by their names in files, moments by their kind. Those of an adapter
     have been read, those of a model with weights of its own are read one by one when they are put into it.
 
-    weights: also the constants of its form. num_steps: None = without optimizer state.
+    weights: also the constants of its form. num_steps: None = without optimizer state. lacking: names of what the model
+    has beyond it, which then is as in a new one.
     """
 
     description: Description
@@ -34,6 +35,7 @@ class Saved:
     num_steps: int | None
     gradients: Mapping[str, Tensor]
     window: Window
+    lacking: Collection[str] = ()
 
     def put_into(self, model: Learner) -> None:
         """Replaces weights, optimizer state (fresh where there is none) and accumulated gradients."""
@@ -43,13 +45,15 @@ class Saved:
         model.clear_optimizer()
         if self.num_steps:
             _ = model.exp_avg, model.exp_avg_sq  # before the weights are changed
-        layout.copy_parts(model.weights, self.weights)
+        if self.lacking:
+            model.initialize()
+        layout.copy_parts(model.weights, self.weights, self.lacking)
         if self.num_steps:
             for name in ADAMW:
-                model.fill(name, partial(layout.copy_parts, saved=self.moments[name]))
+                model.fill(name, partial(layout.copy_parts, saved=self.moments[name], lacking=self.lacking))
             model.num_steps = self.num_steps
         if self.gradients:
-            model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients))
+            model.fill("accumulator", partial(layout.copy_parts, saved=self.gradients, lacking=self.lacking))
         model.window = self.window
 
 
@@ -63,10 +67,12 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
     form = form_of(model)
     form.check(description)
     whole = model.layout.whole
-    shapes = whole.named_views(torch.empty(whole.size, device="meta"))
+    lacking = form.lacking(description)
+    every = whole.named_views(torch.empty(whole.size, device="meta"))
+    shapes = {name: shape for name, shape in every.items() if name not in lacking}
 
     def read(stem: str, wanted: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        tensors = SavedTensors(directory, stem, wanted)
+        tensors = SavedTensors(directory, stem, wanted, form.older_name)
         return tensors.read() if form.is_small else tensors
 
     window = description.window
@@ -78,7 +84,7 @@ def read_saved(model: Learner, directory: Path, *, optimizer: bool) -> Saved:
         moments = {kind: _OfKind(found, kind) for kind in ADAMW}
     gradients = read("window", shapes) if window.num_operations else {}
     num_steps = description.num_steps if optimizer else None
-    return Saved(description, weights, moments, num_steps, gradients, window)
+    return Saved(description, weights, moments, num_steps, gradients, window, lacking)
 
 
 def target_in(directory: Path) -> Path | None:

@@ -1,6 +1,6 @@
 """Files of tensors, in which one or several ranks write what a model has."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +28,18 @@ def has_tensors(directory: Path, stem: str) -> bool:
 class SavedTensors(Mapping[str, Tensor]):
     """What the files of a stem have, read when it is asked for; known, and found to be what is wanted, at once."""
 
-    def __init__(self, directory: Path, stem: str, wanted: Mapping[str, Tensor]) -> None:
-        """wanted: of these names and shapes, and nothing else. Raises OperationError."""
+    def __init__(
+        self,
+        directory: Path,
+        stem: str,
+        wanted: Mapping[str, Tensor],
+        older_name: Callable[[str], str] = lambda name: name,
+    ) -> None:
+        """wanted: of these names and shapes, and nothing else. older_name: what they may be called instead. Raises
+        OperationError."""
         self._files: dict[str, Path] = {}
+        self._names: dict[str, str] = {}
+        newer = {older: name for name in wanted if (older := older_name(name)) != name}
         self._opened: dict[Path, Any] = {}
         shapes: dict[str, list[int]] = {}
         paths = _files(directory, stem)
@@ -39,10 +48,12 @@ class SavedTensors(Mapping[str, Tensor]):
         for path in paths:
             try:
                 file = self._opened[path] = safe_open(path, framework="pt")
-                for name in file.keys():  # noqa: SIM118 (a method of its own)
+                for found in file.keys():  # noqa: SIM118 (a method of its own)
+                    name: str = newer.get(found) or found
                     if name in self._files:
                         raise OperationError(f"{path.name} and {self._files[name].name} both have {name}: remove one")
-                    self._files[name], shapes[name] = path, file.get_slice(name).get_shape()
+                    self._files[name], self._names[name] = path, found
+                    shapes[name] = file.get_slice(found).get_shape()
             except SafetensorError as error:
                 raise OperationError(f"{path.name} is damaged: {error}") from None
         _refuse_others(f"{stem}.safetensors", shapes, wanted)
@@ -51,7 +62,7 @@ class SavedTensors(Mapping[str, Tensor]):
         """Raises OperationError where it cannot be read."""
         path = self._files[name]
         try:
-            return self._opened[path].get_tensor(name)
+            return self._opened[path].get_tensor(self._names[name])
         except (OSError, SafetensorError) as error:
             raise OperationError(f"{path.name} cannot be read: {error}", "server") from None
 

@@ -21,14 +21,22 @@ class Adapter(Learner):
     """pairs: by target name."""
 
     def __init__(
-        self, lora: LoraConfig, targets: Sequence[Target], base: BaseModel, unembed_name: str, program: Program = POLICY
+        self,
+        lora: LoraConfig,
+        targets: Sequence[Target],
+        base: BaseModel,
+        unembed_name: str,
+        program: Program = POLICY,
+        not_adapted: Sequence[str] = (),
     ) -> None:
+        """not_adapted: names of the trunk's other layers that have matrices."""
         self.lora = self.training = lora
         self.targets = tuple(targets)
         layout = layout_of(self.targets, lora.rank, program.matrices(base))
         super().__init__(layout, base.device, base.dtype, program, partial(_pairs_of, layout, self.targets))
         self.likeness = (lora.train_attn, lora.train_mlp), lora.rank
         self._unembed_name = unembed_name
+        self.not_adapted, self.is_of_sparse = tuple(not_adapted), base.is_sparse
         self.pairs = {target.name: LoraPair(self, target.name) for target in self.targets}
 
     @property

@@ -22,10 +22,9 @@ from .experts import DOWN, GATE_UP
 from .linear import Active, LoraLinear, MergedLoraLinear
 from .plan import Kind, Plan
 from .segment import Segment
-from .target import Target
+from .target import Group, Target, group_of
 
-ATTENTION_LINEARS = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj"})
-MLP_LINEARS = frozenset({"gate_proj", "up_proj", "down_proj", "gate_up_proj"})
+_FLAGS: Mapping[str, Group] = {"train_attn": "attention", "train_mlp": "mlp"}
 
 
 class Adapters(Holder[Adapter]):
@@ -40,6 +39,7 @@ class Adapters(Holder[Adapter]):
         self._max_rank = max_rank
         self._active = Active(base)
         self._trunk_targets = tuple(_wrap_targets(base, self._active))
+        self._frozen = tuple(_frozen(base, {target.name for target in self._trunk_targets}))
         base.settle_linears(MergedLoraLinear, self._active.again)
         self._unembed_target = _unembed_target(base)
         self._kind = Kind(base.device, _aligned(self._trunk_targets, base.dtype))
@@ -49,7 +49,8 @@ class Adapters(Holder[Adapter]):
         self.check_rank(lora)
         if program.scores != "logprobs":  # nothing runs through the output head
             lora = lora.model_copy(update={"train_unembed": False})
-        return Adapter(lora, self._targets(lora), self._base, self._unembed_target.name, program)
+        targets = self._targets(lora)
+        return Adapter(lora, targets, self._base, self._unembed_target.name, program, self.not_adapted(targets))
 
     def check_rank(self, lora: LoraConfig) -> None:
         """Raises OperationError on a rank too high."""
@@ -62,8 +63,25 @@ class Adapters(Holder[Adapter]):
     @property
     def all_targets(self) -> tuple[Target, ...]:
         """That an adapter of this base may adapt."""
-        kinds = ATTENTION_LINEARS | MLP_LINEARS
-        return (*(target for target in self._trunk_targets if target.kind in kinds), self._unembed_target)
+        return (*self._trunk_targets, self._unembed_target)
+
+    def not_adapted(self, targets: Sequence[Target]) -> tuple[str, ...]:
+        """Returns the names of the layers of the trunk that have matrices, and are not among these targets."""
+        adapted = {target.name for target in targets}
+        return (*(each.name for each in self._trunk_targets if each.name not in adapted), *self._frozen)
+
+    def check_groups(self, lora: LoraConfig) -> None:
+        """Raises OperationError where train_attn or train_mlp would adapt nothing of this base."""
+        there = {target.group for target in self._trunk_targets}
+        idle = [flag for flag, group in _FLAGS.items() if getattr(lora, flag) and group not in there]
+        if idle:
+            kinds = sorted({name.rpartition(".")[2] for name in self._frozen})
+            raise OperationError(
+                f"{' and '.join(f'{flag}=True' for flag in idle)} would adapt nothing of {self._base.config.model_type}"
+                f" models such as {self._base.source}: adapters know no layers called {', '.join(kinds) or 'so'};"
+                f" create it with {' and '.join(f'{flag}=False' for flag in idle)}, or train all weights"
+                ' (training="full")'
+            )
 
     def bytes_at_rank(self, rank: int) -> int:
         """Returns the bytes of an adapter of all targets in training.
@@ -76,9 +94,8 @@ class Adapters(Holder[Adapter]):
 
     def selecting(self, lora: LoraConfig, names: Collection[str]) -> LoraConfig:
         """That adapts the groups of layers in which these targets are."""
-        kinds = {target.kind for target in self._trunk_targets if target.name in names}
-        groups = {"train_attn": kinds & ATTENTION_LINEARS, "train_mlp": kinds & MLP_LINEARS}
-        adapted = {group: bool(found) for group, found in groups.items()}
+        groups = {target.group for target in self._trunk_targets if target.name in names}
+        adapted = {flag: group in groups for flag, group in _FLAGS.items()}
         return lora.model_copy(update=adapted | {"train_unembed": self._unembed_target.name in names})
 
     def plan(self, segments: Sequence[Segment], before: Plan | None = None) -> Plan:
@@ -97,8 +114,8 @@ class Adapters(Holder[Adapter]):
             yield
 
     def _targets(self, lora: LoraConfig) -> list[Target]:
-        wanted = (ATTENTION_LINEARS if lora.train_attn else set()) | (MLP_LINEARS if lora.train_mlp else set())
-        targets = [target for target in self._trunk_targets if target.kind in wanted]
+        wanted = {group for flag, group in _FLAGS.items() if getattr(lora, flag)}
+        targets = [target for target in self._trunk_targets if target.group in wanted]
         if lora.train_unembed:
             targets.append(self._unembed_target)
         if not targets:
@@ -113,19 +130,33 @@ class Adapters(Holder[Adapter]):
 def _wrap_targets(base: BaseModel, active: Active) -> Iterator[Target]:
     """Replaces the targets of the trunk by LoraLinear, in the model's order; experts add the terms themselves."""
     inside = {id(module) for module in base.trunk.modules()}
+    all_experts = base.adaptable_experts()
     for name, module in list(base.model.named_modules()):
-        if (experts := base.experts.get(name)) is not None:
+        if (experts := all_experts.get(name)) is not None:
             experts.adapt(active, name)
             experts.quantize(base.quantize)
             of_experts = _expert_targets(name, experts, base.splits)
             yield from (replace(target, is_repeated=base.is_repeated(f"{name}.down_proj")) for target in of_experts)
         parent_name, _, kind = name.rpartition(".")
-        if not isinstance(module, nn.Linear) or id(module) not in inside or kind not in ATTENTION_LINEARS | MLP_LINEARS:
+        if not isinstance(module, nn.Linear) or id(module) not in inside or group_of(name) is None:
             continue
         base.quantize(module, "weight")
-        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, base.saved_name(name), active))
-        target = _target(base.saved_name(name), module, base.splits.get(f"{name}.weight", {}))
-        yield replace(target, is_repeated=base.is_repeated(f"{name}.weight"))
+        saved_name, path = base.saved_name(name), base.name_in_files(name)
+        setattr(base.model.get_submodule(parent_name), kind, LoraLinear(module, saved_name, active))
+        target = _target(saved_name, module, base.splits.get(f"{name}.weight", {}))
+        saved_path = None if path == name else base.saved_name(path)
+        yield replace(target, is_repeated=base.is_repeated(f"{name}.weight"), saved_path=saved_path)
+
+
+def _frozen(base: BaseModel, adapted: Collection[str]) -> Iterator[str]:
+    """Yields the names of the trunk's layers with matrices of which adapters adapt nothing, the embedding left out."""
+    inside = {id(module) for module in base.trunk.modules()}
+    experts = {name.rpartition(".")[0] for name in adapted}
+    for name, module in base.model.named_modules():
+        if id(module) not in inside or isinstance(module, nn.Embedding | LoraLinear) or name in experts:
+            continue
+        if any(parameter.dim() > 1 for parameter in module.parameters(recurse=False)):
+            yield base.saved_name(name)
 
 
 def _target(name: str, linear: nn.Linear, splits: Mapping[int, Split]) -> Target:

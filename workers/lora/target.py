@@ -9,6 +9,29 @@ from torch import Tensor
 
 from ..parallel.split import Split
 
+Group = Literal["attention", "mlp"]
+
+# By the last part of their names, and where that says too little by the one before.
+_ATTENTION = frozenset({"q_proj", "k_proj", "v_proj", "o_proj", "qkv_proj", "query_key_value", "c_attn"})
+_MLP = frozenset(
+    {
+        *("gate_proj", "up_proj", "down_proj", "gate_up_proj", "c_fc", "c_proj", "fc1", "fc2", "w1", "w2", "w3"),
+        *("dense_h_to_4h", "dense_4h_to_h"),
+    }
+)
+_ATTENTION_BLOCKS = frozenset({"self_attn", "self_attention", "attention", "attn"})
+_WITHIN_ATTENTION = _ATTENTION | {"out_proj", "dense", "c_proj", "gate_proj"}
+
+
+def group_of(name: str) -> Group | None:
+    """Returns which group of layers a linear layer of this name is adapted with; None: it stays as it is."""
+    *_, block, kind = "", *name.split(".")
+    if block in _ATTENTION_BLOCKS:
+        return "attention" if kind in _WITHIN_ATTENTION else None
+    if kind in _ATTENTION:
+        return "attention"
+    return "mlp" if kind in _MLP else None
+
 
 @dataclass(frozen=True)
 class Target:
@@ -16,8 +39,9 @@ class Target:
 
     in_split, out_split: how its inputs or outputs are shared out, where ranks have parts of it. num_experts: where it
     is one of each expert of a sparse layer, model.layers.0.mlp.experts.up_proj, each with a pair of matrices of its
-    own. expert_split: how experts are shared out. saved_as: what the layer is called in PEFT's files, None = as here.
-    is_repeated: whether all ranks along tp have all of it, and run the same tokens.
+    own. expert_split: how experts are shared out. saved_as: what an expert's layer is called in PEFT's files, None = as
+    here. saved_path: the whole path of another layer there, None = its name. is_repeated: whether all ranks along tp
+    have all of it, and run the same tokens.
     """
 
     name: str
@@ -28,6 +52,7 @@ class Target:
     num_experts: int | None = None
     expert_split: Split | None = None
     saved_as: str | None = None
+    saved_path: str | None = None
     is_repeated: bool = False
 
     @property
@@ -37,6 +62,16 @@ class Target:
     @property
     def kind(self) -> str:
         return self.name.rpartition(".")[2]
+
+    @property
+    def group(self) -> Group | None:
+        """Returns which of train_attn and train_mlp adapts it; None for the output head, and what neither does."""
+        return group_of(self.name)
+
+    @property
+    def path(self) -> str:
+        """Returns the last two parts of its name, such as mlp.up_proj."""
+        return ".".join(self.name.split(".")[-2:])
 
     @property
     def own_in(self) -> int:
@@ -126,7 +161,7 @@ class Side:
         return self.split.part(saved, 1 if self.kind == "lora_A" else 0) if self.split else saved
 
     def _names(self) -> Iterator[str]:
-        path = f"base_model.model.{self.target.name}"
+        path = f"base_model.model.{self.target.saved_path or self.target.name}"
         if self.target.num_experts is None:
             yield f"{path}.{self.kind}.weight"
             return

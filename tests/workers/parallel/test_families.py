@@ -20,7 +20,7 @@ from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.parallel.checks import check_layout
-from trainhouse.workers.parallel.families import FAMILIES
+from trainhouse.workers.parallel.families import FAMILIES, Family
 from trainhouse.workers.parallel.shape import read_model
 from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.verbs import RunSpec, Step
@@ -32,12 +32,12 @@ from .training import ADAM, Layout, greedy, layout, supervised
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3", "qwen3_tied", "phi3", "olmo2", "gemma3")
 SPARSE = ("qwen3_moe", "qwen3_moe_mixed", "mixtral")
-BY_TRANSFORMERS = ("cohere2",)
+BY_TRANSFORMERS = ("cohere2", "qwen2_moe")
 REFUSED = {
     "gpt_oss": "attention sinks",
     "deepseek_v3": "kv_lora_rank",
 }
-CORE = (("phi3", "single"), ("gemma3", "single"))
+CORE = (("phi3", "single"), ("gemma3", "single"), ("qwen2_moe", "single"))
 MATRIX = [(kind, spec) for kind in (*DENSE, *SPARSE) for spec in ("single", "tp=2")]
 MATRIX += [(kind, "ep=2") for kind in SPARSE]
 MATRIX += [(kind, spec) for kind in BY_TRANSFORMERS for spec in ("single", "replicas=2")]
@@ -65,7 +65,7 @@ def test_a_family_trains_and_samples_as_transformers_does(
     tuned = in_peft(tiny_models[kind], exported)
     loss, logprobs = loss_of(tuned, request.data)
     loss.backward()
-    linears = FAMILIES[kind.removesuffix("_mixed")].expert_linears if kind in SPARSE else ()
+    linears = FAMILIES[kind.removesuffix("_mixed")].expert_linears if kind in SPARSE else Family.expert_linears
     wanted = peft_gradients(tuned, NUM_EXPERTS, linears)
     assert close(output.metrics["loss:sum"], loss.item())
     assert all(

@@ -33,6 +33,8 @@ Copies = Callable[[str], Awaitable[Collection[str]]]
 UNLISTED_DAYS = 30
 _UNLISTED = ".unlisted"
 """In a checkpoint, whole but without a row, since when that is known."""
+_DELETED = ".deleted"
+"""In a checkpoint whose row is about to go: what is left of it then is not taken back."""
 _NEW_RUN = ".new"
 CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
@@ -122,6 +124,19 @@ class CheckpointFiles:
     async def copy_there(self, source: str, directory: str, about: Mapping[str, object]) -> int:
         """In place of `publish`. Raises PlaceError."""
         return await self._places.copy(source, directory, about)
+
+    async def condemn(self, directory: str) -> None:
+        """Before its row goes: else a crash would leave what looks like a checkpoint whose row was lost."""
+        if not is_url(directory):
+            await asyncio.to_thread(_mark, Path(directory) / _DELETED)
+
+    async def unlisted(self, found: Collection[Path], published: Collection[str]) -> list[Path]:
+        """Those of the found that are whole and without a row, and that nobody has deleted; the oldest first."""
+        return await asyncio.to_thread(_unlisted, found, published)
+
+    def is_ours_alone(self, directory: Path) -> bool:
+        """True below the state directory, where no other server has anything."""
+        return directory.is_relative_to(self._own_root)
 
     async def remove(self, directory: str) -> None:
         """At a URL in the background. What is not removed is found by the next start, or by `trainhouse verify`."""
@@ -342,9 +357,30 @@ def _sweep(root: Path, found: Collection[Path], runs: Collection[str], published
     for directory in found:
         if str(directory) in published:
             _unmark(directory / _UNLISTED)
+            _unmark(directory / _DELETED)
         elif directory.name.startswith(STAGING) or (directory.parent.parent.name in runs and not _stays(directory)):
             logger.info("removing %s: it was never published, or was deleted", directory)
             _remove(directory)
+
+
+def _unlisted(found: Collection[Path], published: Collection[str]) -> list[Path]:
+    kept = [
+        one
+        for one in found
+        if str(one) not in published
+        and not one.name.startswith(STAGING)
+        and not (one / _DELETED).exists()
+        and not (one.parents[1] / _NEW_RUN).exists()
+        and is_whole(one)
+    ]
+    return sorted(kept, key=lambda one: (one / MANIFEST).stat().st_mtime)
+
+
+def _mark(mark: Path) -> None:
+    try:
+        mark.touch()
+    except OSError as error:  # files that are lost, or a full disk: no reason to keep the rest
+        logger.info("%s cannot be written: %s", mark, error)
 
 
 def _unmark(mark: Path) -> None:
@@ -358,7 +394,7 @@ def _unmark(mark: Path) -> None:
 
 def _stays(unlisted: Path) -> bool:
     """A checkpoint without a row."""
-    if not is_whole(unlisted):
+    if (unlisted / _DELETED).exists() or not is_whole(unlisted):
         return False
     mark = unlisted / _UNLISTED
     try:
@@ -371,8 +407,8 @@ def _stays(unlisted: Path) -> bool:
     if days > UNLISTED_DAYS:
         return False
     logger.warning(
-        "%s is whole, but has no row in the database: if that is not an older one, a crash has left it. A start in %d "
-        "days removes it",
+        "%s is whole, but has no row in the database: if that is not an older one, a crash has left it. `trainhouse "
+        "verify --repair` takes it back where it says whose it is; a start in %d days removes it",
         unlisted,
         math.ceil(UNLISTED_DAYS - days),
     )

@@ -12,7 +12,17 @@ import re
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Coroutine, Iterator, Mapping
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,10 +32,11 @@ from typing import Any
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from ..schemas.errors import OperationError, RequestError
-from ..schemas.models import TrainingConfig
+from ..schemas.models import TrainingConfig, training_of
 from ..workers.verbs import WorkerLost
 from .auth import Auth, Tenant
 from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
+from .manifest import read_manifest
 from .mirror import Mirror
 from .places import PlaceError, Places
 from .store import (
@@ -36,6 +47,7 @@ from .store import (
     RunRecord,
     SessionRecord,
     Store,
+    TenantRecord,
 )
 from .trouble import Trouble
 
@@ -75,6 +87,7 @@ class Checkpoints:
         # Before the rows are read: what is published meanwhile has a row that is not among them.
         found = await self._files.found()
         published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
+        published |= await self._take_back(await self._files.unlisted(found, published))
         runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
         await self._files.sweep(found, runs, published)
         await self._mirror.start(self._files, published)
@@ -116,7 +129,7 @@ class Checkpoints:
 
         async with self._files.staging(draft.directory) as staging:
             yield staging
-            about = _about(draft, request_id)
+            about = await self._about(draft, request_id)
             bring = partial(self._files.publish, staging, draft.directory, about)
             await _to_the_end(self._publish(draft, bring, partial(self._insert, overwrite)))
 
@@ -176,6 +189,7 @@ class Checkpoints:
 
     async def delete(self, checkpoint: CheckpointRecord) -> None:
         """Its copies at mirrors go behind it."""
+        await self._files.condemn(checkpoint.directory)
         async with self._mirror.forgetting(checkpoint.directory):
             await self._store.delete_checkpoint(checkpoint)
         await self._files.remove(checkpoint.directory)
@@ -237,7 +251,7 @@ class Checkpoints:
                 await self._files.drop_new_run(draft.directory)
                 raise
             draft, run = replace(draft, training=training), replace(run, training=training)
-            bring = partial(self._files.publish, staging, draft.directory, _about(draft, None))
+            bring = partial(self._files.publish, staging, draft.directory, await self._about(draft))
             await _to_the_end(self._publish(draft, bring, partial(self._store.insert_copy, session, run)))
         return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
 
@@ -273,7 +287,22 @@ class Checkpoints:
         """What is expired at this time is not there, deleted or not."""
         return self._clock()
 
-    async def _follow_moved_root(self, directories: Collection[str]) -> Collection[str]:
+    async def _take_back(self, unlisted: Sequence[Path]) -> Set[str]:
+        """The directories of those that have their rows again.
+
+        Only those that say whose they are: versions that did not write that did not mark what they deleted, either.
+        """
+        taken = set()
+        for directory in unlisted:
+            about = await asyncio.to_thread(read_manifest, directory)
+            path = await lost_path(self._store, directory, self._files.is_ours_alone(directory))
+            if path is not None and "tenant_id" in about:
+                await take_back(self._store, directory)
+                logger.warning("the database had lost %s, which is in %s: its row is made again", path, directory)
+                taken.add(str(directory))
+        return taken
+
+    async def _follow_moved_root(self, directories: Collection[str]) -> Set[str]:
         """The state directory may lie elsewhere than when the rows were written. Answers the directories as of now."""
         moves = await self._files.follow_moved_root(directories)
         await self._mirror.follow(moves)
@@ -304,7 +333,7 @@ class Checkpoints:
         draft: CheckpointRecord,
         insert: Callable[[CheckpointRecord], Awaitable[None]],
     ) -> None:
-        about = _about(draft, None)
+        about = await self._about(draft)
         if self._files.may_copy_there(source.directory, draft.directory):
             bring = partial(self._files.copy_there, source.directory, draft.directory, about)
             await _to_the_end(self._publish(draft, bring, insert))
@@ -318,6 +347,8 @@ class Checkpoints:
     async def _insert(self, overwrite: bool, record: CheckpointRecord) -> None:
         """In place of one of the same name."""
         known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
+        if known is not None:
+            await self._files.condemn(known.directory)
         async with self._mirror.forgetting(known.directory) if known else nullcontext():
             replaced = await self._store.put_checkpoint(record, overwrite)
         if replaced is not None:
@@ -372,6 +403,25 @@ class Checkpoints:
             target_path=run.target_path,
             has_optimizer=has_optimizer,
         )
+
+    async def _about(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
+        """What the manifest says beside the files: all that the row does, in case that is lost."""
+        tenant = await self._store.get_tenant(draft.tenant_id)
+        return {
+            "format": MANIFEST_FORMAT,
+            "tinker_path": draft.tinker_path,
+            "tenant_id": draft.tenant_id,
+            "tenant_name": draft.tenant_id if tenant is None else tenant.name,
+            "base_model": draft.base_model,
+            "training": draft.training.model_dump(),
+            "role": draft.role,
+            "target_path": draft.target_path,
+            "has_optimizer": draft.has_optimizer,
+            "user_metadata": draft.user_metadata,
+            "created_at": draft.created_at,
+            "expires_at": draft.expires_at,
+            "request_id": request_id,
+        }
 
     async def _require_free(self, draft: CheckpointRecord) -> None:
         if await self._find(draft.run_id, draft.kind, draft.name):
@@ -498,19 +548,72 @@ def directory_name(run_id: str) -> str:
     return run_id.replace(":", "_")
 
 
-def _about(draft: CheckpointRecord, request_id: str | None) -> Mapping[str, object]:
-    """What the manifest says beside the files."""
-    return {
-        "format": MANIFEST_FORMAT,
-        "tinker_path": draft.tinker_path,
-        "base_model": draft.base_model,
-        "training": draft.training.model_dump(),
-        "role": draft.role,
-        "target_path": draft.target_path,
-        "has_optimizer": draft.has_optimizer,
-        "created_at": draft.created_at,
-        "request_id": request_id,
-    }
+async def lost_path(store: Store, directory: Path, is_ours_alone: bool) -> str | None:
+    """The path of a whole checkpoint of which the database has lost the row, and which `take_back` brings back.
+
+    None where its manifest does not say whose it is, where its name is another's now, and where it is of a run that is
+    unknown, in a place that others use, too (not is_ours_alone).
+    """
+    about = await asyncio.to_thread(read_manifest, directory)
+    try:
+        run_id, kind, name = parse_path(about["tinker_path"])
+        training_of(about["training"] if "training" in about else about["lora"])
+    except (RequestError, KeyError, AttributeError, ValueError):
+        return None
+    if run_id.replace(":", "_") != directory.parents[1].name or await store.get_checkpoint(run_id, kind, name):
+        return None
+    is_known = await store.get_run(run_id) is not None or (is_ours_alone and "tenant_id" in about)
+    return about["tinker_path"] if is_known else None
+
+
+async def take_back(store: Store, directory: Path) -> str:
+    """Makes the row of a checkpoint that has a `lost_path`, and those that it needs; answers that path.
+
+    Nothing says whether it was public, so it is not.
+    """
+    about = await asyncio.to_thread(read_manifest, directory)
+    run_id, kind, name = parse_path(about["tinker_path"])
+    run = await store.get_run(run_id) or await _take_run_back(store, run_id, about)
+    record = CheckpointRecord(
+        run_id=run_id,
+        tenant_id=run.tenant_id,
+        kind=kind,
+        name=name,
+        directory=str(directory),
+        size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
+        created_at=about["created_at"],
+        expires_at=about.get("expires_at"),
+        public=False,
+        user_metadata=about.get("user_metadata"),
+        base_model=about["base_model"],
+        training=run.training,
+        has_optimizer=about["has_optimizer"],
+        role=run.role,
+        target_path=about.get("target_path"),
+    )
+    await store.put_checkpoint(record, overwrite=False)
+    return record.tinker_path
+
+
+async def _take_run_back(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
+    """Of a run that cannot be trained on any more, with its session and its tenant."""
+    created_at = about["created_at"]
+    named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
+    tenant = await store.get_tenant(named.tenant_id) or await store.find_tenant(named.name)
+    if tenant is None:
+        await store.ensure_tenant(tenant := named)
+    session_id = run_id.partition(":")[0]
+    if await store.get_session(session_id) is None:
+        ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
+        await store.insert_session(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
+    training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
+    run = RunRecord(
+        *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
+        role=role,
+        target_path=target_path,
+    )
+    await store.insert_run(run)
+    return run
 
 
 def _load_secret(file: Path) -> bytes:

@@ -392,6 +392,7 @@ async def _has_keys(config: ServerConfig) -> bool:
     """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
     store = _opened_store(config)
     try:
+        await store.check_whole()
         await require_keys(config, store)
         return (await store.count_keys()).made > 0
     except ValueError as error:

@@ -14,10 +14,11 @@ from pathlib import Path
 from typing import TypeVar
 
 from sqlalchemy import Connection, Row, Table, delete, select
+from sqlalchemy.exc import DatabaseError
 
 from ..schemas.errors import OperationError
 from .checkpoint_files import UNLISTED_DAYS, CheckpointFiles, PlaceConfig, is_whole
-from .checkpoints import directory_name
+from .checkpoints import directory_name, lost_path, take_back
 from .claim import StartError, locked
 from .directories import STAGING
 from .ephemeral import EphemeralWeights
@@ -28,6 +29,7 @@ from .mirror import Mirror
 from .places import PlaceError, Places
 from .segments import Damage, Place, cut, scan_segment, whole_bytes
 from .store import CheckpointCopyRecord, RunRecord, Store
+from .store.sqlite import REMEDY
 from .store.tables import checkpoint_copies, checkpoints, results
 from .values import is_url
 
@@ -105,9 +107,14 @@ async def verify(
 
     Raises ValueError where there is to be repaired, and a server works on it, or it is another database's.
     """
-    if repair:
-        await _check_epoch(store, state_dir)
-    if not is_running and (holder := await _holder(store)) is not None:
+    try:
+        if repair:
+            await _check_epoch(store, state_dir)
+        holder = None if is_running else await _holder(store)
+    except DatabaseError as error:
+        say(f"database: {error.orig}; {REMEDY}")
+        return 1
+    if holder is not None:
         if repair:
             raise ValueError(f"the server at {holder} works on this state directory: stop all servers on it first")
         is_running = True
@@ -151,7 +158,7 @@ async def _repaired(problem: Problem) -> str | None:
         return None
     try:
         return await problem.repair.work()
-    except (OperationError, PlaceError, OSError):
+    except (OperationError, PlaceError, OSError, NotWhole):
         return None
 
 
@@ -190,10 +197,12 @@ class Verification:
             places.close()
 
     async def problems(self) -> list[Problem]:
+        if damages := [problem async for problem in self._database()]:
+            self.counts = "what the database says of the files cannot be trusted, so they were not looked at"
+            return damages
         self._moves = await self._files.follow_moved_root(await self._store.list_checkpoint_directories())
         self._runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
         walks = (
-            self._database(),
             self._checkpoints(),
             self._copies(),
             self._snapshots(),
@@ -212,9 +221,13 @@ class Verification:
             is_sqlite = connection.dialect.name == "sqlite"
             return connection.exec_driver_sql("PRAGMA integrity_check").scalars().all() if is_sqlite else ["ok"]
 
-        for line in await self._read(statements):
+        try:
+            lines = await self._read(statements)
+        except DatabaseError as error:
+            lines = [str(error.orig)]
+        for line in lines:
             if line != "ok":
-                yield Problem("database", line, "restore a backup")
+                yield Problem("database", " ".join(line.split()), REMEDY)
 
     # Checkpoints
 
@@ -277,10 +290,9 @@ class Verification:
         adapters = {directory_name(one) for one in await self._live_adapters()}
         root = self._live_dir
         for path in sorted((*self._files.local_root.glob("*/*/*"), *self._state_dir.glob("staging/*"))):
-            is_ours = path.parent.parent.name in self._runs and str(path) not in published
+            is_ours = self._is_ours(path) and str(path) not in published
             if is_ours and not path.name.startswith(STAGING) and await asyncio.to_thread(is_whole, path):
-                when = f"servers remove it {UNLISTED_DAYS} days after one has told of it"
-                yield Problem(str(path), f"is whole, but {_UNKNOWN}", f"delete it by hand, or leave it: {when}")
+                yield await self._unlisted(path)
             elif path.name.startswith(STAGING) or is_ours:
                 yield _leftover(path, "a checkpoint that was never published, or was deleted")
         for path in sorted(path for name in ("snapshots", "loaded") for path in _of_runs(root / name)):
@@ -289,6 +301,25 @@ class Verification:
         for path in sorted(root.glob("ephemeral/*")):
             if path.name not in adapters:
                 yield _leftover(path, "the weights of a sampler that is over, or never finished")
+
+    def _is_ours(self, path: Path) -> bool:
+        """True of what belongs to a run that is known, or to one that was, by its manifest."""
+        if path.parent.parent.name in self._runs:
+            return True
+        return self._files.is_ours_alone(path) and is_whole(path) and "tenant_id" in read_manifest(path)
+
+    async def _unlisted(self, path: Path) -> Problem:
+        when = f"servers remove it {UNLISTED_DAYS} days after one has told of it"
+        remedy = f"delete it by hand, or leave it: {when}"
+        lost = await lost_path(self._store, path, self._files.is_ours_alone(path))
+        if lost is None:
+            return Problem(str(path), f"is whole, but {_UNKNOWN}", remedy)
+        repair = Repair("makes its row again", lambda: self._take_back(path))
+        return Problem(str(path), f"is whole, but the database has no row of {lost}", remedy, repair)
+
+    async def _take_back(self, path: Path) -> str:
+        await asyncio.to_thread(check, path)
+        return f"{await take_back(self._store, path)} has its row again"
 
     async def _leftovers_at_url(self) -> AsyncIterator[Problem]:
         root = self._config.checkpoints

@@ -70,6 +70,9 @@ class Store:
         """Commits what was handed over and lets go of the database."""
         raise NotImplementedError
 
+    async def check_whole(self) -> None:
+        """Raises ValueError where what the database has stored is damaged, which some databases know by themselves."""
+
     # Tenants and keys
 
     async def ensure_tenant(self, tenant: TenantRecord) -> None:

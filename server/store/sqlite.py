@@ -4,6 +4,7 @@ from pathlib import Path
 
 from sqlalchemy import Connection, Engine, create_engine, event
 from sqlalchemy.engine.interfaces import DBAPIConnection
+from sqlalchemy.exc import DatabaseError
 
 from .config import StoreConfig
 from .engine import EngineStore
@@ -11,6 +12,12 @@ from .format import open_format
 
 DATABASE_NAME = "trainhouse.db"  # inside the state directory
 _BUSY_MILLISECONDS = 10_000
+_OF_DAMAGE = ("malformed", "not a database")
+REMEDY = (
+    "put it back from a backup; or move it away with its -wal and -shm, make new keys for the same names, and a start "
+    "takes back the checkpoints whose files say whose they are"
+)
+"""What to do about a database that is damaged."""
 
 
 class SqliteStore(EngineStore):
@@ -19,7 +26,7 @@ class SqliteStore(EngineStore):
     def __init__(self, path: Path, sync: bool = False) -> None:
         """Makes the file when it is not there; `sync`: each commit waits for the disk.
 
-        Raises ValueError when a newer trainhouse wrote it.
+        Raises ValueError when a newer trainhouse wrote it, and when it is damaged.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         engine = _engine(path, sync)
@@ -28,14 +35,37 @@ class SqliteStore(EngineStore):
         try:
             with writing.begin() as connection:
                 open_format(connection, f"{path}", "--state-dir")
+        except DatabaseError as error:
+            engine.dispose()
+            if not any(words in str(error.orig) for words in _OF_DAMAGE):
+                raise
+            raise _damage(path, str(error.orig)) from None
         except BaseException:
             engine.dispose()
             raise
         super().__init__(writing, engine)
+        self._path = path
+
+    async def check_whole(self) -> None:
+        """Reads all of it. Raises ValueError where it is damaged."""
+
+        def statements(connection: Connection) -> str:
+            return connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+
+        try:
+            found = await self._read(statements)
+        except DatabaseError as error:
+            found = str(error.orig)
+        if found != "ok":
+            raise _damage(self._path, found)
 
     @classmethod
     def open(cls, config: StoreConfig) -> "SqliteStore":
         return cls(config.state_dir / DATABASE_NAME, sync=config.durability == "power")
+
+
+def _damage(path: Path, reason: str) -> ValueError:
+    return ValueError(f"database {path} is damaged ({' '.join(reason.split())}): {REMEDY}")
 
 
 def _engine(path: Path, sync: bool) -> Engine:

@@ -5,9 +5,11 @@ import hashlib
 import json
 import os
 import shutil
+import sqlite3
 import stat
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,15 +171,17 @@ async def test_a_restart_keeps_what_was_published_and_sweeps_the_rest(tmp_path: 
         assert elsewhere.exists()
 
 
-async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month(
+async def test_checkpoints_of_nobody_that_an_older_database_does_not_know_stay_for_a_month(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """An earlier version wrote them, which did not mark what it deleted, either."""
     state, older = tmp_path / "state", tmp_path / "older"
     async with running_api(state) as api:
         run = await api.run()
     shutil.copytree(state, older)
     async with running_api(state) as api:
         record = await api.save(run)
+        forget_the_tenant(record)
         torn = replace(record, directory=f"{record.directory[:-8]}00000000")
         shutil.copytree(record.directory, torn.directory)
         os.truncate(f"{torn.directory}/adapter_model.safetensors", 1)
@@ -202,6 +206,94 @@ async def test_checkpoints_that_an_older_database_does_not_know_stay_for_a_month
             os.utime(Path(record.directory) / ".unlisted", (since, since))
         async with running_api(state):
             assert exists(record) == stays
+
+
+def forget_the_tenant(record: CheckpointRecord) -> None:
+    manifest = Path(record.directory) / "manifest.json"
+    about = json.loads(manifest.read_text())
+    manifest.write_text(json.dumps({name: value for name, value in about.items() if not name.startswith("tenant")}))
+
+
+def read_database(state: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in state.glob(f"{DATABASE_NAME}*") if not path.name.endswith("shm")}
+
+
+def write_database(state: Path, before: dict[Path, bytes]) -> None:
+    """Its log damaged in the first frame: of what comes behind it nothing is read."""
+    for path in state.glob(f"{DATABASE_NAME}*"):
+        path.unlink()
+    for path, content in before.items():
+        damaged = bytearray(content)
+        if path.name.endswith("-wal"):
+            damaged[100] ^= 1
+        path.write_bytes(damaged)
+
+
+async def lose_rows(state: Path, num_known: int) -> list[CheckpointRecord]:
+    """Saves three checkpoints; a damaged write-ahead log has lost what came behind the num_known-th. 0: the run, its
+    session and its tenant, too. The second is deleted before, but its files stay, as a crash leaves them."""
+    saved: list[CheckpointRecord] = []
+
+    def keep(api: Api) -> None:
+        with closing(sqlite3.connect(state / DATABASE_NAME)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+
+    async with running_api(state) as api:
+        if not num_known:
+            keep(api)
+        run = await api.run()
+        for number, name in enumerate("abc", 1):
+            saved.append(await api.save(run, name, content=name.encode(), user_metadata={"name": name}))
+            if number == num_known:
+                keep(api)
+        files = Path(saved[1].directory)
+        kept = shutil.copytree(files, state / "kept")
+        await api.services.checkpoints._files.condemn(saved[1].directory)
+        shutil.copytree(files, kept, dirs_exist_ok=True)
+        await api.services.checkpoints.delete(saved[1])
+        kept.rename(files)
+        before = read_database(state)
+    write_database(state, before)
+    return saved
+
+
+@pytest.mark.parametrize("num_known", [0, 1])
+async def test_a_damaged_write_ahead_log_loses_no_checkpoint_whose_files_are_whole(
+    tmp_path: Path, num_known: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    a, b, c = await lose_rows(tmp_path, num_known)
+    for _ in range(2):
+        async with running_api(tmp_path) as api:
+            answer = (await (await api.client()).get("/api/v1/checkpoints")).json()["checkpoints"]
+            assert {one["tinker_path"]: one["user_metadata"] for one in answer} == {
+                a.tinker_path: {"name": "a"},
+                c.tinker_path: {"name": "c"},
+            }
+            for one in (a, c):
+                found = await api.services.checkpoints.resolve(await api.tenant(), one.tinker_path)
+                async with api.services.checkpoints.reading(found) as files:
+                    assert (files / "adapter_model.safetensors").read_bytes() == one.name.encode()
+                assert replace(found, directory="") == replace(one, directory="")
+            assert not exists(b), "what was deleted does not come back"
+    assert len([line for line in caplog.messages if "its row is made again" in line]) == 2 - num_known
+
+
+async def test_what_is_saved_over_another_one_comes_back_and_the_other_does_not(tmp_path: Path) -> None:
+    async with running_api(tmp_path) as api:
+        run = await api.run()
+        with closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database:
+            database.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        first = await api.save(run, content=b"first")
+        kept = shutil.copytree(first.directory, tmp_path / "kept")
+        (kept / ".deleted").touch()
+        second = await api.save(run, content=b"second", overwrite=True)
+        kept.rename(first.directory)
+    with closing(sqlite3.connect(tmp_path / DATABASE_NAME)) as database:
+        database.execute("DELETE FROM checkpoints")
+        database.commit()
+    async with running_api(tmp_path) as api:
+        found = await api.services.checkpoints.resolve(await api.tenant(), second.tinker_path)
+        assert found.directory == second.directory and not exists(first)
 
 
 async def test_a_mark_that_cannot_be_removed_keeps_no_server_from_starting(

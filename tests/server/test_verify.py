@@ -4,15 +4,18 @@ import asyncio
 import os
 import re
 import shutil
+import sqlite3
 from collections.abc import AsyncIterator, Callable
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 from trainhouse.server.checkpoint_files import PlaceConfig
-from trainhouse.server.claim import locked
+from trainhouse.server.claim import StartError, locked
 from trainhouse.server.cli import main
-from trainhouse.server.store import CheckpointRecord
+from trainhouse.server.process import _has_keys
+from trainhouse.server.store import DATABASE_NAME, CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import Api, running_api
@@ -153,6 +156,13 @@ def leave_unlisted(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "checkpoints/*/*/*"), only(state, "checkpoints/*/*") / "b.00000000"))
 
 
+def lose_row(state: Path) -> Path:
+    with closing(sqlite3.connect(state / DATABASE_NAME)) as database:
+        database.execute("DELETE FROM checkpoints")
+        database.commit()
+    return only(state, "checkpoints/*/*/*")
+
+
 def leave_torn(state: Path) -> Path:
     torn = leave_unlisted(state)
     (torn / "adapter_model.safetensors").unlink()
@@ -201,6 +211,7 @@ def _problems(number: int) -> str:
         (lose_results, "results are not in it", "[1-9][0-9]* rows dropped"),
         (leave_staging, "left over: a checkpoint that was never published", "removed"),
         (leave_unlisted, "no row of this database knows it: .*; delete it by hand, .*servers remove it 30 days", None),
+        (lose_row, "is whole, but the database has no row of tinker://.*/weights/a;", ".*/weights/a has its row again"),
         (leave_torn, "left over: a checkpoint that was never published", "removed"),
         (leave_snapshot, "left over: of a run that is over", "removed"),
         (leave_loaded, "left over: of a run that is over", "removed"),
@@ -232,6 +243,46 @@ def test_each_damage_is_told_in_a_line_and_repaired_where_that_is_safe(
         return
     assert mended.status == 0 and re.search(f"; repaired: {repaired}$", mended.lines[0]), mended.lines
     assert verify(state).status == 0
+
+
+def damage_table(database: Path, name: str) -> None:
+    with closing(sqlite3.connect(database)) as opened:
+        opened.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        ((page_bytes,),) = opened.execute("PRAGMA page_size")
+        ((page,),) = opened.execute("SELECT rootpage FROM sqlite_master WHERE name = ?", (name,))
+    with database.open("r+b") as file:
+        file.seek(page_bytes * (page - 1))
+        file.write(b"\xff" * 64)
+
+
+def damage_head(database: Path, _: str) -> None:
+    with database.open("r+b") as file:
+        file.write(bytes(64))
+
+
+@pytest.mark.parametrize(
+    ("damage", "table"),
+    [(damage_table, "checkpoints"), (damage_table, "leases"), (damage_table, "results"), (damage_head, "")],
+)
+def test_a_damaged_database_is_told_and_no_server_starts_on_it(
+    left: Path,
+    tmp_path: Path,
+    tiny_models: dict[str, Path],
+    verify: Callable[..., Verified],
+    damage: Callable[[Path, str], None],
+    table: str,
+) -> None:
+    state = tmp_path / "state"
+    shutil.copytree(left, state)
+    config = server_config(tiny_models["qwen3"], state)
+    assert asyncio.run(_has_keys(config)) is False, "the control"
+    damage(state / DATABASE_NAME, table)
+    for flags in ((), ("--repair",)):
+        found = verify(state, *flags)
+        assert found.status == 1 and "database" in found.lines[0] and "put it back from a backup" in found.lines[0]
+        assert not re.search("Traceback|sqlalche|sqlite3", "\n".join(found.lines))
+    with pytest.raises(StartError, match=r"is damaged .*put it back from a backup; or move it away"):
+        asyncio.run(_has_keys(config))
 
 
 def test_there_must_be_a_state_directory(tmp_path: Path, verify: Callable[..., Verified]) -> None:

@@ -23,7 +23,7 @@ from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .adapters import Adapters
 from .auth import Auth
-from .bodies import BodyLimit, describe_errors, describe_not_json
+from .bodies import describe_errors, describe_not_json
 from .checkpoints import Checkpoints
 from .completions import Completions
 from .config import ServerConfig
@@ -33,6 +33,7 @@ from .drafts import Drafts
 from .ephemeral import EphemeralWeights
 from .features import Features
 from .futures import Futures
+from .gate import Gate
 from .journal import Journal
 from .leases import Tenure
 from .loaded import Loaded
@@ -121,7 +122,7 @@ def create_app(
     app.add_exception_handler(Exception, _internal_error)
     busy = endpoints((training.router, sampling.router, futures.router), _BUSY)
     app.add_middleware(Direct, endpoints=busy, error_handlers=error_handlers)
-    app.add_middleware(BodyLimit, limit_bytes=config.max_body_bytes)
+    app.add_middleware(Gate, config=config, error_handlers=error_handlers)
     return app
 
 
@@ -130,7 +131,7 @@ def _services(
 ) -> Services:
     directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
     store.needed_lease = None if live is None else live.tenure.record
-    auth = Auth(store, config.is_loopback)
+    auth = Auth(store, config.is_loopback, strangers_per_minute=config.unauthenticated_per_minute)
     quotas = Quotas(config)
     sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
     checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())

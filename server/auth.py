@@ -17,8 +17,8 @@ from fastapi.security import APIKeyHeader
 
 from ..schemas.errors import RequestError
 from .config import ServerConfig
-from .rate_limits import UNCOUNTED, RateLimits
-from .scopes import OPERATOR, TENANT_SCOPES, check_scopes, route_of
+from .rate_limits import UNCOUNTED, RateLimits, Strangers
+from .scopes import OPERATOR, TENANT_SCOPES, check_scopes
 from .store import ApiKeyRecord, KeyCounts, Store, TenantRecord
 from .tokens import Tokens
 
@@ -51,12 +51,19 @@ class Auth:
     in and is its own tenant.
     """
 
-    def __init__(self, store: Store, loopback: bool, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        store: Store,
+        loopback: bool,
+        clock: Callable[[], float] = time.monotonic,
+        strangers_per_minute: int = ServerConfig.unauthenticated_per_minute,
+    ) -> None:
         self._store = store
         self._loopback = loopback
         self._clock = clock
         self._tokens = Tokens()
         self._rates = RateLimits(clock)
+        self._strangers = Strangers(strangers_per_minute, clock)
         # Valid while the store's counts of keys stay as they are. Then replaced by new ones, so that a look-up that
         # began before writes to those that nobody reads. Refused keys are apart and push out none that is in force.
         self._known: dict[str, _Known] = {}
@@ -64,11 +71,12 @@ class Auth:
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
-    async def admit(self, request: Request) -> Tenant:
-        """Who sends it. Raises RequestError 401; 403 and 429 where the key lacks the scope or exceeds its rate."""
-        known = await self._require(presented_key(request))
+    async def admit(self, request: Request, route: str) -> Tenant:
+        """Who sends it. Raises RequestError 401, or 429 where its address has sent too many such requests; 403 and 429
+        where the key lacks the scope or exceeds its rate."""
+        known = await self._require(presented_key(request), request.client.host if request.client else "")
         if known.key is not None:
-            self._check(known.key, route_of(request))
+            self._check(known.key, route)
         return known.tenant
 
     async def authenticate(self, key: str | None) -> Tenant:
@@ -108,19 +116,22 @@ class Auth:
             self._rates.take(key.key_id, key.requests_per_minute)
         check_scopes(key.scopes or TENANT_SCOPES, route)
 
-    async def _require(self, key: str | None) -> _Known:
-        """Raises RequestError 401."""
+    async def _require(self, key: str | None, address: str | None = None) -> _Known:
+        """address: of who sends the key, if that is limited. Raises RequestError 401, 429."""
+        known = await self._look_up(key, address) if key else None
+        if known is not None:
+            return known
+        if address is not None:
+            self._strangers.take(address)
         if not key:
             raise RequestError(
                 "no API key: send the header X-API-Key (or Authorization: Bearer), or set TINKER_API_KEY", status=401
             )
-        known = await self._look_up(key)
-        if known is None:
-            raise RequestError(_refusal(key, self._was_open()), status=401)
-        return known
+        raise RequestError(_refusal(key, self._was_open()), status=401)
 
-    async def _look_up(self, key: str) -> _Known | None:
-        """None for a key that is not in force."""
+    async def _look_up(self, key: str, address: str | None = None) -> _Known | None:
+        """None for a key that is not in force. Raises RequestError 429 rather than ask the store for an address that
+        has sent too many such keys."""
         if self._clock() >= self._counted_until:
             await self._count()
         stood_for = self._tokens.key_hash_of(key)
@@ -130,6 +141,8 @@ class Auth:
             return in_force[key_hash]
         if key_hash in refused:
             return None
+        if address is not None:
+            self._strangers.check(address)
         known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
         if known is not None:
             _keep(in_force, key_hash, known)
@@ -201,8 +214,8 @@ _ApiKey = Annotated[str | None, Security(APIKeyHeader(name="X-API-Key", auto_err
 
 
 async def current_tenant(request: Request, _: _ApiKey) -> Tenant:
-    """Raises RequestError 401, 403, 429."""
-    return await request.app.state.services.auth.admit(request)
+    """Whom the gate has let in."""
+    return request.state.tenant
 
 
 TenantDependency = Annotated[Tenant, Depends(current_tenant)]

@@ -1,13 +1,14 @@
 """Request bodies: read within a limit, decoded off the event loop when large, and described for OpenAPI."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 from fastapi import HTTPException, Request
 from pydantic import BaseModel, ValidationError
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Message, Receive
 
 from ..schemas.codec import PROTOBUF, decompress
 from ..schemas.errors import RequestError
@@ -15,6 +16,9 @@ from .config import ServerConfig
 
 LARGE_BYTES = 256 << 10
 """What is larger is decoded and encoded off the event loop."""
+
+CONTROL_BODY_BYTES = 1 << 20
+"""Most bytes of a body that carries no data of training or sampling."""
 
 PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
 _PREFIX_BYTES = 1 << 20
@@ -35,64 +39,71 @@ class Received:
     too_large: bool = False
 
 
+@dataclass(frozen=True)
+class BodyLimits:
+    received_bytes: int
+    decompressed_bytes: int
+
+
+def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
+    """Bodies that carry data of training or sampling are large. What is larger than half of the memory might never find
+    room; it is refused, not put off."""
+    received, decompressed = config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2)
+    if is_large:
+        return BodyLimits(received, decompressed)
+    return BodyLimits(min(received, CONTROL_BODY_BYTES), min(decompressed, CONTROL_BODY_BYTES))
+
+
+def limits_of(request: Request) -> BodyLimits:
+    """What the gate has found for its route."""
+    return request.state.body_limits
+
+
 class BodyTooLarge(HTTPException):
     """last_piece: the beginning of the one with which the body became too large."""
 
     def __init__(self, limit_bytes: int, last_piece: bytes = b"") -> None:
-        super().__init__(
-            413,
-            f"the body is larger than {limit_bytes} bytes, which is the limit: send fewer datums in one request, or "
-            "start the server with a larger --max-body-bytes",
-        )
+        remedy = "send less in one request"
+        if limit_bytes != CONTROL_BODY_BYTES:
+            remedy = "send fewer datums in one request, or start the server with a larger --max-body-bytes"
+        super().__init__(413, f"the body is larger than {limit_bytes} bytes, which is the limit: {remedy}")
         self.last_piece = last_piece
 
 
-class BodyLimit:
-    """ASGI middleware: reading a body beyond the limit raises BodyTooLarge.
+def limited(receive: Receive, limit_bytes: int) -> Receive:
+    """Reads a body of at most so many bytes; beyond, it raises BodyTooLarge.
 
     What follows is read and dropped, up to three times the limit: a client that is still sending would not read the
     answer.
     """
+    num_bytes = 0
 
-    def __init__(self, app: ASGIApp, limit_bytes: int) -> None:
-        self._app = app
-        self._limit_bytes = limit_bytes
+    async def receive_limited() -> Message:
+        nonlocal num_bytes
+        message = await receive()
+        num_bytes += len(message.get("body", b""))
+        if num_bytes > limit_bytes:
+            await _drop_rest(message, receive, 3 * limit_bytes)
+            raise BodyTooLarge(limit_bytes, message["body"][:_PREFIX_BYTES])
+        return message
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            receive = self._limited(receive)
-        await self._app(scope, receive, send)
-
-    def _limited(self, receive: Receive) -> Receive:
-        num_bytes = 0
-
-        async def limited() -> Message:
-            nonlocal num_bytes
-            message = await receive()
-            num_bytes += len(message.get("body", b""))
-            if num_bytes > self._limit_bytes:
-                await self._drop_rest(message, receive)
-                raise BodyTooLarge(self._limit_bytes, message["body"][:_PREFIX_BYTES])
-            return message
-
-        return limited
-
-    async def _drop_rest(self, message: Message, receive: Receive) -> None:
-        num_dropped = 0
-        while message.get("more_body") and num_dropped < 3 * self._limit_bytes:
-            message = await receive()
-            num_dropped += len(message.get("body", b""))
+    return receive_limited
 
 
-async def receive_body(
-    request: Request, limit_bytes: int, check: Callable[[bytes], Awaitable[None]] | None = None
-) -> Received:
+async def _drop_rest(message: Message, receive: Receive, most_bytes: int) -> None:
+    num_dropped = 0
+    while message.get("more_body") and num_dropped < most_bytes:
+        message = await receive()
+        num_dropped += len(message.get("body", b""))
+
+
+async def receive_body(request: Request, check: Callable[[bytes], Awaitable[None]] | None = None) -> Received:
     """Keeps no more than the beginning of a body that says, or shows, that it is too large.
 
     check: called with the beginning before more is kept; if it raises, the rest is read and dropped.
     """
-    declared = request.headers.get("content-length", "")
-    most_kept = _PREFIX_BYTES if declared.isdecimal() and int(declared) > limit_bytes else limit_bytes
+    limit_bytes = limits_of(request).received_bytes
+    most_kept = _PREFIX_BYTES if (declared_size(request) or 0) > limit_bytes else limit_bytes
     pieces: list[bytes] = []
     num_kept, too_large = 0, False
     try:
@@ -113,6 +124,12 @@ async def receive_body(
     )
 
 
+def declared_size(request: Request) -> int | None:
+    """Bytes of the body, as its head says; None where it does not."""
+    declared = request.headers.get("content-length", "")
+    return int(declared) if re.fullmatch("[0-9]{1,18}", declared) else None
+
+
 async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[bytes], Awaitable[None]]) -> bytes:
     beginning = b""
     async for piece in stream:
@@ -127,17 +144,6 @@ async def _checked_beginning(stream: AsyncIterator[bytes], check: Callable[[byte
             pass
         raise
     return beginning
-
-
-@dataclass(frozen=True)
-class BodyLimits:
-    received_bytes: int
-    decompressed_bytes: int
-
-
-def body_limits(config: ServerConfig) -> BodyLimits:
-    """What is larger than half of the memory might never find room; it is refused, not put off."""
-    return BodyLimits(config.max_body_bytes, min(config.max_decompressed_bytes, config.queued_bytes // 2))
 
 
 async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[bytes], Decoded]) -> Decoded:

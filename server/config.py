@@ -265,6 +265,9 @@ class ServerConfig:
     feature_wait_seconds: float = knob(20.0, "for room, before a capture is answered 429", check=NOT_NEGATIVE)
     queued_bytes: int = knob(2 << 30, "memory for unanswered operations of all tenants", check=POSITIVE)
     max_logprobs: int = knob(20, "most alternatives to a token that a sample may ask for", check=POSITIVE)
+    unauthenticated_per_minute: int = knob(
+        600, "requests without a key in force that an address may send; all together ten times that", check=POSITIVE
+    )
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))

@@ -7,6 +7,9 @@ STALLED_SECONDS loses the connection.
 
 Head and body of an answer, written one after the other, are two system calls, two segments, and a reader who wakes up
 for half an answer.
+
+Of a request that is answered before it has arrived no more than DRAIN_BYTES, and for no longer than DRAIN_SECONDS, are
+read and dropped: a client that is still sending finds the answer, and one that sends without end loses the connection.
 """
 
 import asyncio
@@ -22,6 +25,8 @@ ARRIVAL_SECONDS = 30.0
 BYTES_PER_SECOND = 500
 MOST_HEAD_BYTES = 64 << 10
 STALLED_SECONDS = 120.0
+DRAIN_BYTES = 4 << 20
+DRAIN_SECONDS = 5.0
 
 
 class Connection(HttpToolsProtocol):
@@ -29,12 +34,14 @@ class Connection(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
         super().connection_made(transport)
-        self.transport = self._answers = _HeadWithBody(transport)
+        self.transport = self._answers = _HeadWithBody(transport, self._has_more_to_drop)
         self.flow = self._timed_flow = _TimedFlow(transport, self.loop.time)
         self._is_arriving = self._is_in_head = False
         self._num_bytes = 0
         self._began_at = 0.0
         self._watch: asyncio.TimerHandle | None = None
+        self._draining: asyncio.TimerHandle | None = None
+        self._dropped_until = 0
         _give_up_stalled(transport)
         # As long as between two requests.
         self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
@@ -42,6 +49,7 @@ class Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._unset_keepalive_if_required()
         self._stop_watching()
+        self._stop_draining()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -50,7 +58,10 @@ class Connection(HttpToolsProtocol):
             self._stop_watching()
             return
         self._num_bytes += len(data)
-        if self._is_in_head and self._num_bytes > MOST_HEAD_BYTES:
+        if self._draining is not None:
+            if self._num_bytes > self._dropped_until:
+                self.transport.close()
+        elif self._is_in_head and self._num_bytes > MOST_HEAD_BYTES:
             self._refuse(431, f"the head of the request has more than {MOST_HEAD_BYTES} bytes: send fewer headers")
         elif self._watch is None:
             self._began_at = self._timed_flow.seconds_open()
@@ -68,10 +79,18 @@ class Connection(HttpToolsProtocol):
     def on_message_complete(self) -> None:
         self._is_arriving = False
         super().on_message_complete()
+        if self._draining is not None:
+            self._stop_draining()
+            if self.transport.is_closing():
+                self.transport.close()
 
     def on_response_complete(self) -> None:
         self._answers.answer_ends()
         super().on_response_complete()
+        if self._is_arriving:
+            self.flow.resume_reading()
+            self._dropped_until = self._num_bytes + DRAIN_BYTES
+            self._draining = self.loop.call_later(DRAIN_SECONDS, self.transport.close)
 
     def _check_arrival(self) -> None:
         left = ARRIVAL_SECONDS + self._num_bytes / BYTES_PER_SECOND - (self._timed_flow.seconds_open() - self._began_at)
@@ -89,6 +108,15 @@ class Connection(HttpToolsProtocol):
         if self._watch is not None:
             self._watch.cancel()
             self._watch = None
+
+    def _has_more_to_drop(self) -> bool:
+        """Whether an answer has just ended before its request has."""
+        return self._is_arriving and self._draining is None and self.cycle.response_complete
+
+    def _stop_draining(self) -> None:
+        if self._draining is not None:
+            self._draining.cancel()
+            self._draining = None
 
     def _refuse(self, status: int, detail: str) -> None:
         """Closes the connection; says why where no answer has begun."""
@@ -134,11 +162,13 @@ class _TimedFlow(FlowControl):
 
 
 class _HeadWithBody(asyncio.Transport):
-    """As much of a transport as uvicorn uses for writing."""
+    """As much of a transport as uvicorn uses for writing. It closes at once, except while `stays_open()`."""
 
-    def __init__(self, transport: asyncio.Transport) -> None:
+    def __init__(self, transport: asyncio.Transport, stays_open: Callable[[], bool]) -> None:
         super().__init__()
         self._transport = transport
+        self._stays_open = stays_open
+        self._is_to_close = False
         self._is_next_head = True
         self._head: bytes | bytearray | memoryview | None = None
 
@@ -157,7 +187,9 @@ class _HeadWithBody(asyncio.Transport):
 
     def close(self) -> None:
         self._flush()
-        self._transport.close()
+        self._is_to_close = True
+        if not self._stays_open():
+            self._transport.close()
 
     def _flush(self) -> None:
         """A head that no body came for, as when HEAD was asked."""
@@ -165,4 +197,4 @@ class _HeadWithBody(asyncio.Transport):
             self.write(b"")
 
     def is_closing(self) -> bool:
-        return self._transport.is_closing()
+        return self._is_to_close or self._transport.is_closing()

@@ -5,9 +5,10 @@ train: models, their operations, saving. admin: delete, publish and age checkpoi
 concerns all tenants together; a key has it only where `trainhouse keys create` was told so.
 """
 
+import re
 from collections.abc import Iterable, Mapping
 
-from fastapi import Request
+from starlette.routing import compile_path
 
 from ..schemas.errors import RequestError
 
@@ -82,10 +83,34 @@ ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def route_of(request: Request) -> str:
-    """METHOD and path template."""
-    route = request.scope.get("route")
-    return f"{request.method} {request.scope['path'] if route is None else route.path}"
+LARGE_BODIES = frozenset(
+    {
+        "POST /api/v1/forward_backward",
+        "POST /api/v1/forward",
+        "POST /api/v1/capture",
+        "POST /api/v1/build_vocab_map",
+        "POST /api/v1/import_weights",
+        "POST /api/v1/sample",
+        "POST /api/v1/asample",
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+    }
+)
+"""The routes that carry data of training and sampling, whose bodies may be as large as --max-body-bytes."""
+
+_PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (method, compile_path(path)[0], route)
+    for route in ROUTE_SCOPES
+    for method, path in [route.split(" ")]
+    if "{" in path
+)
+
+
+def find_route(method: str, path: str) -> str | None:
+    """METHOD and path template of a route that takes a key; None: it takes none, or there is no such route."""
+    if (route := f"{method} {path}") in ROUTE_SCOPES:
+        return route
+    return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
 
 
 def check_scopes(scopes: Iterable[str], route: str) -> None:

@@ -169,7 +169,7 @@ async def import_weights(
     The body: adapter_config.json and behind it adapter_model.safetensors.
     """
     with services.quotas.admission(tenant.id) as admission:
-        submit = await receive_unordered(request, services, admission, partial(read_upload, config_bytes=config_bytes))
+        submit = await receive_unordered(request, admission, partial(read_upload, config_bytes=config_bytes))
         imported = Import(submit.content, base_model, name, ttl_seconds)
         session = _ended_session(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services, tenant, imported, session)

@@ -35,7 +35,7 @@ async def retrieve_future(request: Request, services: ServicesDependency, tenant
     An operation that failed answers 200 with `error` and `category`. Results of forward_backward and sample are
     protobuf where `Accept` names application/x-protobuf, else JSON.
     """
-    submit = await receive_submit(request, services, json_decoder(RetrieveFutureRequest))
+    submit = await receive_submit(request, json_decoder(RetrieveFutureRequest))
     seconds = services.config.long_poll_seconds * random.uniform(1 - _POLL_SPREAD, 1)
     answered = await retrieved(request, services, tenant, submit.content.request_id, seconds)
     # Whoever polls is alive, also where nobody sends heartbeats; a request id begins with its session's id.
@@ -57,7 +57,7 @@ async def retrieve_futures(
 
     Results stay until their time is over, whatever `retrieved_request_ids` says.
     """
-    submit = await receive_submit(request, services, json_decoder(RetrieveFuturesRequest))
+    submit = await receive_submit(request, json_decoder(RetrieveFuturesRequest))
     seconds = _MULTI_POLL_SECONDS if submit.content.timeout is None else submit.content.timeout
     seconds = min(seconds, services.config.long_poll_seconds)
     return await services.sampling.completed(tenant, submit.content, seconds)
@@ -70,6 +70,6 @@ async def retrieve_futures(
 )
 async def cancel_future(request: Request, services: ServicesDependency, tenant: TenantDependency) -> None:
     """Ends a sampling request that is under way. Operations of a run keep their order and are not cancelled."""
-    submit = await receive_submit(request, services, json_decoder(CancelFutureRequest))
+    submit = await receive_submit(request, json_decoder(CancelFutureRequest))
     await services.futures.require(submit.content.request_id, tenant.id)
     services.sampling.cancel(submit.content.request_id)

@@ -130,7 +130,7 @@ async def create_chat_completion(request: Request, services: ServicesDependency,
 async def _complete(request: Request, services: Services, tenant: Tenant, kind: Kind[Asked]) -> Response:
     with ExitStack() as stack:
         admission = stack.enter_context(services.quotas.admission(tenant.id))
-        submit = await receive_unordered(request, services, admission, decoder(kind.request))
+        submit = await receive_unordered(request, admission, decoder(kind.request))
         asked = submit.content
         kind.check(asked)
         check_alternatives(asked, services.config.max_logprobs)

@@ -39,7 +39,7 @@ async def create_sampling_session(
 
     `draft_path`: a draft of the same base model, which guesses what is sampled.
     """
-    submit = await receive_submit(request, services, json_decoder(CreateSamplingSessionRequest))
+    submit = await receive_submit(request, json_decoder(CreateSamplingSessionRequest))
     return CreateSamplingSessionResponse(sampling_session_id=await services.samplers.create(tenant, submit.content))
 
 
@@ -63,7 +63,7 @@ async def join_sampling_session(
     request: Request, services: ServicesDependency, tenant: TenantDependency
 ) -> JoinSamplingSessionResponse:
     """A number for one more client of a sampling session, unique in it."""
-    submit = await receive_submit(request, services, json_decoder(JoinSamplingSessionRequest))
+    submit = await receive_submit(request, json_decoder(JoinSamplingSessionRequest))
     sampler = await services.samplers.get(tenant, submit.content.sampling_session_id)
     return JoinSamplingSessionResponse(client_counter=sampler.join())
 
@@ -83,6 +83,6 @@ async def sample(request: Request, services: ServicesDependency, tenant: TenantD
     `draft_path`: a draft that guesses `num_draft_tokens` at a time; `guesses` of the answer tells how these fared.
     """
     with services.quotas.admission(tenant.id) as admission:
-        submit = await receive_unordered(request, services, admission, json_decoder(SampleRequest))
+        submit = await receive_unordered(request, admission, json_decoder(SampleRequest))
         submitted = await services.sampling.submit(tenant, submit.content, submit.received, admission)
     return await answer(request, services, tenant, submitted)

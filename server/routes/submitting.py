@@ -30,7 +30,7 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..auth import Tenant
-from ..bodies import LARGE_BYTES, BodyLimits, Decoded, Received, body_limits, decode_body, receive_body
+from ..bodies import LARGE_BYTES, Decoded, Received, declared_size, decode_body, limits_of, receive_body
 from ..feature_room import NoRoom
 from ..futures import Result
 from ..journaled import Request as AsAsked
@@ -67,21 +67,21 @@ class Submit(Generic[Decoded]):
     content: Decoded
 
 
-async def receive_submit(request: Request, services: Services, decode: Callable[[bytes], Decoded]) -> Submit[Decoded]:
+async def receive_submit(request: Request, decode: Callable[[bytes], Decoded]) -> Submit[Decoded]:
     """For submits without an order. Raises RequestError."""
-    received = await receive_body(request, services.config.max_body_bytes)
-    return Submit(received, await decode_body(received, _limits(services), decode))
+    received = await receive_body(request)
+    return Submit(received, await decode_body(received, limits_of(request), decode))
 
 
 async def receive_unordered(
-    request: Request, services: Services, admission: Admission, decode: Callable[[bytes], Decoded]
+    request: Request, admission: Admission, decode: Callable[[bytes], Decoded]
 ) -> Submit[Decoded]:
     """For submits that take up room until they are answered, but have no order. Raises RequestError."""
-    if not admission.try_claim(num_bytes := _num_bytes(request, services)):
+    if not admission.try_claim(num_bytes := _num_bytes(request)):
         admission.claim(num_bytes, UNORDERED)
-    received = await receive_body(request, services.config.max_body_bytes)
-    admission.grow(await _decompressed_size(received, services), UNORDERED)
-    return Submit(received, await decode_body(received, _limits(services), decode))
+    received = await receive_body(request)
+    admission.grow(await _decompressed_size(received, request), UNORDERED)
+    return Submit(received, await decode_body(received, limits_of(request), decode))
 
 
 async def receive_operation(
@@ -96,18 +96,18 @@ async def receive_operation(
 
     One that is put off (429, 503) does not: it will be sent again. Raises RequestError.
     """
-    num_bytes = _num_bytes(request, services)
+    num_bytes = _num_bytes(request)
 
     async def claim(beginning: bytes) -> None:
         content_type = request.headers.get("content-type", JSON)
         admission.claim(num_bytes, await _standing(services, tenant, beginning, content_type))
 
     check = None if admission.try_claim(num_bytes) else claim
-    received = await receive_body(request, services.config.max_body_bytes, check)
+    received = await receive_body(request, check)
     try:
-        if (num_bytes := await _decompressed_size(received, services)) > admission.num_bytes:
+        if (num_bytes := await _decompressed_size(received, request)) > admission.num_bytes:
             admission.grow(num_bytes, await _standing(services, tenant, received.body, received.content_type))
-        return Submit(received, await decode_body(received, _limits(services), decode))
+        return Submit(received, await decode_body(received, limits_of(request), decode))
     except RequestError as error:
         if error.status in (429, 503):
             raise
@@ -203,17 +203,17 @@ async def submit_operation(
     return SubmitResponse(request_id=submitted.request_id, model_id=run.record.run_id, seq_id=submitted.seq_id)
 
 
-def _num_bytes(request: Request, services: Services) -> int:
+def _num_bytes(request: Request) -> int:
     """That the body may have; of one that does not say its size, the most."""
-    declared, most = request.headers.get("content-length", ""), services.config.max_body_bytes
-    return min(int(declared), most) if declared.isdecimal() else most
+    declared, most = declared_size(request), limits_of(request).received_bytes
+    return most if declared is None else min(declared, most)
 
 
-async def _decompressed_size(received: Received, services: Services) -> int:
+async def _decompressed_size(received: Received, request: Request) -> int:
     """To be claimed before it is decompressed. Raises RequestError."""
     if received.too_large or received.content_encoding is None:
         return len(received.body)
-    most = _limits(services).decompressed_bytes
+    most = limits_of(request).decompressed_bytes
     return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
 
 
@@ -323,7 +323,3 @@ def _seconds_to_wait(request: Request) -> float:
     """From the header `Prefer: wait=SECONDS` (RFC 7240)."""
     found = re.search(r"\bwait=\"?([0-9]{1,6})", request.headers.get("prefer", ""))
     return float(found[1]) if found else 0.0
-
-
-def _limits(services: Services) -> BodyLimits:
-    return body_limits(services.config)

@@ -112,7 +112,7 @@ async def create_model(request: Request, services: ServicesDependency, tenant: T
     `draft`, which guesses what a policy will say: `draft` says how, `target_path` which checkpoint of a policy.
     """
     with services.quotas.admission(tenant.id) as admission:
-        submit = await receive_unordered(request, services, admission, json_decoder(CreateModelRequest))
+        submit = await receive_unordered(request, admission, json_decoder(CreateModelRequest))
         submitted = await services.runs.create(tenant, submit.content, submit.received, admission)
     return await answer(request, services, tenant, SubmitResponse(request_id=submitted.request_id))
 

@@ -4,6 +4,10 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 import pytest
+from fastapi import FastAPI
+from trainhouse.server.app import create_app
+from trainhouse.server.config import ServerConfig
+from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import Api, running_api
@@ -21,6 +25,15 @@ def anyio_backend() -> str:
 async def api(tmp_path: Path, anyio_backend: str) -> AsyncIterator[Api]:
     async with running_api(tmp_path / "state") as running:
         yield running
+
+
+@pytest.fixture
+async def app(tmp_path: Path, anyio_backend: str) -> AsyncIterator[FastAPI]:
+    """Without workers."""
+    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
+    app = create_app(config, WorkerDispatch(config.dispatch_config()))
+    async with app.router.lifespan_context(app):
+        yield app
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import uvicorn
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 from trainhouse.server import connections
 from trainhouse.server.connections import Connection
 
@@ -36,9 +36,9 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(**options: int) -> AsyncIterator[uvicorn.Server]:
+async def serving(served: ASGIApp = app, **options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
-    config = uvicorn.Config(app, http=Connection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
+    config = uvicorn.Config(served, http=Connection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
     server = uvicorn.Server(config)
     task = asyncio.create_task(server.serve([listener]))
     while not server.started:  # noqa: ASYNC110

@@ -1,28 +1,13 @@
 """Routes past FastAPI answer as they would through it."""
 
-from collections.abc import AsyncIterator
-from pathlib import Path
-
 import httpx
 import pytest
 from fastapi import FastAPI
-from trainhouse.server.app import create_app
-from trainhouse.server.config import ServerConfig
 from trainhouse.server.direct import endpoints
+from trainhouse.server.gate import Gate
 from trainhouse.server.routes import futures, training
-from trainhouse.workers.config import ServedModel
-from trainhouse.workers.dispatch import WorkerDispatch
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-async def app(tmp_path: Path) -> AsyncIterator[FastAPI]:
-    """Without workers."""
-    config = ServerConfig(base_models=(ServedModel("tiny/qwen3", str(tmp_path)),), state_dir=tmp_path)
-    app = create_app(config, WorkerDispatch(config.dispatch_config()))
-    async with app.router.lifespan_context(app):
-        yield app
 
 
 def through_fastapi(app: FastAPI) -> FastAPI:
@@ -32,6 +17,7 @@ def through_fastapi(app: FastAPI) -> FastAPI:
         plain.include_router(routes.router)
     for kind, handler in app.exception_handlers.items():
         plain.add_exception_handler(kind, handler)
+    plain.add_middleware(Gate, config=app.state.services.config, error_handlers=plain.exception_handlers)
     plain.state.services = app.state.services
     return plain
 

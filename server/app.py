@@ -23,7 +23,7 @@ from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .adapters import Adapters
 from .auth import Auth
-from .bodies import describe_errors, describe_not_json
+from .bodies import describe_errors
 from .checkpoints import Checkpoints
 from .completions import Completions
 from .config import ServerConfig
@@ -282,8 +282,6 @@ async def refused(request: Request, error: Exception) -> JSONResponse:
 
 async def _invalid(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    if isinstance(error.body, bytes):  # FastAPI has not read it as JSON
-        return _error(request, describe_not_json(request.headers.get("content-type")), 400)
     return _error(request, describe_errors(list(error.errors())), 400)
 
 

@@ -4,13 +4,13 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from fastapi import HTTPException, Request
+from fastapi import Depends, HTTPException, Request
 from pydantic import BaseModel, ValidationError
 from starlette.types import Message, Receive
 
-from ..schemas.codec import PROTOBUF, decompress
+from ..schemas.codec import PROTOBUF, check_json_text, decompress, refused_with_400
 from ..schemas.errors import RequestError
 from .config import ServerConfig
 
@@ -167,6 +167,8 @@ def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
     """Raises RequestError 400 naming each wrong field, its value and what is wrong with it."""
 
     def decode(body: bytes) -> Model:
+        with refused_with_400():
+            check_json_text(body)
         try:
             return model.model_validate_json(body)
         except ValidationError as error:
@@ -175,17 +177,20 @@ def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
     return decode
 
 
+def json_parameter(model: type[BaseModel]) -> Any:
+    """A parameter of a route, which is its body, read and decoded once the gate has let the request in."""
+
+    async def read(request: Request) -> BaseModel:
+        return await decode_body(await receive_body(request), limits_of(request), json_decoder(model))
+
+    return Depends(read)
+
+
 def describe_errors(errors: list) -> str:
     """In words, from the error list of pydantic."""
     shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
     more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
     return f"bad request: {shown}{more}"
-
-
-def describe_not_json(content_type: str | None) -> str:
-    """Of a body that was not sent as JSON, such as by `curl -d`, which says that it sends a form."""
-    sent = f"as {_shorten(content_type)}" if content_type else "without a Content-Type"
-    return f"bad request: the body was sent {sent}: send the header Content-Type: application/json"
 
 
 def _describe(error: dict) -> str:

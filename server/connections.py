@@ -87,7 +87,7 @@ class Connection(HttpToolsProtocol):
     def on_response_complete(self) -> None:
         self._answers.answer_ends()
         super().on_response_complete()
-        if self._is_arriving:
+        if self._has_more_to_drop():
             self.flow.resume_reading()
             self._dropped_until = self._num_bytes + DRAIN_BYTES
             self._draining = self.loop.call_later(DRAIN_SECONDS, self.transport.close)
@@ -110,8 +110,9 @@ class Connection(HttpToolsProtocol):
             self._watch = None
 
     def _has_more_to_drop(self) -> bool:
-        """Whether an answer has just ended before its request has."""
-        return self._is_arriving and self._draining is None and self.cycle.response_complete
+        """True if an answer has just ended before its request has, which a next request's head has not begun."""
+        is_body = self._is_arriving and not self._is_in_head and self._draining is None
+        return is_body and self.cycle.response_complete
 
     def _stop_draining(self) -> None:
         if self._draining is not None:

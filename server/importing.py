@@ -1,11 +1,11 @@
 """Adapters that PEFT has saved, uploaded in one body, as checkpoints. Their matrices are read by the workers alone."""
 
 import asyncio
-import json
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from ..schemas.codec import parse_json
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import LoraConfig
 from .auth import Tenant
@@ -38,8 +38,8 @@ class Import:
 def read_upload(body: bytes, config_bytes: int) -> Upload:
     """adapter_config.json and adapter_model.safetensors, one behind the other. Raises RequestError."""
     try:
-        config = json.loads(body[:config_bytes])
-    except (ValueError, RecursionError) as error:
+        config = parse_json(body[:config_bytes])
+    except ValueError as error:
         raise RequestError(
             f"the first {config_bytes} bytes of the body (config_bytes) are no adapter_config.json: {error}"
         ) from None

@@ -5,7 +5,8 @@ ValueError. Arrays come out C-contiguous, writable and of the dtypes that the ty
 """
 
 from .compression import decompress, decompressed_size
-from .formats import JSON, PROTOBUF, is_json, is_protobuf
+from .formats import JSON, PROTOBUF, check_json_text, is_json, is_protobuf, parse_json
+from .invalid import refused_with_400
 from .outputs import (
     decode_forward_backward_output,
     encode_forward_backward_output,
@@ -30,6 +31,7 @@ __all__ = [
     "CsrLayout",
     "JsonObject",
     "PeekedOperation",
+    "check_json_text",
     "csr_layout_from_json",
     "decode_forward_backward",
     "decode_forward_backward_output",
@@ -44,8 +46,10 @@ __all__ = [
     "forward_backward_output_json_pieces",
     "is_json",
     "is_protobuf",
+    "parse_json",
     "peek_operation",
     "sample_response_json_pieces",
+    "refused_with_400",
     "tensor_from_json",
     "tensor_to_json",
 ]

@@ -1,6 +1,7 @@
 """The two formats of a body, by media type, and their parsers."""
 
 import json
+import re
 
 from google.protobuf.message import DecodeError, Message
 
@@ -30,9 +31,35 @@ def parse_protobuf(message: Message, body: bytes) -> None:
         raise Invalid(f"the body is not a valid protobuf {type(message).__name__}: {error}") from None
 
 
-def parse_json(body: bytes) -> object:
+# One escape after the other: a backslash that is itself escaped begins none. A whole pair of surrogates is fine.
+_ESCAPES = re.compile(
+    rb"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(u0000|u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
+_SUSPECT = re.compile(rb"\\u(?:0000|[dD][89a-fA-F])")
+
+
+def check_json_text(body: bytes) -> None:
+    """Raises Invalid where a string, or a key, of a JSON body has NUL or half a surrogate pair: no database, header or
+    answer takes them. They can be in it as escapes alone, or in bytes that are not UTF-8."""
     try:
-        return json.loads(body)
+        body.isascii() or body.decode()
+    except UnicodeDecodeError as error:
+        raise Invalid(f"the body is not valid JSON: it is not UTF-8 at byte {error.start}") from None
+    if _SUSPECT.search(body) is None:
+        return
+    for escape in _ESCAPES.finditer(body):
+        if escape[1]:
+            raise Invalid(
+                f"the body has \\{escape[1].decode()} at byte {escape.start()}: strings may hold neither NUL nor half "
+                "a surrogate pair, leave it out"
+            )
+
+
+def parse_json(body: bytes) -> object:
+    check_json_text(body)
+    try:
+        return json.loads(body.decode("utf-8-sig"))
     except RecursionError:
         raise Invalid("the body is not valid JSON: it is nested too deeply") from None
     except ValueError as error:

@@ -266,6 +266,9 @@ def _checked(request: ForwardBackwardRequest) -> ForwardBackwardRequest:
         raise Invalid("model_id is missing: send the id that create_model answered")
     if not request.data:
         raise Invalid("data is empty: send at least one datum")
+    for name in ("model_id", "loss_fn", "capture_for"):
+        if "\0" in (getattr(request, name) or ""):
+            raise Invalid(f"{name} is {shown(getattr(request, name))}: it may not hold NUL")
     if not math.isfinite(request.loss_weight):
         raise Invalid(f"loss_weight is {request.loss_weight}: it must be finite")
     return request

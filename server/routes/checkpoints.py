@@ -23,11 +23,12 @@ from ...schemas.checkpoints import (
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
 from ..auth import Tenant, TenantDependency
+from ..bodies import json_body, json_parameter
 from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord, SessionRecord
-from .examples import CHECKPOINT, FilePath, IdempotencyKey, KindPath, NamePath, RunIdPath, body_example
+from .examples import CHECKPOINT, FilePath, IdempotencyKey, KindPath, NamePath, RunIdPath
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -76,8 +77,12 @@ async def unpublish_checkpoint(checkpoint: OwnedDependency, services: ServicesDe
     await services.checkpoints.set_public(checkpoint, False)
 
 
-@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=body_example({"ttl_seconds": 86400}))
-async def set_checkpoint_ttl(checkpoint: OwnedDependency, request: TtlRequest, services: ServicesDependency) -> None:
+@router.put(f"{_ONE}/ttl", status_code=204, openapi_extra=json_body(TtlRequest, {"ttl_seconds": 86400}))
+async def set_checkpoint_ttl(
+    checkpoint: OwnedDependency,
+    request: Annotated[TtlRequest, json_parameter(TtlRequest)],
+    services: ServicesDependency,
+) -> None:
     """Counted from now; null: it stays for ever."""
     await services.checkpoints.set_ttl(checkpoint, request.ttl_seconds)
 
@@ -115,9 +120,15 @@ async def download_file(
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))
 
 
-@router.post("/weights_info", response_model_exclude_none=True, openapi_extra=body_example({"tinker_path": CHECKPOINT}))
+@router.post(
+    "/weights_info",
+    response_model_exclude_none=True,
+    openapi_extra=json_body(WeightsInfoRequest, {"tinker_path": CHECKPOINT}),
+)
 async def weights_info(
-    request: WeightsInfoRequest, services: ServicesDependency, tenant: TenantDependency
+    request: Annotated[WeightsInfoRequest, json_parameter(WeightsInfoRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
 ) -> WeightsInfoResponse:
     """What a checkpoint was trained on, and the shape of its adapter, which a full model has none of."""
     checkpoint = await services.checkpoints.resolve(tenant, request.tinker_path)
@@ -133,9 +144,9 @@ async def weights_info(
     )
 
 
-@router.post("/copy_weights", openapi_extra=body_example({"source_path": CHECKPOINT}))
+@router.post("/copy_weights", openapi_extra=json_body(CopyWeightsRequest, {"source_path": CHECKPOINT}))
 async def copy_weights(
-    request: CopyWeightsRequest,
+    request: Annotated[CopyWeightsRequest, json_parameter(CopyWeightsRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
     access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,

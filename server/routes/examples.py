@@ -5,7 +5,6 @@ from typing import Annotated
 from fastapi import Header, Path
 
 from ...schemas.bounds import MOST_ID, MOST_PATH
-from ..bodies import JsonSchema
 
 SESSION_ID = "3f1c0f6a9d2b4e58"
 MODEL_ID = f"{SESSION_ID}:train:0"
@@ -14,12 +13,6 @@ SAMPLER_ID = f"{SESSION_ID}:sample:0"
 BASE_MODEL = "Qwen/Qwen3-0.6B"
 NAME = "step-100"
 CHECKPOINT = f"tinker://{MODEL_ID}/weights/{NAME}"
-
-
-def body_example(example: dict[str, object]) -> JsonSchema:
-    """The `openapi_extra` of a route whose body FastAPI decodes."""
-    return {"requestBody": {"content": {"application/json": {"example": example}}}}
-
 
 SessionIdPath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a session": {"value": SESSION_ID}})]
 RunIdPath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a model": {"value": MODEL_ID}})]

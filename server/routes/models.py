@@ -22,8 +22,9 @@ from ...schemas.models import (
 )
 from ...workers.config import ServedModel
 from ..auth import OperatorDependency, TenantDependency
+from ..bodies import json_body, json_parameter
 from ..services import Services, ServicesDependency
-from .examples import MODEL_ID, FilePath, ModelPath, body_example
+from .examples import MODEL_ID, FilePath, ModelPath
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
 
@@ -71,8 +72,14 @@ async def get_workers(services: ServicesDependency, tenant: TenantDependency) ->
     return Workers(groups=await services.dispatch.memory(), features=services.features.stock())
 
 
-@router.post("/get_info", response_model_exclude_none=True, openapi_extra=body_example({"model_id": MODEL_ID}))
-async def get_info(request: GetInfoRequest, services: ServicesDependency, tenant: TenantDependency) -> GetInfoResponse:
+@router.post(
+    "/get_info", response_model_exclude_none=True, openapi_extra=json_body(GetInfoRequest, {"model_id": MODEL_ID})
+)
+async def get_info(
+    request: Annotated[GetInfoRequest, json_parameter(GetInfoRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
+) -> GetInfoResponse:
     """Of a live model, as soon as it has been created. An adapter's alpha sets its scale: alpha / rank.
 
     Of a full model and a draft lora_rank and lora_alpha are 0. target_path: what a draft guesses now, if not the bare

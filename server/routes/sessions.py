@@ -16,8 +16,9 @@ from ...schemas.models import (
     TelemetryResponse,
 )
 from ..auth import OperatorDependency, TenantDependency
+from ..bodies import json_body, json_parameter
 from ..services import ServicesDependency
-from .examples import SESSION_ID, IdempotencyKey, SessionIdPath, body_example
+from .examples import SESSION_ID, IdempotencyKey, SessionIdPath
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
@@ -66,9 +67,12 @@ async def client_dynamic_config(tenant: TenantDependency) -> ClientDynamicConfig
     return ClientDynamicConfig()
 
 
-@router.post("/create_session", openapi_extra=body_example({"sdk_version": "curl", "display_name": "first steps"}))
+@router.post(
+    "/create_session",
+    openapi_extra=json_body(CreateSessionRequest, {"sdk_version": "curl", "display_name": "first steps"}),
+)
 async def create_session(
-    request: CreateSessionRequest,
+    request: Annotated[CreateSessionRequest, json_parameter(CreateSessionRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
     idempotency_key: IdempotencyKey = None,
@@ -78,9 +82,11 @@ async def create_session(
     return CreateSessionResponse(session_id=record.session_id)
 
 
-@router.post("/session_heartbeat", openapi_extra=body_example({"session_id": SESSION_ID}))
+@router.post("/session_heartbeat", openapi_extra=json_body(HeartbeatRequest, {"session_id": SESSION_ID}))
 async def session_heartbeat(
-    request: HeartbeatRequest, services: ServicesDependency, tenant: TenantDependency
+    request: Annotated[HeartbeatRequest, json_parameter(HeartbeatRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
 ) -> HeartbeatResponse:
     """410 once the session has ended: the SDK stops beating then."""
     await services.sessions.require_open(tenant, request.session_id)
@@ -88,18 +94,30 @@ async def session_heartbeat(
 
 
 @router.post(
-    "/sessions/{session_id}/finish", status_code=204, openapi_extra=body_example({"reason": {"type": "success"}})
+    "/sessions/{session_id}/finish",
+    status_code=204,
+    openapi_extra=json_body(FinishSessionRequest, {"reason": {"type": "success"}}),
 )
 async def finish_session(
-    session_id: SessionIdPath, request: FinishSessionRequest, services: ServicesDependency, tenant: TenantDependency
+    session_id: SessionIdPath,
+    request: Annotated[FinishSessionRequest, json_parameter(FinishSessionRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
 ) -> None:
     """Lets go of its models and samplers; checkpoints stay. The first end wins."""
     await services.sessions.finish(tenant, session_id, request)
 
 
-@router.put("/sessions/{session_id}/project", status_code=204, openapi_extra=body_example({"project_id": "my-project"}))
+@router.put(
+    "/sessions/{session_id}/project",
+    status_code=204,
+    openapi_extra=json_body(AssignProjectRequest, {"project_id": "my-project"}),
+)
 async def assign_session_project(
-    session_id: SessionIdPath, request: AssignProjectRequest, services: ServicesDependency, tenant: TenantDependency
+    session_id: SessionIdPath,
+    request: Annotated[AssignProjectRequest, json_parameter(AssignProjectRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
 ) -> None:
     """Training runs can be listed by project."""
     await services.sessions.set_project(tenant, session_id, request.project_id)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
 
@@ -23,10 +24,10 @@ from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
-from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body
+from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body, json_parameter
 from ..operations import LoadWeights
 from ..services import ServicesDependency
-from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID, body_example
+from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,
@@ -242,9 +243,11 @@ async def capture(request: Request, services: ServicesDependency, tenant: Tenant
     return await run_operation(request, services, tenant, "capture", json_decoder(CaptureRequest))
 
 
-@router.post("/release_features", openapi_extra=body_example({"model_id": DRAFT_ID}))
+@router.post("/release_features", openapi_extra=json_body(ReleaseFeaturesRequest, {"model_id": DRAFT_ID}))
 async def release_features(
-    request: ReleaseFeaturesRequest, services: ServicesDependency, tenant: TenantDependency
+    request: Annotated[ReleaseFeaturesRequest, json_parameter(ReleaseFeaturesRequest)],
+    services: ServicesDependency,
+    tenant: TenantDependency,
 ) -> ReleaseFeaturesResponse:
     """Gives up what this model has captured, all of it or `feature_refs`; done at once, out of the order of operations.
 

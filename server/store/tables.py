@@ -4,7 +4,9 @@ A change here needs a new FORMAT_VERSION and a migration: see format.py.
 """
 
 import re
+from typing import Any
 
+from pydantic import JsonValue
 from sqlalchemy import (
     JSON,
     BigInteger,
@@ -42,6 +44,32 @@ class Text(TypeDecorator):
         return None if value is None else _UNSTORABLE.sub("\ufffd", value)
 
 
+def storable(value: JsonValue) -> JsonValue:
+    """The same JSON, with U+FFFD for what no database, or answer, takes."""
+    match value:
+        case str():
+            return _UNSTORABLE.sub("\ufffd", value)
+        case list():
+            return [storable(entry) for entry in value]
+        case dict():
+            return {_UNSTORABLE.sub("\ufffd", key): storable(entry) for key, entry in value.items()}
+        case _:
+            return value
+
+
+class Json(TypeDecorator):
+    """JSON whose text is as that of Text, also where an earlier version has stored it otherwise."""
+
+    impl = JSON
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> JsonValue:
+        return storable(list(value) if isinstance(value, tuple) else value)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> JsonValue:
+        return storable(value)
+
+
 metadata = MetaData()
 
 format_table = Table("format", metadata, Column("version", Integer, nullable=False))
@@ -62,7 +90,7 @@ api_keys = Table(
     Column("key_hash", Text, nullable=False, unique=True),
     Column("created_at", Float, nullable=False),
     Column("revoked_at", Float),
-    Column("scopes", JSON(none_as_null=True)),
+    Column("scopes", Json(none_as_null=True)),
     Column("requests_per_minute", Integer),
 )
 
@@ -76,8 +104,8 @@ sessions = Table(
     Column("finished_at", Float, index=True),
     Column("end", Text),
     Column("end_detail", Text),
-    Column("tags", JSON, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
+    Column("tags", Json, nullable=False),
+    Column("user_metadata", Json(none_as_null=True)),
     Column("sdk_version", Text),
     Column("project_id", Text),
     Column("display_name", Text),
@@ -93,10 +121,10 @@ runs = Table(
     Column("session_id", ForeignKey("sessions.session_id"), nullable=False, index=True),
     Column("tenant_id", ForeignKey("tenants.tenant_id"), nullable=False),
     Column("base_model", Text, nullable=False),
-    Column("training", JSON, nullable=False),
+    Column("training", Json, nullable=False),
     Column("created_at", Float, nullable=False),
     Column("last_request_at", Float, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
+    Column("user_metadata", Json(none_as_null=True)),
     Column("role", Text, nullable=False),
     Column("target_path", Text),
     Column("asked", Text),
@@ -115,9 +143,9 @@ checkpoints = Table(
     Column("created_at", Float, nullable=False),
     Column("expires_at", Float, index=True),
     Column("public", Boolean, nullable=False),
-    Column("user_metadata", JSON(none_as_null=True)),
+    Column("user_metadata", Json(none_as_null=True)),
     Column("base_model", Text, nullable=False),
-    Column("training", JSON, nullable=False),
+    Column("training", Json, nullable=False),
     Column("has_optimizer", Boolean, nullable=False),
     Column("role", Text, nullable=False),
     Column("target_path", Text),

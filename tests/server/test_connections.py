@@ -199,3 +199,33 @@ async def test_who_takes_nothing_of_an_answer_loses_the_connection(monkeypatch: 
         async with asyncio.timeout(30):
             while server.server_state.connections:  # noqa: ASYNC110
                 await asyncio.sleep(0.1)
+
+
+async def test_a_request_that_begins_before_the_last_answer_has_ended_is_answered(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its body is none of the answered one's, which would be dropped."""
+    monkeypatch.setattr(connections, "DRAIN_SECONDS", 0.1)
+    async with connected() as (reader, writer):
+        second = post("/whole", b"second")
+        for end in (20, -3):
+            writer.write(post("/", b"first") + second[:end])
+            assert b"first" in await read(reader)
+            await asyncio.sleep(0.3)
+            writer.write(second[end:])
+            assert (await read(reader)).startswith(b"HTTP/1.1 200 OK\r\n")
+
+
+async def test_what_is_not_read_of_an_answered_request_is_dropped_within_bounds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(connections, "DRAIN_BYTES", 1 << 20)
+    async with connected() as (reader, writer):
+        for num_bytes in (1 << 19, 1 << 17):
+            writer.write(post("/early", bytes(num_bytes)))
+            assert b"early" in await read(reader)
+        writer.write(post("/early", bytes(1 << 22)))
+        with contextlib.suppress(ConnectionError):
+            await writer.drain()
+        assert (await read_all(reader)).count(b"HTTP/1.1") == 1
+        assert reader.at_eof() or writer.is_closing()

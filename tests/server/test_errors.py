@@ -136,7 +136,7 @@ async def test_what_cannot_be_computed_fails_its_future_alone(server: Server, ca
 @pytest.mark.parametrize("verb", ["save_weights", "save_weights_for_sampler", "save_weights_external"])
 async def test_names_that_are_paths_are_refused(server: Server, verb: str) -> None:
     run = await server.create_run()
-    names = ["../../etc/passwd", "a/b", "..", "", ".hidden", "a" * 129, "a\x00b", "ä"]
+    names = ["../../etc/passwd", "a/b", "..", "", ".hidden", "a" * 129, "a\nb", "ä"]
     for name in names:
         answer = await run.do(verb, path=name)
         assert answer["category"] == "user" and "not allowed" in answer["error"]
@@ -173,19 +173,11 @@ async def test_a_body_that_is_no_json_counts_as_done(server: Server) -> None:
     await check_that_the_run_goes_on(run, tainted=False)
 
 
-@pytest.mark.parametrize(
-    ("headers", "came"),
-    [({"Content-Type": "application/x-www-form-urlencoded"}, "as application/x-www-form-urlencoded"), ({}, "without")],
-)
-async def test_json_that_is_not_sent_as_json_is_refused_with_the_header_to_send(
-    server: Server, headers: dict[str, str], came: str
-) -> None:
+async def test_json_that_is_not_sent_as_json_is_read_all_the_same(server: Server) -> None:
     """As by `curl -d`, which says that it sends a form."""
-    for verb in ("create_session", "get_info"):
-        answer = await server.post_bytes(verb, b'{"sdk_version": "x"}', **headers)
-        assert answer.status_code == 400
-        assert f"sent {came}" in answer.json()["detail"]
-        assert answer.json()["detail"].endswith("send the header Content-Type: application/json")
+    for headers in ({"Content-Type": "application/x-www-form-urlencoded"}, {}):
+        answer = await server.post_bytes("create_session", b'{"sdk_version": "x"}', **headers)
+        assert answer.status_code == 200 and answer.json()["session_id"]
 
 
 async def test_loading_what_is_not_there_fails_alone(server: Server) -> None:

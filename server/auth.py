@@ -74,7 +74,7 @@ class Auth:
     async def admit(self, request: Request, route: str) -> Tenant:
         """Who sends it. Raises RequestError 401, or 429 where its address has sent too many such requests; 403 and 429
         where the key lacks the scope or exceeds its rate."""
-        known = await self._require(presented_key(request), request.client.host if request.client else "")
+        known = await self._require(presented_key(request), address_of(request))
         if known.key is not None:
             self._check(known.key, route)
         return known.tenant
@@ -95,11 +95,12 @@ class Auth:
             return None
         return known.tenant
 
-    async def is_operator(self, key: str | None) -> bool:
-        """True if whoever shows this may see what concerns all tenants; on an open server everybody is that."""
+    async def is_operator(self, key: str | None, address: str) -> bool:
+        """True if whoever shows this may see what concerns all tenants; on an open server everybody is that. Raises
+        RequestError 429 as `admit` does."""
         if not key:
             return await self._is_open()
-        known = await self._look_up(key)
+        known = await self._look_up(key, address)
         return known is not None and (known.key is None or OPERATOR in (known.key.scopes or ()))
 
     async def key_of(self, key: str) -> ApiKeyRecord | None:
@@ -223,10 +224,14 @@ TenantDependency = Annotated[Tenant, Depends(current_tenant)]
 
 async def is_operator(request: Request) -> bool:
     """For routes that take no key, too."""
-    return await request.app.state.services.auth.is_operator(presented_key(request))
+    return await request.app.state.services.auth.is_operator(presented_key(request), address_of(request))
 
 
 OperatorDependency = Annotated[bool, Depends(is_operator)]
+
+
+def address_of(request: Request) -> str:
+    return request.client.host if request.client else ""
 
 
 def presented_key(request: Request) -> str | None:

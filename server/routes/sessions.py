@@ -1,5 +1,7 @@
 """The life of a client: its configuration, its session, its heartbeats, its telemetry (which is dropped)."""
 
+from typing import Annotated
+
 from fastapi import APIRouter, Request, Response
 
 from ...schemas.models import (
@@ -75,7 +77,7 @@ async def create_session(
     request: Annotated[CreateSessionRequest, json_parameter(CreateSessionRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
-    idempotency_key: IdempotencyKey = None,
+    idempotency_key: IdempotencyKey | None = None,
 ) -> CreateSessionResponse:
     """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
     record = await services.sessions.create(tenant, request, idempotency_key)

@@ -142,8 +142,8 @@ async def test_routes_without_data_read_a_mebibyte(app: FastAPI) -> None:
             assert (answer.status_code == 413) == is_too_large, (route, answer.text)
 
 
-NO_BODY = ("/token", "/publish", "/config", "/dynamic_config")
-"""Paths whose routes take a key and read no body."""
+NO_BODY = ("/token", "/publish", "/config", "/dynamic_config", "/ttl")
+"""What the paths of routes end with that read no body, or look for a checkpoint before."""
 
 
 async def test_a_compressed_body_of_a_route_without_data_is_small_too(api: Api) -> None:

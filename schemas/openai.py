@@ -2,6 +2,7 @@
 
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
 
@@ -19,6 +20,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from .bounds import MOST_TOKEN_IDS, ConstraintSchema, Id, Path
+from .codec.models import check_json_size
 from .errors import RequestError
 from .sampling import NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
@@ -316,15 +318,16 @@ Asked = TypeVar("Asked", bound=Asking)
 
 
 def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
-    """Of bodies. It raises OpenAiError 400, naming the first field that is wrong."""
+    """Of bodies. It raises OpenAiError 400, naming the first field that is wrong, and RequestError 413."""
+    return partial(_decode, kind)
 
-    def decode(body: bytes) -> Asked:
-        try:
-            return kind.model_validate_json(body)
-        except ValidationError as error:
-            raise _bad_request(_most_telling(error.errors(include_url=False))) from None
 
-    return decode
+def _decode(kind: type[Asked], body: bytes) -> Asked:
+    check_json_size(body)
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        raise _bad_request(_most_telling(error.errors(include_url=False))) from None
 
 
 def _most_telling(errors: Iterable[Mapping[str, Any]]) -> Mapping[str, Any]:

@@ -17,13 +17,13 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
+from ..schemas.codec import describe_errors
 from ..schemas.errors import RequestError
 from ..schemas.openai import ErrorBody, OpenAiError
 from ..schemas.version import VERSION
 from ..workers.dispatch import WorkerDispatch
 from .adapters import Adapters
 from .auth import Auth
-from .bodies import describe_errors
 from .checkpoints import Checkpoints
 from .completions import Completions
 from .config import ServerConfig

@@ -4,28 +4,41 @@ import asyncio
 import re
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 from fastapi import Depends, HTTPException, Request
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.types import Message, Receive
 
-from ..schemas.codec import PROTOBUF, check_json_text, decompress, refused_with_400
+from ..schemas.codec import (
+    PROTOBUF,
+    decode_forward_backward,
+    decode_model,
+    decompress,
+    decompressed_size,
+    is_protobuf,
+)
 from ..schemas.errors import RequestError
+from ..schemas.training import ForwardBackwardRequest
+from .apart import decode_apart
 from .config import ServerConfig
 
 LARGE_BYTES = 256 << 10
 """What is larger is decoded and encoded off the event loop."""
 
+APART_JSON_BYTES = 4 << 20
+APART_PROTOBUF_BYTES = 32 << 20
+"""What is larger is decoded in a process of its own. Its parsers take about as long for the one as for the other."""
+
 CONTROL_BODY_BYTES = 1 << 20
 """Most bytes of a body that carries no data of training or sampling."""
 
-PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
 _PREFIX_BYTES = 1 << 20
 _CHECKED_BYTES = 1 << 16
-_MOST_SHOWN = 5
 
 Decoded = TypeVar("Decoded")
+Model = TypeVar("Model", bound=BaseModel)
 JsonSchema = dict[str, object]
 
 
@@ -57,6 +70,17 @@ def body_limits(config: ServerConfig, is_large: bool) -> BodyLimits:
 def limits_of(request: Request) -> BodyLimits:
     """What the gate has found for its route."""
     return request.state.body_limits
+
+
+@dataclass(frozen=True)
+class Decoder(Generic[Decoded]):
+    """What decodes a body that is not JSON, or not always. apart_bytes: from which size on in a process of its own."""
+
+    decode: Callable[[bytes], Decoded]
+    apart_bytes: float
+
+    def __call__(self, body: bytes) -> Decoded:
+        return self.decode(body)
 
 
 class BodyTooLarge(HTTPException):
@@ -151,8 +175,14 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
     if received.too_large:
         refusal = BodyTooLarge(limits.received_bytes)
         raise RequestError(refusal.detail, refusal.status_code)
-    if received.content_encoding is None and len(received.body) < LARGE_BYTES:
+    size = await size_of(received, limits)
+    if received.content_encoding is None and size < LARGE_BYTES:
         return decode(received.body)
+    decode, apart_bytes = (
+        (decode.decode, decode.apart_bytes) if isinstance(decode, Decoder) else (decode, APART_JSON_BYTES)
+    )
+    if size >= apart_bytes:
+        return await decode_apart(decode, received.body, received.content_encoding, limits.decompressed_bytes)
 
     def decompress_and_decode() -> Decoded:
         return decode(decompress(received.body, received.content_encoding, limits.decompressed_bytes))
@@ -160,21 +190,24 @@ async def decode_body(received: Received, limits: BodyLimits, decode: Callable[[
     return await asyncio.to_thread(decompress_and_decode)
 
 
-Model = TypeVar("Model", bound=BaseModel)
+async def size_of(received: Received, limits: BodyLimits) -> int:
+    """Bytes once decompressed, before any memory is taken for it; as received where it is only a beginning. Raises
+    RequestError."""
+    if received.too_large or received.content_encoding is None:
+        return len(received.body)
+    most = limits.decompressed_bytes
+    return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
 
 
 def json_decoder(model: type[Model]) -> Callable[[bytes], Model]:
-    """Raises RequestError 400 naming each wrong field, its value and what is wrong with it."""
+    """Raises RequestError as decode_model does."""
+    return partial(decode_model, model)
 
-    def decode(body: bytes) -> Model:
-        with refused_with_400():
-            check_json_text(body)
-        try:
-            return model.model_validate_json(body)
-        except ValidationError as error:
-            raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
 
-    return decode
+def forward_backward_decoder(content_type: str, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:
+    """forward_only: whatever the body says of it. Raises RequestError as decode_forward_backward does."""
+    apart_bytes = APART_PROTOBUF_BYTES if is_protobuf(content_type) else APART_JSON_BYTES
+    return Decoder(partial(decode_forward_backward, content_type=content_type, forward_only=forward_only), apart_bytes)
 
 
 def json_parameter(model: type[BaseModel]) -> Any:
@@ -184,32 +217,6 @@ def json_parameter(model: type[BaseModel]) -> Any:
         return await decode_body(await receive_body(request), limits_of(request), json_decoder(model))
 
     return Depends(read)
-
-
-def describe_errors(errors: list) -> str:
-    """In words, from the error list of pydantic."""
-    shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
-    more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
-    return f"bad request: {shown}{more}"
-
-
-def _describe(error: dict) -> str:
-    place = ".".join(_shorten(str(part)) for part in error["loc"] if part != "body")
-    if error["type"] in ("json_invalid", "json_type"):
-        return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
-    if error["type"] == "missing":
-        return f"{place or 'the body'} is missing"
-    if error["type"] == "unknown_name":
-        return error["msg"]
-    if error["type"] == "extra_forbidden":
-        return f"there is no {place}: see /docs for what there is"
-    if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
-        return f"prompt is {_shorten(repr(error['input']))}: send tokens, {PROMPT_SHAPE}"
-    return f"{place or 'the body'} is {_shorten(repr(error['input']))}: {error['msg']}"
-
-
-def _shorten(text: str) -> str:
-    return text if len(text) <= 80 else f"{text[:77]}..."
 
 
 # OpenAPI -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from pydantic import BaseModel
@@ -13,13 +12,12 @@ from ..schemas.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from ..schemas.codec import decode_forward_backward
 from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
 from ..schemas.errors import RequestError
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
-from .bodies import BodyLimits, Received, decode_body, json_decoder
+from .bodies import BodyLimits, Received, decode_body, forward_backward_decoder, json_decoder
 from .journal import Entry
 
 Request = (
@@ -66,10 +64,7 @@ def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
     if kind in _JSON:
         return partial(_from_json, _JSON[kind])
 
-    def decode(body: bytes) -> ForwardBackwardRequest:
-        return replace(decode_forward_backward(body, content_type), forward_only=kind == "forward")
-
-    return decode
+    return forward_backward_decoder(content_type, forward_only=kind == "forward")
 
 
 def _from_json(model: type[BaseModel], body: bytes) -> Decoded:

@@ -23,6 +23,7 @@ ARROWS = {
 TORCH_FREE_WORKERS = {
     "dispatch",
     "keeper",
+    "messages",
     "pools",
     "sources",
     "verbs",

@@ -7,6 +7,7 @@ ValueError. Arrays come out C-contiguous, writable and of the dtypes that the ty
 from .compression import decompress, decompressed_size
 from .formats import JSON, PROTOBUF, check_json_text, is_json, is_protobuf, parse_json
 from .invalid import refused_with_400
+from .models import decode_model, describe_errors
 from .outputs import (
     decode_forward_backward_output,
     encode_forward_backward_output,
@@ -35,9 +36,11 @@ __all__ = [
     "csr_layout_from_json",
     "decode_forward_backward",
     "decode_forward_backward_output",
+    "decode_model",
     "decode_sample_response",
     "decompress",
     "decompressed_size",
+    "describe_errors",
     "encode_forward_backward_output",
     "encode_forward_backward_output_json",
     "encode_forward_backward_request",

@@ -28,5 +28,8 @@ def at_place(place: str) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    text = repr(value)
+    return shorten(repr(value))
+
+
+def shorten(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .fields import check_num_messages
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .inputs import as_loss_input, is_integer_input
 from .invalid import Invalid, at_place, refused_with_400, shown
+from .models import MAX_JSON_BYTES
 from .plain import plain_data
 from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
 from .values import (
@@ -25,16 +27,16 @@ from .values import (
     numeric_array,
 )
 
-MAX_JSON_BYTES = 64 << 20
-"""Parsed JSON takes twenty times its size and more."""
 _MAX_UNCOUNTED_BYTES = 16 << 20
 _MAX_MESSAGES = 1_000_000
 
 
 def decode_forward_backward(
-    body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES
+    body: bytes, content_type: str, max_dense_bytes: int = MAX_DENSE_BYTES, forward_only: bool = False
 ) -> ForwardBackwardRequest:
     """A forward_backward body: the SDK's protobuf, the JSON of SDK 0.25, or flat JSON with plain lists.
+
+    forward_only: whatever the body says of it.
 
     Loss inputs come out as the loss functions take them: `target_tokens` int64, all others float32, CSR made dense.
     Raises RequestError: 400 with the place and the reason, 413 for too much JSON, 415 for another content type.
@@ -43,9 +45,11 @@ def decode_forward_backward(
         raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send protobuf", 413)
     with refused_with_400():
         if is_protobuf(content_type):
-            return _request_from_protobuf(body, Budget(max_dense_bytes))
+            request = _request_from_protobuf(body, Budget(max_dense_bytes))
+            return replace(request, forward_only=forward_only or request.forward_only)
         if is_json(content_type):
-            return _request_from_json(body, Budget(max_dense_bytes))
+            request = _request_from_json(body, Budget(max_dense_bytes))
+            return replace(request, forward_only=forward_only or request.forward_only)
     raise RequestError(f"content type {shown(content_type)} is not supported: send {PROTOBUF} or {JSON}", 415)
 
 

@@ -1,5 +1,6 @@
 """What can be done with one checkpoint: describe, publish, age, copy, download, delete."""
 
+import math
 import secrets
 import time
 from datetime import UTC, datetime
@@ -23,7 +24,7 @@ from ...schemas.checkpoints import (
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
 from ..auth import Tenant, TenantDependency
-from ..bodies import json_body, json_parameter
+from ..bodies import Decoder, json_body, json_parameter
 from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
 from ..services import Services, ServicesDependency
@@ -150,7 +151,7 @@ async def copy_weights(
     services: ServicesDependency,
     tenant: TenantDependency,
     access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,
-    idempotency_key: IdempotencyKey | None = None,
+    idempotency_key: IdempotencyKey = None,  # noqa: RUF013
 ) -> CopyWeightsResponse:
     """The copy is the tenant's own, in the project asked for, and outlives its source."""
     token = access_token or request.weights_access_token
@@ -173,14 +174,15 @@ async def import_weights(
     ] = None,
     name: Annotated[str, Query(max_length=MOST_ID, description="of the checkpoint")] = "imported",
     ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
-    idempotency_key: IdempotencyKey | None = None,
+    idempotency_key: IdempotencyKey = None,  # noqa: RUF013
 ) -> ImportWeightsResponse:
     """An adapter that PEFT has saved, as a checkpoint to load and to sample from, without optimizer state.
 
     The body: adapter_config.json and behind it adapter_model.safetensors.
     """
     with services.quotas.admission(tenant.id) as admission:
-        submit = await receive_unordered(request, admission, partial(read_upload, config_bytes=config_bytes))
+        decode = Decoder(partial(read_upload, config_bytes=config_bytes), math.inf)
+        submit = await receive_unordered(request, admission, decode)
         imported = Import(submit.content, base_model, name, ttl_seconds)
         session = _ended_session(tenant, None, idempotency_key, "import_weights")
         checkpoint = await import_checkpoint(services, tenant, imported, session)

@@ -18,7 +18,6 @@ from ...schemas.codec import (
     PROTOBUF,
     decode_forward_backward_output,
     decode_sample_response,
-    decompressed_size,
     encode_forward_backward_output_json,
     encode_sample_response_json,
     forward_backward_output_json_pieces,
@@ -30,7 +29,7 @@ from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
 from ..auth import Tenant
-from ..bodies import LARGE_BYTES, Decoded, Received, declared_size, decode_body, limits_of, receive_body
+from ..bodies import LARGE_BYTES, Decoded, Received, declared_size, decode_body, limits_of, receive_body, size_of
 from ..feature_room import NoRoom
 from ..futures import Result
 from ..journaled import Request as AsAsked
@@ -80,7 +79,7 @@ async def receive_unordered(
     if not admission.try_claim(num_bytes := _num_bytes(request)):
         admission.claim(num_bytes, UNORDERED)
     received = await receive_body(request)
-    admission.grow(await _decompressed_size(received, request), UNORDERED)
+    admission.grow(await size_of(received, limits_of(request)), UNORDERED)
     return Submit(received, await decode_body(received, limits_of(request), decode))
 
 
@@ -105,7 +104,7 @@ async def receive_operation(
     check = None if admission.try_claim(num_bytes) else claim
     received = await receive_body(request, check)
     try:
-        if (num_bytes := await _decompressed_size(received, request)) > admission.num_bytes:
+        if (num_bytes := await size_of(received, limits_of(request))) > admission.num_bytes:
             admission.grow(num_bytes, await _standing(services, tenant, received.body, received.content_type))
         return Submit(received, await decode_body(received, limits_of(request), decode))
     except RequestError as error:
@@ -207,14 +206,6 @@ def _num_bytes(request: Request) -> int:
     """That the body may have; of one that does not say its size, the most."""
     declared, most = declared_size(request), limits_of(request).received_bytes
     return most if declared is None else min(declared, most)
-
-
-async def _decompressed_size(received: Received, request: Request) -> int:
-    """To be claimed before it is decompressed. Raises RequestError."""
-    if received.too_large or received.content_encoding is None:
-        return len(received.body)
-    most = limits_of(request).decompressed_bytes
-    return await asyncio.to_thread(decompressed_size, received.body, received.content_encoding, most)
 
 
 async def _standing(services: Services, tenant: Tenant, beginning: bytes, content_type: str) -> Standing:

@@ -1,7 +1,5 @@
 """Creating models, and the operations of a model being trained: decoded, authorized, handed to its Run."""
 
-from collections.abc import Callable
-from dataclasses import replace
 from typing import Annotated
 
 from fastapi import APIRouter, Request, Response
@@ -12,7 +10,6 @@ from ...schemas.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from ...schemas.codec import decode_forward_backward
 from ...schemas.drafts import (
     BuildVocabMapRequest,
     CaptureRequest,
@@ -24,7 +21,15 @@ from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
 from ..auth import TenantDependency
-from ..bodies import Received, json_body, json_decoder, json_or_protobuf_body, json_parameter
+from ..bodies import (
+    Decoder,
+    Received,
+    forward_backward_decoder,
+    json_body,
+    json_decoder,
+    json_or_protobuf_body,
+    json_parameter,
+)
 from ..operations import LoadWeights
 from ..services import ServicesDependency
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
@@ -130,10 +135,7 @@ async def forward_backward(request: Request, services: ServicesDependency, tenan
 @router.post("/forward", openapi_extra=_FORWARD_BACKWARD_BODY)
 async def forward(request: Request, services: ServicesDependency, tenant: TenantDependency) -> Response:
     """The same as forward_backward with `forward_only`: losses, and log-probabilities or values, but no gradients."""
-    decode = _decoder(request)
-    return await run_operation(
-        request, services, tenant, "forward", lambda body: replace(decode(body), forward_only=True)
-    )
+    return await run_operation(request, services, tenant, "forward", _decoder(request, forward_only=True))
 
 
 @router.post("/optim_step", openapi_extra=json_body(OptimStepRequest, {"model_id": MODEL_ID, "adam_params": {}}))
@@ -266,6 +268,5 @@ def _without_secret(submit: Submit[LoadWeightsRequest]) -> Submit[LoadWeightsReq
     return Submit(Received(shown.model_dump_json(exclude_none=True).encode()), shown)
 
 
-def _decoder(request: Request) -> Callable[[bytes], ForwardBackwardRequest]:
-    content_type = request.headers.get("content-type", "application/json")
-    return lambda body: decode_forward_backward(body, content_type)
+def _decoder(request: Request, forward_only: bool = False) -> Decoder[ForwardBackwardRequest]:
+    return forward_backward_decoder(request.headers.get("content-type", "application/json"), forward_only)

@@ -475,7 +475,7 @@ def with_input(name: str, value: object) -> object:
     [
         ([], "the body must be an object"),
         ({**REQUEST, "model_id": 3}, "model_id must be a string, not 3"),
-        ({**REQUEST, "model_id": "\ud800"}, "model_id must be a string"),
+        ({**REQUEST, "model_id": "\ud800"}, "neither NUL nor half a surrogate pair"),
         ({**REQUEST, "seq_id": "1"}, "seq_id must be an integer, not '1'"),
         ({**REQUEST, "seq_id": True}, "seq_id must be an integer, not True"),
         ({**REQUEST, "data": {}}, "data must be a list"),

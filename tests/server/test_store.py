@@ -493,7 +493,7 @@ async def test_text_that_databases_cannot_hold_is_no_error(open_store: OpenStore
         assert await store.insert_session(record) == record
         stored = await store.get_session(record.session_id)
         assert stored is not None and stored.display_name == "a\ufffdb"
-        assert (stored.tags, stored.user_metadata) == ((odd,), {odd: odd})
+        assert (stored.tags, stored.user_metadata) == (("a\ufffdb",), {"a\ufffdb": "a\ufffdb"})
         again = await store.insert_session(dataclasses.replace(record, session_id="again"))
         assert again.session_id == record.session_id
         assert await store.get_run(odd) is None

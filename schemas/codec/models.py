@@ -1,0 +1,55 @@
+"""JSON bodies as pydantic's models, and what is wrong with them in words."""
+
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from ..errors import RequestError
+from .formats import check_json_text
+from .invalid import refused_with_400, shorten
+
+PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
+MAX_JSON_BYTES = 64 << 20
+"""Parsed JSON takes ten times its size and more."""
+_MOST_SHOWN = 5
+
+Model = TypeVar("Model", bound=BaseModel)
+
+
+def decode_model(model: type[Model], body: bytes) -> Model:
+    """Raises RequestError: 400 naming each wrong field, its value and what is wrong with it, 413 for too much JSON."""
+    check_json_size(body)
+    with refused_with_400():
+        check_json_text(body)
+    try:
+        return model.model_validate_json(body)
+    except ValidationError as error:
+        raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
+
+
+def check_json_size(body: bytes) -> None:
+    """Raises RequestError 413."""
+    if len(body) > MAX_JSON_BYTES:
+        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send less", 413)
+
+
+def describe_errors(errors: list) -> str:
+    """In words, from the error list of pydantic."""
+    shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
+    more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
+    return f"bad request: {shown}{more}"
+
+
+def _describe(error: dict) -> str:
+    place = ".".join(shorten(str(part)) for part in error["loc"] if part != "body")
+    if error["type"] in ("json_invalid", "json_type"):
+        return f"the body is not valid JSON: {error.get('ctx', {}).get('error', error['msg'])}"
+    if error["type"] == "missing":
+        return f"{place or 'the body'} is missing"
+    if error["type"] == "unknown_name":
+        return error["msg"]
+    if error["type"] == "extra_forbidden":
+        return f"there is no {place}: see /docs for what there is"
+    if error["type"].startswith("model_") and error["loc"][-1:] == ("prompt",):
+        return f"prompt is {shorten(repr(error['input']))}: send tokens, {PROMPT_SHAPE}"
+    return f"{place or 'the body'} is {shorten(repr(error['input']))}: {error['msg']}"

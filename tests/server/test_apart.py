@@ -1,0 +1,97 @@
+"""Large bodies are decoded in processes of their own, within bounds, and come back as they would from here.
+
+`eval` is a decoder of bodies: what it decodes says what it does.
+"""
+
+import json
+import os
+from functools import partial
+
+import numpy as np
+import pytest
+import zstandard
+from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model, encode_forward_backward_request
+from trainhouse.schemas.errors import RequestError
+from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
+from trainhouse.schemas.sampling import SampleRequest
+from trainhouse.schemas.training import Datum, ForwardBackwardRequest
+from trainhouse.server.apart import decode_apart
+from trainhouse.server.bodies import (
+    APART_JSON_BYTES,
+    APART_PROTOBUF_BYTES,
+    BodyLimits,
+    Decoder,
+    Received,
+    decode_body,
+    forward_backward_decoder,
+)
+
+pytestmark = pytest.mark.anyio
+
+LIMITS = BodyLimits(1 << 30, 1 << 30)
+WHO = b"__import__('os').getpid()"
+
+
+def padded(body: bytes, num_bytes: int) -> bytes:
+    return body + b" " * (num_bytes - len(body))
+
+
+async def test_a_large_body_is_decoded_in_another_process() -> None:
+    assert await decode_body(Received(padded(WHO, APART_JSON_BYTES - 1)), LIMITS, eval) == os.getpid()
+    assert await decode_body(Received(padded(WHO, APART_JSON_BYTES)), LIMITS, eval) != os.getpid()
+    compressed = Received(zstandard.compress(padded(WHO, APART_JSON_BYTES)), content_encoding="zstd")
+    assert await decode_body(compressed, LIMITS, eval) != os.getpid()
+    for decode, is_here in ((Decoder(eval, APART_JSON_BYTES + 1), True), (Decoder(eval, APART_JSON_BYTES), False)):
+        where = await decode_body(Received(padded(WHO, APART_JSON_BYTES)), LIMITS, decode)
+        assert (where == os.getpid()) == is_here
+    assert forward_backward_decoder(JSON).apart_bytes == APART_JSON_BYTES
+    assert forward_backward_decoder(PROTOBUF).apart_bytes == APART_PROTOBUF_BYTES
+
+
+async def test_what_comes_back_is_what_would_have_been_decoded_here() -> None:
+    inputs = {"target_tokens": np.arange(3), "weights": np.ones(3, np.float32)}
+    data = tuple(Datum(np.arange(3, dtype=np.int32), inputs) for _ in range(20))
+    body = encode_forward_backward_request(ForwardBackwardRequest("m", 1, data, "cross_entropy"))
+    decode = forward_backward_decoder(PROTOBUF, forward_only=True)
+    here, there = decode(body), await decode_apart(decode.decode, body, None, 1 << 20)
+    assert isinstance(there, ForwardBackwardRequest) and there.forward_only and len(there.data) == 20
+    for one, other in zip(here.data, there.data, strict=True):
+        assert np.array_equal(one.tokens, other.tokens) and other.tokens.flags.writeable
+        for name, values in one.loss_fn_inputs.items():
+            assert np.array_equal(values, other.loss_fn_inputs[name])
+    sample = json.dumps(
+        {"base_model": "b", "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1, 2]}]}}
+    ).encode()
+    decode_sample = partial(decode_model, SampleRequest)
+    assert await decode_apart(decode_sample, sample, None, 1 << 20) == decode_sample(sample)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "words"),
+    [
+        (b"bytearray(1 << 40)", 413, "too much memory"),
+        (b"__import__('os')._exit(9)", 413, "too much memory"),
+        (b"__import__('os').kill(__import__('os').getpid(), 24)", 413, "too much memory or time"),
+    ],
+)
+async def test_what_takes_too_much_is_refused(body: bytes, status: int, words: str) -> None:
+    with pytest.raises(RequestError, match=words) as refused:
+        await decode_apart(eval, body, None, 1 << 20)
+    assert refused.value.status == status
+    assert await decode_apart(eval, b"1 + 1", None, 1 << 20) == 2
+
+
+async def test_refusals_come_back_and_mistakes_of_ours_are_seen() -> None:
+    with pytest.raises(RequestError, match="base_model is 3"):
+        await decode_apart(partial(decode_model, SampleRequest), b'{"base_model": 3}', None, 1 << 20)
+    with pytest.raises(OpenAiError) as refused:
+        await decode_apart(decoder(CompletionRequest), b'{"model": "m"}', None, 1 << 20)
+    assert (refused.value.status, refused.value.param, refused.value.code) == (
+        400,
+        "prompt",
+        "missing_required_parameter",
+    )
+    with pytest.raises(RequestError, match="limit"):
+        await decode_apart(eval, zstandard.compress(bytes(2 << 20)), "zstd", 1 << 20)
+    with pytest.raises(RuntimeError, match="ZeroDivisionError"):
+        await decode_apart(eval, b"1 / 0", None, 1 << 20)

@@ -1,7 +1,7 @@
 """Decoding in a process of its own: parsers of JSON and protobuf keep the interpreter to themselves, for seconds where
 a body is large, and all others would wait. One process decodes one body, with bounds to its memory and time.
 
-This module is run in that process, too.
+`main` is what runs there.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from ..schemas.codec import decompress
 from ..schemas.errors import RequestError
@@ -37,27 +37,38 @@ async def decode_apart(decoder: Callable[[bytes], Decoded], body: bytes, encodin
 
     Raises RequestError: what `decoder` raises, or 413 where it takes too much memory or time.
     """
-    work = (_decoded_apart, decoder, body, encoding, limit)
-    answer = await asyncio.get_running_loop().run_in_executor(_AT_ONCE, *work)
+    work = _Work(decoder, encoding, limit, pickle.PickleBuffer(body))
+    answer = await asyncio.get_running_loop().run_in_executor(_AT_ONCE, _done_apart, work)
     if isinstance(answer, Exception):
         raise answer
     return answer  # pyright: ignore[reportReturnType]
 
 
-def _decoded_apart(decoder: Callable[[bytes], object], body: bytes, encoding: str | None, limit: int) -> object:
+class _Work(NamedTuple):
+    decoder: Callable[[bytes], object]
+    encoding: str | None
+    limit: int
+    body: pickle.PickleBuffer | memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        return memoryview(self.body).nbytes
+
+
+def _done_apart(work: _Work) -> object:
     """What comes of it, or the exception."""
     ours, theirs = socket.socketpair()
     number = theirs.fileno()
-    command = [sys.executable, "-P", "-m", __name__, str(number)]
+    command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(number)]
     # What its parsers print when memory runs out would be the client's to put into our log.
     process = subprocess.Popen(command, pass_fds=[number], start_new_session=True, stderr=subprocess.DEVNULL)
     with ours, process:
         theirs.close()
         try:
-            Outgoing(encode((decoder, encoding, limit, pickle.PickleBuffer(body)))).send(ours)
+            Outgoing(encode(work)).send(ours)
             frame = Incoming().receive(ours)
         except (EOFError, OSError):
-            return _too_much(len(body))
+            return _too_much(work.num_bytes)
         finally:
             process.kill()
     assert frame is not None, "the pipe blocks"
@@ -82,20 +93,17 @@ def main() -> None:
 
 
 def _decoded(frame: memoryview) -> object:
-    decoder, encoding, limit, body = decode(frame)  # pyright: ignore[reportGeneralTypeIssues]
-    whole = b""
+    work = decode(frame)
+    assert isinstance(work, _Work)
     try:
-        whole = decompress(bytes(body), encoding, limit)
-        resource.setrlimit(resource.RLIMIT_DATA, (_FIXED_BYTES + _BYTES_PER_BYTE * len(whole),) * 2)
-        resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS,) * 2)
-        return decoder(whole)
+        whole = decompress(bytes(work.body), work.encoding, work.limit)
+        most_bytes = _FIXED_BYTES + _BYTES_PER_BYTE * len(whole)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS))
+        return work.decoder(whole)
     except RequestError as error:
         return error
     except MemoryError:
-        return _too_much(len(whole))
+        return _too_much(work.num_bytes)
     except Exception:
         return RuntimeError(traceback.format_exc())
-
-
-if __name__ == "__main__":
-    main()

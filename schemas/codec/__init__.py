@@ -51,8 +51,8 @@ __all__ = [
     "is_protobuf",
     "parse_json",
     "peek_operation",
-    "sample_response_json_pieces",
     "refused_with_400",
+    "sample_response_json_pieces",
     "tensor_from_json",
     "tensor_to_json",
 ]

@@ -18,6 +18,7 @@ from .drafts import drafts
 from .durability import durability
 from .guesses import guesses
 from .interactive import interactive
+from .large_bodies import large_bodies
 from .latency import latency
 from .layout_decoding import layout_decoding
 from .layout_memory import layout_memory
@@ -47,10 +48,11 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "layouts": layout_steps,
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,
+    "bodies": large_bodies,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding")
+ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "bodies")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 

@@ -115,7 +115,7 @@ async def download_file(
     file: FilePath,
     services: ServicesDependency,
     expires: Annotated[Natural, Query()],
-    signature: Annotated[str, Query(max_length=MOST_ID)],
+    signature: Annotated[str, Query(max_length=MOST_TEXT)],
 ) -> FileResponse:
     path = f"tinker://{run_id}/{kind}/{name}"
     return FileResponse(await services.checkpoints.signed_file(path, SignedFile(file, expires, signature)))

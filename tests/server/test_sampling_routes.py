@@ -50,10 +50,10 @@ async def test_the_base_model_is_sampled(server: Server) -> None:
 async def test_a_misspelt_parameter_is_refused_by_name(server: Server) -> None:
     body = sample_body(await base_sampler(server), sampling_params={"max_token": 3})
     refused = await server.post("asample", body, status=400)
-    assert "there is no sampling_params.max_token:" in refused["detail"]
+    assert "has no max_token: did you mean max_tokens?" in refused["detail"]
     run = await server.create_run()
     refused = await run.submit("optim_step", status=400, adam_params={"learning_rte": 1e-3})
-    assert "there is no adam_params.learning_rte:" in refused["detail"]
+    assert "has no learning_rte: did you mean learning_rate?" in refused["detail"]
 
 
 async def test_a_repeated_request_is_drawn_once_and_a_seed_repeats(server: Server) -> None:

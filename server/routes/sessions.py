@@ -77,7 +77,7 @@ async def create_session(
     request: Annotated[CreateSessionRequest, json_parameter(CreateSessionRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
-    idempotency_key: IdempotencyKey = None,  # noqa: RUF013
+    idempotency_key: IdempotencyKey = None,
 ) -> CreateSessionResponse:
     """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
     record = await services.sessions.create(tenant, request, idempotency_key)

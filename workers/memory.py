@@ -1,7 +1,5 @@
-"""Memory: the process's allocator, how much there is, and how to be told when there is none left."""
+"""Memory: how much there is, and how to be told when there is none left."""
 
-import ctypes
-import platform
 import resource
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,10 +9,7 @@ import torch
 
 from ..schemas.errors import OperationError
 from . import footprint
-
-_TRIM_THRESHOLD = -1
-_MMAP_THRESHOLD = -3
-_MOST_ARENAS = -8
+from .allocator import free_bytes, trim
 
 _SIZES = Path("/proc/self/statm")
 
@@ -25,26 +20,12 @@ _RESERVE = 20
 _OUT_OF_MEMORY = ("can't allocate memory", "out of memory", "bad_alloc", "bad allocation", "ALLOC_FAILED")
 
 
-def tune_allocator() -> bool:
-    """Has glibc keep freed memory instead of giving it back; call it at process start. Elsewhere does nothing.
-
-    A training step frees and allocates the same large tensors over and over, each time at the price of page faults.
-    Returns whether the allocator took the setting.
-    """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    mallopt = ctypes.CDLL(None).mallopt
-    # Those of further threads would not hold what is larger than 64 MB.
-    settings = {_MMAP_THRESHOLD: 1 << 30, _TRIM_THRESHOLD: (1 << 31) - 1, _MOST_ARENAS: 1}
-    return 0 not in [mallopt(name, value) for name, value in settings.items()]
-
-
 def give_back_freed(device: torch.device) -> None:
     """To the system, what the allocators keep for later."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    elif platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+    else:
+        trim()
 
 
 def is_out_of_memory(error: Exception) -> bool:
@@ -83,12 +64,20 @@ def bounded_memory(device: torch.device) -> Iterator[None]:
         yield
         return
     before, most = resource.getrlimit(resource.RLIMIT_DATA)
-    limit = _data_bytes() + available - available // _RESERVE
+    limit = _data_bytes() - _given_back_bytes() + available - available // _RESERVE
     resource.setrlimit(resource.RLIMIT_DATA, (limit if before == resource.RLIM_INFINITY else min(limit, before), most))
     try:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, (before, most))
+
+
+def _given_back_bytes() -> int:
+    """What the allocator has given back and will take again without being asked: it is available, and part of
+    `_data_bytes`. Nobody counts it, so it is the least of what is not touched and what the allocator could hand out."""
+    resident, of_files = (int(number) for number in _SIZES.read_text().split()[1:3])
+    untouched = _data_bytes() - (resident - of_files) * resource.getpagesize()
+    return min(untouched, free_bytes()) if untouched > 0 else 0
 
 
 def _data_bytes() -> int:

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 
 from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
+from .allocator import tune_allocator
 from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
 from .config import KV_CACHE_BYTES, WorkerConfig
 from .drafts.groups import DraftGroups
@@ -27,7 +28,7 @@ from .full import FullModels
 from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
-from .memory import memory_for, tune_allocator
+from .memory import memory_for
 from .model import BaseModel, resolve_device, unique_name
 from .model_cache import with_model_here
 from .models import Models, target_id

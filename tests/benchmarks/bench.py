@@ -30,6 +30,7 @@ from .overlap import overlap
 from .report import Section
 from .roles_apart import roles_apart
 from .sampling import sampling
+from .soak import soak
 from .workload import SHAPE
 
 SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
@@ -49,10 +50,11 @@ SECTIONS: dict[str, Callable[[Path, Path, str, int], Section]] = {
     "layout-memory": layout_memory,
     "layout-decoding": layout_decoding,
     "bodies": large_bodies,
+    "soak": soak,
 }
 """Name -> function of the model's directory, a scratch directory, the pool and the number of rounds."""
 
-ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "bodies")
+ASKED_FOR = ("vllm", "drafts", "guesses", "layouts", "layout-memory", "layout-decoding", "bodies", "soak")
 """Only run when named, as `make bench-vllm` and `make bench-parallel` do."""
 
 

@@ -40,7 +40,7 @@ def main() -> None:
 
 async def _do(clients: list[tinker.TrainingClient], works: list[dict]) -> list[Times]:
     """The times of each client's operations."""
-    functions = {"train": train, "stream": stream, "forwards": forwards}
+    functions = {"train": train, "ragged": ragged, "stream": stream, "forwards": forwards}
     return await asyncio.gather(
         *(functions[work.pop("work")](client, **work) for client, work in zip(clients, works, strict=True))
     )
@@ -57,6 +57,20 @@ async def train(client: tinker.TrainingClient, lengths: list[int], steps: int, i
         passed = asyncio.ensure_future(_timed(client.forward_backward(data, "cross_entropy"), times))
         waiting.append(asyncio.gather(passed, _answer(client.optim_step(ADAM))))
     await asyncio.gather(*waiting)
+    return times
+
+
+async def ragged(client: tinker.TrainingClient, shortest: int, longest: int, seconds: float, seed: int) -> Times:
+    """Steps of one to eight rows, each of another length, one after the other, for so long."""
+    lengths = random.Random(seed)
+    times: Times = []
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        batch = rows(
+            [lengths.randint(shortest, longest) for _ in range(lengths.randint(1, 8))], lengths.getrandbits(32)
+        )
+        passed = _timed(client.forward_backward([datum(row) for row in batch], "cross_entropy"), times)
+        await asyncio.gather(passed, _answer(client.optim_step(ADAM)))
     return times
 
 

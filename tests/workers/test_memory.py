@@ -18,7 +18,7 @@ from trainhouse.workers.parallel.spec import ParallelSpec
 COUNT_FAULTS = """
 import resource, sys
 import torch
-from trainhouse.workers.memory import tune_allocator
+from trainhouse.workers.allocator import tune_allocator
 if sys.argv[1] == "tuned" and not tune_allocator():
     print("other allocator")
     sys.exit()

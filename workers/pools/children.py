@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from ..allocator import one_arena_for_those_started
 from ..messages import Incoming, Outgoing, Piece
 from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
 from .shell import let_waiting_threads_sleep
@@ -200,7 +201,8 @@ def _start_process(preloaded: tuple[str, ...], serve: "Callable[..., None]", *ar
     context.set_forkserver_preload([f"{__package__}.forkserver", __name__, *preloaded])
     # Daemonic: at exit multiprocessing terminates it instead of waiting for it.
     process = context.Process(target=_run_child, args=(serve, *arguments), daemon=True)
-    with _empty_main(), _signals_blocked():
+    # The forkserver, which may be started here.
+    with one_arena_for_those_started(), _empty_main(), _signals_blocked():
         process.start()
     return process
 
@@ -234,6 +236,7 @@ def _run_child(serve: "Callable[..., None]", pipe: socket.socket, lifeline: sock
     # What the forkserver has imported stays, in memory that both have as long as no collection touches it.
     gc.freeze()
     gc.enable()
+    os.environ.pop("MALLOC_ARENA_MAX", None)  # this process has it; what it starts is not concerned
     ignore_signals()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})  # what it starts shall hear of it
     if sys.platform == "linux":

@@ -7,6 +7,7 @@ import traceback
 from typing import Any
 
 from ...schemas.errors import OperationError
+from ..allocator import Trimming
 from ..messages import Piece, decode, encode
 from .base import Answer, PoolSpec, WorkerError
 
@@ -18,12 +19,14 @@ class Shell:
         self._spec = spec
         self._rank = rank
         self._worker: object = None
+        self._trimming = Trimming()
 
     def answer(self, frame: memoryview) -> list[Piece]:
         """The message None builds the worker and is answered by the process id."""
         try:
             message: Any = decode(frame)
-            return encode(Answer(self._build() if message is None else self._call(*message)))
+            with self._trimming.working():
+                return encode(Answer(self._build() if message is None else self._call(*message)))
         except OperationError as error:
             return encode(Answer(error=error))
         except ValueError as error:

@@ -136,7 +136,9 @@ def _services(
     sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
     checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
     sync = config.durability == "power"
-    futures = Futures(directory / "results", store, config.result_ttl_seconds, sync=sync, guard=guard)
+    futures = Futures(
+        directory / "results", store, config.result_ttl_seconds, config.result_memory_bytes, sync=sync, guard=guard
+    )
     journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
     recordings = Recordings(directory / "recordings", sync)
     weights = EphemeralWeights(directory / "ephemeral", sync)

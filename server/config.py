@@ -200,7 +200,9 @@ class ServerConfig:
         "ROLES=LAYOUT[@DEVICE]: ranks of their own; repeatable (docs/roles.md)",
         flag="--role-group",
     )
-    micro_batch_tokens: int = knob(4096, "most tokens of one training micro-batch", common=True, check=POSITIVE)
+    micro_batch_tokens: int = knob(
+        0, "most of one training micro-batch; 0 = 4096, or what memory holds", common=True, check=NOT_NEGATIVE
+    )
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
     pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)
@@ -272,6 +274,9 @@ class ServerConfig:
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)
     long_poll_seconds: float = knob(40.0, "end of a poll without a result; SDKs give up at 45", check=between(0, 44))
     result_ttl_seconds: float = knob(86400.0, "how long results stay retrievable", check=above(0))
+    result_memory_bytes: int = knob(
+        64 << 20, "memory for results; those answered longest ago are on disk", check=POSITIVE
+    )
     session_expiry_seconds: float = knob(300.0, "end of a session without heartbeats (every 10 s)", check=above(0))
     session_ttl_seconds: float = knob(2592000.0, "how long ended ones stay that saved nothing", check=above(0))
     seq_gap_seconds: float = knob(330.0, "until a missing seq_id counts as refused; SDKs retry 300", check=above(0))

@@ -28,8 +28,9 @@ from .trouble import Trouble
 logger = logging.getLogger(__name__)
 
 _SEGMENT_BYTES = 64 << 20
-_MEMORY_BYTES = 128 << 20
-_MOST_IN_MEMORY = 100_000
+_MEMORY_BYTES = 64 << 20
+_BYTES_BESIDE_BODY = 2048
+"""Of a future in memory, about: what it is found by, and what waits for it."""
 _MOST_PER_WRITE = 500
 _RETRY_SECONDS = 1.0
 _SUM_SHARE = 0.02
@@ -90,6 +91,10 @@ class Future:
     place: Place | None = None
     resolved_at: float = 0.0
     done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def let_go(self) -> None:
+        """Of the operation, once nobody is called about it any more."""
+        self.pending, self.on_stored = Pending, _nothing
 
 
 class Futures:
@@ -332,6 +337,7 @@ class Futures:
             del self._unstored[: len(batch)]
             for future in batch:
                 future.on_stored()
+                future.let_go()
                 self._keep(future)
             self._shrink()
 
@@ -359,16 +365,20 @@ class Futures:
 
     def _keep(self, future: Future) -> None:
         self._stored[future.request_id] = future
-        self._stored_bytes += _size(future)
+        self._stored_bytes += _size(future) + _BYTES_BESIDE_BODY
 
     def _shrink(self) -> None:
-        while self._stored_bytes > self._memory_bytes or len(self._stored) > _MOST_IN_MEMORY:
+        while self._stored_bytes > self._memory_bytes:
             self._forget_oldest()
 
     def _forget_oldest(self) -> None:
         request_id, future = self._stored.popitem(last=False)
-        self._stored_bytes -= _size(future)
+        self._stored_bytes -= _size(future) + _BYTES_BESIDE_BODY
         del self._live[request_id]
+
+
+def _nothing() -> None:
+    """See Future.let_go."""
 
 
 def _size(future: Future) -> int:

@@ -12,7 +12,15 @@ from dataclasses import asdict, dataclass, replace
 from ..workers.config import ServedModel
 from ..workers.footprint import gigabytes
 from ..workers.parallel.checks import check_layout, cuda_devices, nothing_known
-from ..workers.parallel.choice import Choice, Remedy, layout_that_fits, lighter, remedies, usable_bytes
+from ..workers.parallel.choice import (
+    Choice,
+    Remedy,
+    layout_that_fits,
+    lighter,
+    micro_batch_tokens,
+    remedies,
+    usable_bytes,
+)
 from ..workers.parallel.estimate import Memory, estimate, kv_cache_tokens, num_learned
 from ..workers.parallel.families import FAMILIES
 from ..workers.parallel.learned import bytes_per_number
@@ -56,6 +64,14 @@ class Plan:
     def fits(self) -> bool | None:
         """None where no device is given."""
         return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Those of serve's default, once the base is on the device."""
+        if self.device_bytes is None:
+            return None
+        free = max(0, self.device_bytes - self.memory.base)
+        return micro_batch_tokens(self.shape, self.spec, self.load, free)
 
     @property
     def filling(self) -> ParallelSpec | None:
@@ -198,6 +214,7 @@ def as_json(plan: Plan) -> dict[str, object]:
         },
         "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
         "fits": plan.fits,
+        "default_micro_batch_tokens": plan.micro_batch_tokens,
         "filling": None if plan.filling is None else str(plan.filling),
         "remedies": [remedy.words for remedy in plan.remedies],
     }
@@ -367,6 +384,11 @@ def _verdict(plan: Plan) -> Iterator[str]:
     else:
         yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
         yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
+    if plan.micro_batch_tokens is not None and plan.micro_batch_tokens < plan.load.micro_batch_tokens:
+        yield (
+            f"serve makes micro-batches of at most {plan.micro_batch_tokens} tokens there: a third of what the base"
+            " leaves free holds no more (--micro-batch-tokens sets another bound)"
+        )
     if plan.filling is not None:
         yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
 

@@ -16,6 +16,9 @@ OptimizerStates = Literal["float32", "8bit"]
 KV_CACHE_BYTES = 1 << 30
 """Where nothing says how large it is to be, and no device how large it can be."""
 
+USUAL_MICRO_BATCH = 4096
+"""Tokens of a micro-batch: more are no faster."""
+
 
 @dataclass(frozen=True)
 class Origin:
@@ -45,7 +48,8 @@ class WorkerConfig:
     base_quantization: of what adapters adapt: "nf4" = the frozen weights are held in 4 bits, and made whole for each
         product.
     threads: intra-operation CPU threads, 0 = cores / ranks.
-    micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone).
+    micro_batch_tokens: most tokens of one micro-batch (one longer sequence is run alone); 0 = USUAL_MICRO_BATCH, or
+        fewer where memory does not hold so many (see `choice.micro_batch_tokens`).
     prefill_chunk_tokens: most tokens of prompts that are run between two steps of decoding.
     head_chunk_tokens: rows of logits that exist at a time.
     kv_cache_bytes: budget of the sampler's key/value cache; None = on CUDA a third of what the loaded model leaves
@@ -80,7 +84,7 @@ class WorkerConfig:
     threads: int = 0
     max_lora_rank: int = 256
     max_context_length: int | None = None
-    micro_batch_tokens: int = 4096
+    micro_batch_tokens: int = USUAL_MICRO_BATCH
     prefill_chunk_tokens: int = 512
     head_chunk_tokens: int = 512
     kv_cache_bytes: int | None = None

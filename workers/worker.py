@@ -3,6 +3,7 @@
 All ranks of a base model are called with the same verbs in the same order.
 """
 
+import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,22 +20,26 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from .allocator import tune_allocator
 from .checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
-from .config import KV_CACHE_BYTES, WorkerConfig
+from .config import KV_CACHE_BYTES, USUAL_MICRO_BATCH, WorkerConfig
 from .drafts.groups import DraftGroups
 from .drafts.model import DraftModel
 from .drafts.models import Drafts
 from .drafts.version import version_of_parts
+from .footprint import gigabytes
 from .full import FullModels
 from .landmark import Landmark
 from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
-from .memory import memory_for
+from .memory import available_bytes, memory_for
 from .model import BaseModel, resolve_device, unique_name
 from .model_cache import with_model_here
 from .models import Models, target_id
 from .operation import ModelLimits
 from .optim import add_up, apply_steps, leave_to_first, refuse_window
+from .parallel.choice import micro_batch_tokens
+from .parallel.load import Load
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
+from .parallel.shape import ModelShape, read_model
 from .passes import Answer, PassRunner
 from .peft_import import import_adapter
 from .plain import check_ranks
@@ -44,6 +49,8 @@ from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter
 from .verbs import AdapterWeights, Contents, Failure, ModelInfo, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+
+logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
@@ -105,6 +112,7 @@ class Worker:
         self._limits = _limits(self._base, config)
         of_adapters = _residency(self._base, config, config.adapter_slots)
         adapters = Adapters(self._base, config.max_lora_rank, of_adapters)
+        config = replace(config, micro_batch_tokens=_micro_batch_tokens(config, self._base, mesh))
         config = _sized_for_device(config, self._base, adapters, mesh)
         self._adapter_slots = of_adapters.slots = config.adapter_slots
         residency = _residency(self._base, config, config.full_slots)
@@ -483,6 +491,25 @@ def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters,
     share = min(mesh.exchange(free)) // _SHARES
     slots = min(config.adapter_slots, share // max(adapters.bytes_at_rank(_USUAL_RANK), 1))
     return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
+
+
+def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
+    """The same on all ranks; where it is not asked for, by what the one with least memory has left."""
+    shape = read_model(config.model)
+    free = [each for each in mesh.exchange(available_bytes(base.device)) if each is not None]
+    if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
+        return config.micro_batch_tokens or USUAL_MICRO_BATCH
+    # Ranks on the CPU have one memory together.
+    share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
+    load = Load.of(config, USUAL_MICRO_BATCH, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True)
+    tokens = micro_batch_tokens(shape, config.parallel, load, share)
+    if tokens < USUAL_MICRO_BATCH and config.rank == 0:
+        logger.warning(
+            "%s: micro-batches have at most %d tokens instead of %d: a third of the %s that a rank has left holds no more"
+            " (--micro-batch-tokens, --activations recompute)",
+            *(config.model.name, tokens, USUAL_MICRO_BATCH, gigabytes(share)),
+        )
+    return tokens
 
 
 def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:

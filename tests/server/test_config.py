@@ -37,7 +37,7 @@ def test_a_flag_wins_over_the_environment_that_over_the_file_that_over_the_defau
     file.write_text("port = 1\nthreads = 1\nmax_lora_rank = 1\n")
     environment = {"TRAINHOUSE_PORT": "2", "TRAINHOUSE_THREADS": "2", "OTHER": "x"}
     config = load_config({**MODEL, "port": "3"}, environment, file)
-    assert (config.port, config.threads, config.max_lora_rank, config.micro_batch_tokens) == (3, 2, 1, 4096)
+    assert (config.port, config.threads, config.max_lora_rank, config.pass_tokens) == (3, 2, 1, 8192)
 
 
 def test_what_is_sharded_otherwise_belongs_to_the_layout() -> None:

@@ -2,15 +2,17 @@
 
 import asyncio
 import errno
+import gc
 import json
 import logging
 import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -222,13 +224,43 @@ async def test_a_result_that_no_file_takes_is_an_error_that_says_so(open_futures
 
 
 async def test_memory_lets_go_of_stored_results_and_reads_them_again(open_futures) -> None:
-    futures = await open_futures(memory_bytes=3000)
+    futures = await open_futures(memory_bytes=10_000)
     for number in range(10):
         futures.resolve(futures.create(f"r:{number}", TENANT), Result(bytes([number]) * 1000))
     await wait_until(lambda: futures.num_stored == 3)
     for number in range(10):
         assert (await futures.wait(f"r:{number}", TENANT, 1)).body == bytes([number]) * 1000
     await futures.close()
+
+
+async def test_the_memory_of_many_small_results_is_bounded(open_futures) -> None:
+    """Not only that of their bodies. Without a bound worth the name they take more."""
+    taken: list[int] = []
+    for memory_bytes in (2 << 20, 1 << 30):
+        futures = await open_futures(memory_bytes=memory_bytes)
+        tracemalloc.start()
+        for number in range(4000):
+            waiting = Parts(bytes(1000))  # what is left of the request
+            name = f"{memory_bytes}:{number}"
+            futures.resolve(futures.create(name, TENANT, waiting.pending, waiting.stored), Result(b"{}"))
+        await wait_until(lambda: len(futures._unstored) == 0 == len(futures._appending))  # noqa: B023
+        gc.collect()
+        taken.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        await futures.close()
+    bounded, unbounded = taken
+    assert bounded < 1.5 * (2 << 20) < unbounded
+
+
+@dataclass
+class Parts:
+    body: bytes
+
+    def pending(self) -> Pending:
+        return Pending()
+
+    def stored(self) -> None:
+        pass
 
 
 async def test_results_go_after_their_time(open_futures) -> None:

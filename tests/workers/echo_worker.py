@@ -1,8 +1,10 @@
 """A worker that needs no torch: what the pools are tested with. Child processes import it by name."""
 
+import ctypes
 import gc
 import os
 import signal
+import threading
 import time
 import weakref
 from dataclasses import dataclass
@@ -11,6 +13,7 @@ from typing import Any
 
 import numpy as np
 from trainhouse.schemas.errors import OperationError
+from trainhouse.tests.benchmarks.resident import resident_bytes
 
 ECHO = "trainhouse.tests.workers.echo_worker:EchoWorker"
 
@@ -65,6 +68,30 @@ class EchoWorker:
     def count(self, _: object) -> int:
         self._num_counted += 1
         return self._num_counted
+
+    def num_heaps(self) -> int:
+        """Those that the allocator has once other threads have taken memory, too."""
+        threads = [threading.Thread(target=ctypes.create_string_buffer, args=(1 << 16,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+            thread.join()
+        library, path = ctypes.CDLL(None), f"/proc/self/fd/{os.memfd_create('heaps')}"
+        library.fopen.restype = ctypes.c_void_p
+        file = ctypes.c_void_p(library.fopen(path.encode(), b"w"))
+        library.malloc_info(0, file)
+        library.fclose(file)
+        return Path(path).read_text().count("<heap nr=")
+
+    def take_and_free(self, num_blocks: int, block_bytes: int) -> int:
+        """Between what it frees stays a little of what it has not. Returns the resident bytes afterwards."""
+        blocks = [ctypes.create_string_buffer(block_bytes) for _ in range(num_blocks)]
+        self._kept = blocks[::16]
+        del blocks
+        time.sleep(0.1)  # so that it counts as work
+        return self.resident_bytes()
+
+    def resident_bytes(self) -> int:
+        return resident_bytes()
 
     def environment(self, name: str) -> str | None:
         return os.environ.get(name)

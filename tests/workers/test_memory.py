@@ -43,6 +43,32 @@ def test_a_tuned_allocator_reuses_large_blocks_without_page_faults() -> None:
     assert page_faults("tuned") < 100 < page_faults("as is")
 
 
+COUNT_KEPT = """
+import sys
+import torch
+from trainhouse.tests.benchmarks.resident import resident_bytes
+from trainhouse.workers.allocator import tune_allocator
+if sys.argv[1] == "tuned":
+    tune_allocator()
+weight = torch.ones(256, 256)
+product = torch.ops.mkldnn._linear_pointwise
+product(torch.ones(1, 256), weight, None, "none", [], "")
+before = resident_bytes()
+for rows in range(2, 402):
+    product(torch.ones(rows, 256), weight, None, "none", [], "")
+print(resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch has no oneDNN here")
+def test_products_of_ever_new_numbers_of_rows_leave_little_behind() -> None:
+    kept = {
+        mode: int(subprocess.run([sys.executable, "-c", COUNT_KEPT, mode], capture_output=True, check=True).stdout)
+        for mode in ("tuned", "as is")
+    }
+    assert kept["tuned"] < 0.5 * kept["as is"]
+
+
 CPU = torch.device("cpu")
 
 
@@ -63,6 +89,35 @@ def test_inside_the_bound_more_than_there_is_cannot_be_taken(monkeypatch: pytest
         refused = error_of(lambda: torch.empty(5_000_000_000, dtype=torch.uint8))
     assert refused is not None and is_out_of_memory(refused)
     assert error_of(lambda: torch.empty(5_000_000_000, dtype=torch.uint8)) is None
+
+
+GIVE_BACK = """
+import ctypes, sys
+import torch
+from trainhouse.workers import footprint
+from trainhouse.workers.allocator import trim, tune_allocator
+from trainhouse.workers.memory import bounded_memory
+tune_allocator()
+blocks = [ctypes.create_string_buffer(1 << 20) for _ in range(2000)]
+pins = blocks[::50]
+del blocks
+if sys.argv[1] == "trimmed":
+    trim()
+footprint.available_bytes = lambda: 3_000_000_000
+with bounded_memory(torch.device("cpu")):
+    # Mapped apart, whatever the heap has.
+    torch.empty(int(sys.argv[2]), dtype=torch.uint8)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere memory is not bounded")
+@pytest.mark.parametrize(("state", "num_bytes", "fits"), [("kept", 2.5e9, True), ("trimmed", 2.5e9, False)])
+def test_what_was_given_back_is_not_counted_twice(state: str, num_bytes: float, fits: bool) -> None:
+    """Two gigabytes of the three that are available are also part of what the process may take without being asked."""
+    command = [sys.executable, "-c", GIVE_BACK, state, str(int(num_bytes))]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (done.returncode == 0) == fits, done.stderr
+    assert fits or "can't allocate memory" in done.stderr
 
 
 def test_the_cache_of_files_leaves_a_container_its_memory(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import platform
 import signal
 import subprocess
 import sys
@@ -53,6 +54,35 @@ async def started(new_pool: NewPool, num_ranks: int = 1, threads: int = 1) -> As
 
 def run(test: Coroutine[object, object, None]) -> None:
     asyncio.run(asyncio.wait_for(test, 200))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do as they like")
+@ray_in_full
+def test_a_rank_that_rests_gives_back_what_it_has_freed(new_pool: NewPool) -> None:
+    """And is not kept from it by questions how much it has."""
+
+    async def check() -> None:
+        async with started(new_pool) as pool:
+            (before,) = await pool.call("resident_bytes")
+            (busy,) = await pool.call("take_and_free", 4096, 100_000)
+            assert busy - before > 350_000_000
+            while (await pool.call("resident_bytes"))[0] - before > 60_000_000:  # noqa: ASYNC110
+                await asyncio.sleep(0.2)
+
+    run(check())
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators do as they like")
+def test_all_threads_of_a_rank_share_one_heap() -> None:
+    """Which then holds what any of them needs; and what the rank starts has as many as it likes."""
+
+    async def check() -> None:
+        async with started(LocalPool) as pool:
+            assert await pool.call("num_heaps") == [1]
+            assert await pool.call("environment", "MALLOC_ARENA_MAX") == [None]
+        assert "MALLOC_ARENA_MAX" not in os.environ
+
+    run(check())
 
 
 def test_a_rank_that_waits_for_its_next_call_keeps_nothing_of_the_last(tmp_path: Path) -> None:

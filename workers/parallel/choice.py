@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from ..config import USUAL_MICRO_BATCH
 from ..footprint import gigabytes
+from .activations import activations
 from .checks import divisors, valid_ep, valid_tp
 from .estimate import Memory, estimate
 from .load import Load
@@ -18,6 +20,12 @@ _RESERVE = 0.08
 
 _MOST_RANKS = 1024
 
+# Numbers of tokens in a micro-batch that are looked at: each a multiple of this.
+_STEP = 256
+
+# Of what a loaded model leaves free: one for passes, the others for caches, adapters and longer sequences.
+_SHARES = 3
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -27,6 +35,18 @@ class Choice:
     load: Load
     memory: Memory
     smaller: "Choice | None" = None
+
+
+def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Load, free_bytes: int) -> int:
+    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what is free on a rank
+    once its model is loaded, and at least 256."""
+
+    def fits(number: int) -> bool:
+        tokens = _STEP * number
+        of_pass = activations(shape, spec, replace(load, longest=tokens, micro_batch_tokens=tokens))
+        return of_pass.total <= free_bytes // _SHARES
+
+    return _STEP * max(1, _most(USUAL_MICRO_BATCH // _STEP, fits))
 
 
 def usable_bytes(device_bytes: int) -> int:
@@ -129,7 +149,7 @@ def _single_changes(
         yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
     if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
         yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
-    if shorter := largest(load.tokens // 256, lambda number: load.shorter(256 * number)):
+    if shorter := largest(load.tokens // _STEP, lambda number: load.shorter(_STEP * number)):
         words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
         yield Remedy(words, spec, shorter)
     for less in lighter(load):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
-from ..config import KV_CACHE_BYTES, WorkerConfig
+from ..config import KV_CACHE_BYTES, USUAL_MICRO_BATCH, WorkerConfig
 
 Training = Literal["lora", "full"]
 
@@ -21,7 +21,7 @@ class Load:
 
     longest: int
     dtype: str = "bfloat16"
-    micro_batch_tokens: int = WorkerConfig.micro_batch_tokens
+    micro_batch_tokens: int = USUAL_MICRO_BATCH
     head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
     lora_rank: int = 32  # that of the SDK
     adapter_slots: int = WorkerConfig.adapter_slots
@@ -41,6 +41,7 @@ class Load:
         shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
         knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
         knobs["kv_cache_bytes"] = config.kv_cache_bytes or KV_CACHE_BYTES
+        knobs["micro_batch_tokens"] = config.micro_batch_tokens or USUAL_MICRO_BATCH
         return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
 
     @property

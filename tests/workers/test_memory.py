@@ -11,9 +11,12 @@ import torch
 from trainhouse.workers import footprint
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.memory import bounded_memory, is_out_of_memory
+from trainhouse.workers.parallel.activations import activations
+from trainhouse.workers.parallel.load import Load
 from trainhouse.workers.parallel.parameters import parameters
 from trainhouse.workers.parallel.shape import ModelShape, read_model
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.worker import Worker
 
 COUNT_FAULTS = """
 import resource, sys
@@ -147,6 +150,27 @@ def test_models_need_what_their_ranks_keep(
     for take_turns in (False, True):
         with pytest.raises(ValueError, match="serve fewer or smaller models"):
             footprint.check_fit([copies], take_turns)
+
+
+def test_micro_batches_are_as_large_as_half_of_what_is_free_holds(
+    tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Unless their size is given, or their usual size fits."""
+    served = ServedModel("tiny", str(tiny_models["qwen3"]))
+    shape = read_model(served)
+    assert isinstance(shape, ModelShape)
+    of_1024 = 2 * activations(shape, SINGLE, Load(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
+
+    def tokens(free: int, **knobs: int) -> int:
+        monkeypatch.setattr(footprint, "available_bytes", lambda: free)
+        return Worker(WorkerConfig(served, device="cpu", threads=1, **knobs))._passes._token_budget
+
+    assert [tokens(of_1024, micro_batch_tokens=0), tokens(of_1024 - 8, micro_batch_tokens=0)] == [1024, 768]
+    assert "micro-batches have at most 768 tokens instead of 4096" in caplog.text
+    caplog.clear()
+    assert tokens(10 * of_1024, micro_batch_tokens=0) == tokens(of_1024) == 4096
+    assert tokens(of_1024, micro_batch_tokens=2000) == 2000
+    assert not caplog.text
 
 
 def test_want_of_memory_is_told_from_other_errors() -> None:

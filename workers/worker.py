@@ -505,8 +505,8 @@ def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> in
     tokens = micro_batch_tokens(shape, config.parallel, load, share)
     if tokens < USUAL_MICRO_BATCH and config.rank == 0:
         logger.warning(
-            "%s: micro-batches have at most %d tokens instead of %d: a third of the %s that a rank has left holds no more"
-            " (--micro-batch-tokens, --activations recompute)",
+            "%s: micro-batches have at most %d tokens instead of %d: a third of the %s that a rank has left holds no"
+            " more (--micro-batch-tokens, --activations recompute)",
             *(config.model.name, tokens, USUAL_MICRO_BATCH, gigabytes(share)),
         )
     return tokens

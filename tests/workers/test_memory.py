@@ -152,14 +152,14 @@ def test_models_need_what_their_ranks_keep(
             footprint.check_fit([copies], take_turns)
 
 
-def test_micro_batches_are_as_large_as_half_of_what_is_free_holds(
+def test_micro_batches_are_as_large_as_a_third_of_what_is_free_holds(
     tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Unless their size is given, or their usual size fits."""
     served = ServedModel("tiny", str(tiny_models["qwen3"]))
     shape = read_model(served)
     assert isinstance(shape, ModelShape)
-    of_1024 = 2 * activations(shape, SINGLE, Load(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
+    of_1024 = 3 * activations(shape, SINGLE, Load(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
 
     def tokens(free: int, **knobs: int) -> int:
         monkeypatch.setattr(footprint, "available_bytes", lambda: free)

@@ -38,7 +38,7 @@ class Choice:
 
 
 def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Load, free_bytes: int) -> int:
-    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what is free on a rank
+    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what a rank has free
     once its model is loaded, and at least 256."""
 
     def fits(number: int) -> bool:

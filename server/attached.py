@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..schemas.version import VERSION
+from ..workers.aliases import unified
 from ..workers.config import DispatchConfig, ServedModel, WorkerConfig
 from ..workers.pools import Claim, KeptAt, NoPlace
 from ..workers.pools.remote import describe
@@ -36,7 +37,10 @@ def knobs_of_workers(config: ServerConfig) -> dict[str, Any]:
 
 def dispatch_config(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> DispatchConfig:
     """at: as of `with_workers`. epoch: of the server's lease, where it needs one."""
-    return replace(config.dispatch_config(), kept=at and replace(at, claim=_new_claim(epoch)))
+    of_all = config.dispatch_config()
+    if at is None:
+        return unified(of_all)
+    return replace(of_all, kept=replace(at, claim=_new_claim(epoch)))
 
 
 async def with_workers(config: ServerConfig) -> tuple[ServerConfig, KeptAt | None]:

@@ -171,6 +171,7 @@ class DispatchConfig:
     idle_device_seconds: without work; then a group leaves its device until it has some. None = it stays.
     tenant_weights: tenant id -> its share of the passes' tokens relative to the others; 1 for those not named.
     worker: the class built on every rank, as "module:Class".
+    aliases: further names of base models -> that under which `models` has them.
     kept: where another process keeps the workers, which are then as it was told.
     """
 
@@ -187,4 +188,5 @@ class DispatchConfig:
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     worker: str = f"{__package__}.worker:Worker"
+    aliases: Mapping[str, str] = field(default_factory=dict)
     kept: "KeptAt | None" = None

@@ -7,7 +7,7 @@ Knows no HTTP, no seq_id, no futures of users. Imports neither torch nor ray.
 import asyncio
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,7 @@ class WorkerDispatch:
     models: Mapping[str, ModelInfo]
 
     def __init__(self, config: DispatchConfig) -> None:
-        names = [model.model.name for model in config.models]
+        names = [*(model.model.name for model in config.models), *config.aliases]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"base model {sorted(repeated)[0]} is given twice: give each served name once")
         _check_weights(config.tenant_weights)
@@ -51,6 +51,8 @@ class WorkerDispatch:
         self._groups = {model.model.name: self._new_group(model, model.model.name) for model in models}
         self._apart = {model.model.name: self._groups_apart(model) for model in models}  # by role
         self._engines = {model.model.name: self._new_engine(number, model) for number, model in enumerate(models)}
+        # Each name that is served -> that of its groups.
+        self._names = {name: name for name in self._groups} | dict(config.aliases)
         self._homes: dict[str, _Home] = {}  # by id of the run
         self._adapters: dict[str, Engine] = {}  # by id of the adapter that is sampled
 
@@ -63,10 +65,12 @@ class WorkerDispatch:
                 for each in self._groups_of(name):
                     await each.start(on_progress)
                 await self._engines[name].start(on_progress)
+            for alias, name in self._config.aliases.items():
+                on_progress(f"{alias} is served by the workers of {name}: both have the same source")
         except BaseException:
             await self.close()
             raise
-        self.models = {name: group.info for name, group in self._groups.items()}
+        self.models = {name: replace(self._groups[own].info, name=name) for name, own in self._names.items()}
 
     async def close(self) -> None:
         """Ends the workers; what still waits for them fails."""
@@ -78,8 +82,8 @@ class WorkerDispatch:
         """What work on this base model waits for, in words; None when nothing waits. role: of whose runs; None: of
         those that are sampled."""
         group = self._group(base_model, role)
-        is_sampled = group is self._groups[base_model]
-        return group.status() or (self._engines[base_model].status() if is_sampled else None)
+        is_sampled = group is self._group(base_model)
+        return group.status() or (self._engine(base_model).status() if is_sampled else None)
 
     def is_up(self, base_model: str) -> bool:
         """Whether its workers are, but for those that only sample; else some of them are being started again."""
@@ -88,13 +92,14 @@ class WorkerDispatch:
     def pids(self, base_model: str) -> list[int]:
         """Process ids of the base model's ranks: of its policies, of roles apart, and then of what only samples it."""
         of_groups = [pid for group in self._groups_of(base_model) for pid in group.pids()]
-        return of_groups + self._engines[base_model].pids()
+        return of_groups + self._engine(base_model).pids()
 
     async def create_run(self, base_model: str, spec: RunSpec, tenant_id: str) -> RunInfo:
         """tenant_id: whose share of the base model's passes it takes part in."""
         # Before it is there: who gives up waiting for it has to drop it.
         is_apart = not isinstance(spec.training, LoraConfig)
         home = self._homes[spec.run_id] = _Home(self._group(base_model, spec.role), tenant_id, base_model, is_apart)
+        spec = replace(spec, base_name=self._alias(base_model))
         return await home.submit(spec.run_id, Verb("create_run", (spec,), creates=spec.run_id))
 
     async def drop_run(self, run_id: str) -> None:
@@ -150,7 +155,7 @@ class WorkerDispatch:
         """
         home = self._home_of_run(run_id)
         engine = self._engine(home.base_model)
-        if home.group is not self._groups[home.base_model]:
+        if home.group is not self._group(home.base_model):
             raise OperationError(f"run {run_id} lives in {home.group.name}, which is not sampled: sample from a policy")
         await engine.copy_adapter(run_id, home.tenant_id, adapter_id)
         self._adapters[adapter_id] = engine
@@ -167,7 +172,7 @@ class WorkerDispatch:
 
         lora: its rank and alpha. Raises OperationError (user) where it is none of this base model.
         """
-        verb = Verb("convert_adapter", (str(source), lora, str(directory)))
+        verb = Verb("convert_adapter", (str(source), lora, str(directory), *filter(None, [self._alias(base_model)])))
         return await self._group(base_model).submit(str(directory), tenant_id, verb)
 
     async def drop_adapter(self, adapter_id: str) -> None:
@@ -212,13 +217,19 @@ class WorkerDispatch:
 
     def _group(self, base_model: str, role: str | None = None) -> Group:
         """Where runs of this role live; None: those that are sampled."""
-        if base_model not in self._groups:
-            raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._groups)}")
-        return self._apart[base_model].get(role, self._groups[base_model])
+        if base_model not in self._names:
+            raise OperationError(f"base model {base_model} is not served here; served are: {', '.join(self._names)}")
+        name = self._names[base_model]
+        return self._apart[name].get(role, self._groups[name])
+
+    def _alias(self, base_model: str) -> str | None:
+        """The name, where the workers have another one."""
+        return base_model if base_model in self._config.aliases else None
 
     def _groups_of(self, base_model: str) -> list[Group]:
         """That of its policies is the first."""
-        return list(dict.fromkeys([self._group(base_model), *self._apart[base_model].values()]))
+        group = self._group(base_model)
+        return list(dict.fromkeys([group, *self._apart[group.name].values()]))
 
     def _all_groups(self) -> list[Group]:
         return [group for base_model in self._groups for group in self._groups_of(base_model)]

@@ -79,10 +79,11 @@ class Learner(ABC):
     They are to be had only while it is on the device (see Residency), those that were asked for, and are other tensors
     when it comes back: hold the learner, not its tensors. training, program: what of the model is learned, and which
     kind of model it is. window: what the accumulator holds. num_steps: optimizer steps that exp_avg has seen. place:
-    where it is.
+    where it is. base_name: what its files call the base model; None = the worker's name of it.
     """
 
     training: TrainingConfig
+    base_name: str | None = None
 
     # What neighbours in a micro-batch had better agree in: which layers it adapts, and by which rank.
     likeness: tuple[tuple[bool, ...], int] = (), 0

@@ -31,12 +31,14 @@ class ModelInfo:
 @dataclass(frozen=True)
 class RunSpec:
     """A run to create: what of it is trained, with the seed already drawn. role: which of the programs it is. is_new:
-    whether somebody asks for it now, and can ask for something else."""
+    whether somebody asks for it now, and can ask for something else. base_name: what its files call the base model;
+    None = the worker's name of it."""
 
     run_id: str
     training: TrainingConfig
     role: str = "policy"
     is_new: bool = False
+    base_name: str | None = None
 
 
 @dataclass(frozen=True)

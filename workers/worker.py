@@ -152,6 +152,7 @@ class Worker:
         model = self._put(
             spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
         )
+        model.base_name = spec.base_name
         targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
         feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
         names = tuple(target.name for target in targets)
@@ -217,9 +218,11 @@ class Worker:
         """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
         checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
         self._check_run(run_id)
-        if not (program := self._models.get(run_id).program).trains:
+        before = self._models.get(run_id)
+        if not (program := before.program).trains:
             is_copy = not self._models.runs_alone(run_id)
-            self._put(run_id, partial(read_new, self._models, Path(directory), program), is_copy)
+            model = self._put(run_id, partial(read_new, self._models, Path(directory), program), is_copy)
+            model.base_name = before.base_name
             self._passes.forget(run_id)
             return
         with self._resident(run_id) as model:
@@ -294,12 +297,16 @@ class Worker:
             return
         self._put(adapter_id, partial(self._imported, exported), is_copy=True)
 
-    def convert_adapter(self, source: str, lora: LoraConfig, directory: str) -> LoraConfig:
-        """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts."""
+    def convert_adapter(
+        self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
+    ) -> LoraConfig:
+        """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts.
+        base_name: see RunSpec."""
+        base_name = base_name or self._name
         wanted: list[LoraConfig] = []
 
         def write() -> None:
-            wanted.append(import_adapter(self._models.adapters, lora, Path(source), Path(directory), self._name))
+            wanted.append(import_adapter(self._models.adapters, lora, Path(source), Path(directory), base_name))
 
         self._by_first(write)
         return wanted[0] if wanted else lora

@@ -28,10 +28,12 @@ _FULL = (
 
 
 def save(learned: Learned, directory: Path, *, base_name: str) -> None:
-    """Writes this rank's part into an existing directory, where else only those of other ranks are.
+    """Writes this rank's part into an existing directory, where else only those of other ranks are. base_name: of the
+    base model, where the learner has no other name of it.
 
     Raises OperationError (server) where there is no room for it.
     """
+    base_name = learned.model.base_name or base_name
     try:
         if learned.part < learned.num_parts:
             _write(learned, directory, base_name)

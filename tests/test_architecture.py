@@ -21,6 +21,7 @@ ARROWS = {
 }
 # The parts of workers that a process without torch may import.
 TORCH_FREE_WORKERS = {
+    "aliases",
     "dispatch",
     "keeper",
     "messages",

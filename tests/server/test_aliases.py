@@ -44,7 +44,7 @@ def test_both_names_train_and_sample_on_one_worker_and_come_back_after_a_restart
     tiny_models: dict[str, Path], tmp_path: Path
 ) -> None:
     (tmp_path / "link").symlink_to(tiny_models["qwen3"])
-    models = dict(zip(NAMES, (tiny_models["qwen3"], tmp_path / "link"), strict=True))
+    models: dict[str, Path | str] = dict(zip(NAMES, (tiny_models["qwen3"], tmp_path / "link"), strict=True))
     with live_server(models, tmp_path / "state") as server:
         client = Client(server)
         assert len(worker_pids(server.process.pid)) == 1 and names_served(server) == list(NAMES)

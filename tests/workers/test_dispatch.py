@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import shutil
 import signal
 import struct
 import time
@@ -535,6 +536,8 @@ def test_close_fails_what_waits() -> None:
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files in /proc")
 def test_a_worker_that_dies_as_it_comes_back_leaves_nothing_behind(tmp_path: Path) -> None:
+    shutil.copy(Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json", tmp_path / "config.json")
+
     async def check() -> None:
         async with recording("run", names=(str(tmp_path),)) as dispatch:
             files = len(os.listdir("/proc/self/fd"))

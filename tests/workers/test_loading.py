@@ -1,5 +1,6 @@
 """A model whose process is killed while it loads is loaded again, and in the end it is told what may have killed it."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +9,7 @@ import pytest
 from trainhouse.tests.workers.killed_loader import KILLED_LOADER, KILLS
 
 from .test_dispatch import write_header
+from .test_sampler_groups import LLAMA
 
 SCRIPT = """
 import asyncio, sys
@@ -29,6 +31,7 @@ asyncio.run(main())
 def started(directory: Path, *kills: str) -> subprocess.CompletedProcess[str]:
     """In a process of its own, whose forkserver has not imported the worker."""
     write_header(directory, shape=(1000, 1000))
+    shutil.copy(LLAMA, directory / "config.json")
     (directory / "kills").mkdir()
     for number, place in enumerate(kills):
         (directory / "kills" / f"{place}-{number}").touch()

@@ -110,7 +110,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url")
     parser.add_argument("--api-key")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--algorithm", choices=["eagle3", "dflash"], default="eagle3")
     parser.add_argument("--target-path", metavar="PATH", help="a checkpoint of a policy; left out: the bare base model")
     parser.add_argument("--data", type=Path, default=PIRATE, help="lines of {split, question, answer}")

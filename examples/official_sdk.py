@@ -1,21 +1,23 @@
 """The official Tinker SDK, unmodified, against this server: pip install tinker==0.38.0
 
-.venv/bin/python examples/official_sdk.py http://127.0.0.1:8000 MODEL
-TINKER_API_KEY is the key, where made-up ones do not work.
+.venv/bin/python examples/official_sdk.py [--base-url URL] [--model MODEL]
+TINKER_BASE_URL and TINKER_API_KEY say where the server is and which key is used, where it is not one made up.
 """
 
+import argparse
 import os
-import sys
 
 import tinker
 from tinker import types
 
 
-def main(base_url: str, model: str) -> None:
+def main() -> None:
+    options = parse_options()
     api_key = os.environ.get("TINKER_API_KEY", "tml-local")
-    with tinker.ServiceClient(base_url=base_url, api_key=api_key) as service:
-        client = service.create_lora_training_client(model, rank=8).result()
-        tokens = list(range(10, 30))
+    with tinker.ServiceClient(base_url=options.base_url, api_key=api_key) as service:
+        client = service.create_lora_training_client(options.model, rank=8).result()
+        tokenizer = client.get_tokenizer()
+        tokens = tokenizer.encode("The house that trains models stands by the sea.")
         datum = types.Datum(
             model_input=types.ModelInput.from_ints(tokens[:-1]),
             loss_fn_inputs={
@@ -25,7 +27,7 @@ def main(base_url: str, model: str) -> None:
         )
         for step in range(10):
             passed = client.forward_backward([datum], "cross_entropy")
-            stepped = client.optim_step(types.AdamParams(learning_rate=5e-3))
+            stepped = client.optim_step(types.AdamParams(learning_rate=options.learning_rate))
             print(f"step {step + 1:2d}  loss {passed.result().metrics['loss:sum']:.4f}")
             stepped.result()
         print("saved", client.save_state("official-sdk").result().path)
@@ -35,7 +37,16 @@ def main(base_url: str, model: str) -> None:
             types.ModelInput.from_ints(tokens[:4]), num_samples=1, sampling_params=params
         ).result()
         print("sampled", list(response.sequences[0].tokens))
+        print("in words", repr(tokenizer.decode(response.sequences[0].tokens)))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base-url", default=os.environ.get("TINKER_BASE_URL", "http://127.0.0.1:8000"))
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
+    parser.add_argument("--learning-rate", type=float, default=5e-4)
+    return parser.parse_args()
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

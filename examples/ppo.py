@@ -152,7 +152,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url")
     parser.add_argument("--api-key")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--iterations", type=int, default=15)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--mini-batch", type=int, default=24, help="episodes of an optimizer step")

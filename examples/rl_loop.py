@@ -34,7 +34,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url")
     parser.add_argument("--api-key")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--loss", default="importance_sampling", choices=["importance_sampling", "ppo", "cispo"])
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--samples", type=int, default=16, help="per prompt")

@@ -1,6 +1,6 @@
 """Supervised fine-tuning on question/answer pairs, with a learning-rate schedule, held-out loss and checkpoints.
 
-.venv/bin/python examples/sft.py --base-url http://127.0.0.1:8000 --model SmolLM2-135M-Instruct
+.venv/bin/python examples/sft.py --base-url http://127.0.0.1:8000 --model HuggingFaceTB/SmolLM2-135M-Instruct
 Continue a run: add --resume tinker://.../weights/step-20
 """
 
@@ -48,7 +48,7 @@ def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--base-url")
     parser.add_argument("--api-key")
-    parser.add_argument("--model", default="SmolLM2-135M-Instruct")
+    parser.add_argument("--model", default="HuggingFaceTB/SmolLM2-135M-Instruct")
     parser.add_argument("--data", type=Path, default=PIRATE, help="lines of {split, question, answer}")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--warmup", type=int, default=4)

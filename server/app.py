@@ -40,7 +40,7 @@ from .loaded import Loaded
 from .operations import Operations
 from .quotas import Quotas
 from .recordings import Recordings
-from .routes import auth, checkpoints, futures, listing, models, openai, sampling, sessions, training
+from .routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
 from .run_services import RunServices
 from .runs import Runs
 from .samplers import Samplers
@@ -105,10 +105,12 @@ def create_app(
         version=VERSION,
         description=_DESCRIPTION,
         lifespan=lifespan,
+        docs_url=None,  # ours asks no CDN
+        redoc_url=None,
         # It would not see what goes past FastAPI, but costs every request a look for somebody who listens to it.
         telemetry={"tracing": False, "metrics": False, "logs": False},
     )
-    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai):
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
         app.include_router(routes.router)
     error_handlers = {
         RequestError: refused,

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from ..workers.model_cache import cache_directory
 
-MODEL = "SmolLM2-135M-Instruct"
+MODEL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 CONVERSION = "smollm2-135m-instruct-1"  # the number changes with what the conversion writes
 CLIENT_FLAGS = {
     "--steps": "optimizer steps (default: 30)",

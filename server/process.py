@@ -37,6 +37,7 @@ from .base_models import with_models_here
 from .claim import OF_CHECKPOINTS, OF_STATE, Claim, StartError, keep_private, locked, made
 from .config import ServerConfig
 from .connections import Connection
+from .hub_names import unresolved
 from .leases import Lease, Tenure, TenureOver
 from .segments import Guard
 from .services import Services
@@ -137,6 +138,8 @@ async def _serve(
 ) -> None:
     config, at = await with_workers(config)
     config = await with_models_here(config, say)
+    for warning in unresolved(config.base_models, config.is_loopback):
+        logger.warning("%s", warning)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
     with ready_file(config.ready_file) as write_ready:

@@ -14,7 +14,9 @@ README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 def test_the_client_loop_runs_as_printed_and_its_loss_falls(shared_server: LiveServer) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     assert len(code.splitlines()) <= 14
-    code = code.replace("http://127.0.0.1:8000", shared_server.url).replace("SmolLM2-135M-Instruct", "tiny/chat")
+    code = code.replace("http://127.0.0.1:8000", shared_server.url).replace(
+        "HuggingFaceTB/SmolLM2-135M-Instruct", "tiny/chat"
+    )
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, env=os.environ, check=False
     )

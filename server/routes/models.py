@@ -23,6 +23,7 @@ from ...schemas.models import (
 from ...workers.config import ServedModel
 from ..auth import OperatorDependency, TenantDependency
 from ..bodies import json_body, json_parameter
+from ..hub_names import tokenizer_id
 from ..services import Services, ServicesDependency
 from .examples import MODEL_ID, FilePath, ModelPath
 
@@ -153,10 +154,5 @@ def _local_file(model: ServedModel, file: str) -> Path | None:
 
 
 def _tokenizer_id(services: Services, name: str) -> str:
-    """What the SDK gives to AutoTokenizer: a hub id, or a directory, which only a client on this machine has."""
-    (source,) = {model.source for model in services.config.base_models if model.name == name}
-    if not Path(source).is_dir():
-        return source
-    directory = str(Path(source).absolute())
-    # The SDK cuts the id at the first colon.
-    return directory if services.config.is_loopback and ":" not in directory else name
+    (model,) = (model for model in services.config.base_models if model.name == name)
+    return tokenizer_id(model, services.config.is_loopback)

@@ -603,7 +603,7 @@ def test_the_documented_example_runs(server: LiveServer) -> None:
     text = (Path(__file__).resolve().parents[2] / "docs" / "openai.md").read_text()
     for language, command in (("python", [sys.executable, "-c"]), ("sh", ["bash", "-ec"])):
         (code,) = re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
-        code = code.replace("http://127.0.0.1:8000", server.url).replace("SmolLM2-135M-Instruct", MODEL)
+        code = code.replace("http://127.0.0.1:8000", server.url).replace("HuggingFaceTB/SmolLM2-135M-Instruct", MODEL)
         done = subprocess.run([*command, code], capture_output=True, timeout=60, check=False)
         assert done.returncode == 0 and done.stdout, done.stderr
     assert done.stdout.endswith(b"data: [DONE]\n\n")

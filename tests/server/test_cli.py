@@ -340,7 +340,7 @@ def test_ctrl_c_while_loading_ends_all_with_one_line_and_the_status_of_interrupt
     (tmp_path / "secret").chmod(0o600)
     of_command = {"serve": ["--port=0", f"--state-dir={tmp_path}"], "workers": ["--listen=127.0.0.1:0"]}[command]
     of_command += [f"--workers-secret-file={tmp_path}/secret"] if command == "workers" else []
-    flags = [command, f"--base-model=m={tiny_models['qwen3']}", *of_command]
+    flags = [command, f"--base-model=tiny/m={tiny_models['qwen3']}", *of_command]
     program = [sys.executable, "-u", "-m", "trainhouse.server", *flags]
     process = subprocess.Popen(
         program, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True

@@ -1,0 +1,124 @@
+"""What a browser sees: where to go from here, and Swagger UI for the API, all from this server: no CDN is asked."""
+
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+
+from fastapi import APIRouter, Request
+from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
+
+from ...schemas.errors import RequestError
+from ...schemas.version import VERSION
+from ..services import ServicesDependency
+
+router = APIRouter(include_in_schema=False)
+
+_ASSETS = Path(str(files("fastapi_offline"))) / "static"
+_FILES = ("swagger-ui-bundle.js", "swagger-ui.css", "favicon.png")
+_POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data:; "
+    "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+"""For browsers. Swagger UI has styles at its elements, and pictures in its stylesheet."""
+_HEADERS = {"Content-Security-Policy": _POLICY, "X-Content-Type-Options": "nosniff"}
+
+_DOCS = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>trainhouse: the API</title>
+<link rel="stylesheet" href="docs/swagger-ui.css">
+<link rel="icon" href="docs/favicon.png">
+</head>
+<body>
+<div id="swagger-ui"></div>
+<script src="docs/swagger-ui-bundle.js"></script>
+<script src="docs/start.js"></script>
+</body>
+</html>
+"""
+_START = """SwaggerUIBundle({
+  url: "openapi.json",
+  dom_id: "#swagger-ui",
+  deepLinking: true,
+  validatorUrl: null,
+  presets: [SwaggerUIBundle.presets.apis],
+});
+"""
+
+FIRST_STEPS = """import trainhouse
+from trainhouse import AdamParams, Datum, SamplingParams
+
+with trainhouse.ServiceClient("{url}", "{key}") as service:
+    client = service.create_lora_training_client("{model}", rank=8)
+    tokenizer = client.get_tokenizer()
+    tokens = tokenizer.encode("The house that trains models stands by the sea.")
+    data = [Datum(tokens[:-1], {{"target_tokens": tokens[1:], "weights": [1.0] * (len(tokens) - 1)}})]
+    for step in range(10):
+        loss = client.forward_backward(data, "cross_entropy")
+        client.optim_step(AdamParams(learning_rate=5e-4))
+        print(step, loss.result().metrics["loss:sum"])
+    sampler = client.save_weights_and_get_sampling_client()
+    print(tokenizer.decode(sampler.sample(tokens[:3], 1, SamplingParams(max_tokens=8)).result().sequences[0].tokens))
+"""
+"""As in README.md."""
+
+_HOME = """<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>trainhouse</title>
+<link rel="icon" href="docs/favicon.png">
+<style>
+body {{ font-family: sans-serif; line-height: 1.5; max-width: 60rem; margin: 3rem auto; padding: 0 1rem }}
+pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto }}
+</style>
+</head>
+<body>
+<h1>trainhouse {version}</h1>
+<p>This server trains and samples language models over HTTP, in the protocol of the Tinker SDK.</p>
+<ul>
+<li><a href="docs">docs</a>: every endpoint, with examples to try (<a href="openapi.json">openapi.json</a>)</li>
+<li><a href="api/v1/healthz">api/v1/healthz</a>: whether the server answers;
+<a href="api/v1/readyz">api/v1/readyz</a>: whether it takes new work</li>
+<li>base URL of clients: <code>{url}</code>, of OpenAI's clients <code>{url}/v1</code></li>
+</ul>
+<p>Twelve lines of training, after <code>pip install trainhouse transformers</code>:</p>
+<pre>{code}</pre>
+</body>
+</html>
+"""
+
+
+@router.get("/")
+async def home(request: Request, services: ServicesDependency) -> Response:
+    """For a browser a page, for others JSON."""
+    config, url = services.config, str(request.base_url).rstrip("/")
+    if "text/html" not in request.headers.get("accept", ""):
+        places = {"docs": "/docs", "openapi": "/openapi.json", "health": "/api/v1/healthz", "ready": "/api/v1/readyz"}
+        return JSONResponse({"name": "trainhouse", "version": VERSION, **places}, headers={"Vary": "Accept"})
+    # Which models there are is said to those who have a key; on this machine's own address all have one.
+    model, key = (config.base_models[0].name, "tml-me") if config.is_loopback else ("MODEL", "KEY")
+    code = FIRST_STEPS.format(url=url, key=key, model=model)
+    page = _HOME.format(version=VERSION, url=escape(url), code=escape(code))
+    return HTMLResponse(page, headers=_HEADERS | {"Vary": "Accept"})
+
+
+@router.get("/docs")
+async def docs() -> HTMLResponse:
+    return HTMLResponse(_DOCS, headers=_HEADERS)
+
+
+@router.get("/docs/start.js")
+async def start() -> Response:
+    return Response(_START, media_type="text/javascript", headers=_HEADERS)
+
+
+@router.get("/docs/{file}")
+async def asset(file: str) -> FileResponse:
+    """Of Swagger UI."""
+    if file not in _FILES:
+        raise RequestError(f"there is no GET /docs/{file[:80]} here: see /docs for what there is", status=404)
+    return FileResponse(_ASSETS / file, headers=_HEADERS)

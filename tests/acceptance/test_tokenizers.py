@@ -1,0 +1,83 @@
+"""`get_tokenizer()` of the official SDK, on what is served under which name, without a network."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from trainhouse.server.cli import main
+
+from ..live import live_server, save_byte_tokenizer
+
+HUB_ID = "acme/tiny-chat"
+KEY = "tml-tokenizers"
+PROGRAM = """
+import sys, tinker
+url, key, model = sys.argv[1:]
+with tinker.ServiceClient(base_url=url, api_key=key) as service:
+    training = service.create_lora_training_client(model, rank=1).result()
+    samplers = [service.create_sampling_client(base_model=model).result()]
+    samplers += [training.save_weights_and_get_sampling_client().result()]
+    for client in (training, *samplers):
+        try:
+            print(client.get_tokenizer().encode("abc", add_special_tokens=False))
+        except OSError as error:
+            print("none")
+"""
+
+
+@pytest.fixture
+def model(tiny_models: dict[str, Path], tmp_path: Path) -> Path:
+    """One with a tokenizer, whose directory has more than two slashes."""
+    directory = shutil.copytree(tiny_models["llama"], tmp_path / "models" / "chat")
+    save_byte_tokenizer(directory)
+    return directory
+
+
+def cache_of_the_hub(model: Path, home: Path) -> None:
+    """As it is once somebody on the client's machine has loaded the model by its hub id."""
+    commit = "0" * 40
+    root = home / "hub" / f"models--{HUB_ID.replace('/', '--')}"
+    shutil.copytree(model, root / "snapshots" / commit, ignore=shutil.ignore_patterns("*.safetensors"))
+    (root / "refs").mkdir()
+    (root / "refs" / "main").write_text(commit)
+
+
+def tokens(url: str, key: str, name: str, home: Path) -> list[str]:
+    """What the tokenizers of the SDK's three clients make of a text; "none" of one that is not found."""
+    environment = os.environ | {"HF_HOME": str(home), "HF_HUB_OFFLINE": "1", "TINKER_TELEMETRY": "0"}
+    command = [sys.executable, "-c", PROGRAM, url, key, name]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_hub_id_and_a_directory_are_names_that_sdk_clients_resolve(model: Path, tmp_path: Path) -> None:
+    cache_of_the_hub(model, tmp_path / "hf")
+    with live_server({HUB_ID: model, str(model): model, "chat": model}, tmp_path / "state") as server:
+        of_name = {name: tokens(server.url, KEY, name, tmp_path / "hf") for name in (HUB_ID, str(model), "chat")}
+        log = server.log.read_text()
+    expected = of_name[HUB_ID][0]
+    assert len(json.loads(expected)) == 3
+    assert of_name[HUB_ID] == of_name[str(model)] == [expected] * 3
+    assert of_name["chat"] == [expected, "none", "none"], "a name alone is what sampling clients have"
+    (warning,) = [line for line in log.splitlines() if "WARNING" in line]
+    assert "chat is no id of the hub" in warning and f"serve {model} under the name ORGANISATION/MODEL" in warning
+
+
+def test_clients_of_other_machines_hear_the_hub_id_that_the_files_name(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A server that listens beyond loopback tells nobody its directories."""
+    cache_of_the_hub(model, tmp_path / "hf")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"_name_or_path": HUB_ID}))
+    state = tmp_path / "state"
+    assert main(["keys", "create", "me", f"--state-dir={state}"]) == 0
+    key = capsys.readouterr().out.strip()
+    with live_server({"chat": model}, state, host="0.0.0.0") as server:
+        assert tokens(server.url, key, "chat", tmp_path / "hf")[0] != "none"
+        assert f"serve {model} under the name {HUB_ID}" in server.log.read_text()

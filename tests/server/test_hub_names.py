@@ -1,0 +1,41 @@
+"""Names under which the official SDK looks for tokenizers."""
+
+from pathlib import Path
+
+import pytest
+from trainhouse.server.hub_names import tokenizer_id, unresolved
+from trainhouse.workers.config import ServedModel
+
+
+@pytest.mark.parametrize(
+    ("name", "is_found"),
+    [
+        ("Qwen/Qwen3-0.6B", True),
+        ("Qwen/Qwen3-0.6B/mine", True),  # the SDK cuts the variant off
+        ("Qwen/Qwen3-0.6B:mine", True),
+        ("Qwen3", False),
+        ("a/b/c/d", False),
+        ("thinkingmachines/one", False),
+        ("../model", False),
+        ("/", True),
+    ],
+)
+def test_a_warning_names_what_the_sdk_does_not_find(name: str, is_found: bool, tmp_path: Path) -> None:
+    assert len(list(unresolved([ServedModel(name, str(tmp_path))], True))) == (not is_found)
+
+
+def test_a_directory_is_a_name_on_this_machine_alone(tmp_path: Path) -> None:
+    model = ServedModel(str(tmp_path), str(tmp_path))
+    assert not list(unresolved([model], True)) and len(list(unresolved([model], False))) == 1
+    assert tokenizer_id(model, True) == str(tmp_path)
+
+
+def test_what_the_sdk_makes_of_a_name_is_what_the_sdk_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own function, asked with a loader that tells what it was given."""
+    from tinker.lib.public_interfaces import sampling_client
+    from trainhouse.server.hub_names import _looked_up
+    from transformers.models.auto import tokenization_auto
+
+    monkeypatch.setattr(tokenization_auto.AutoTokenizer, "from_pretrained", lambda name, **_: name)
+    for name in ("a/b", "a/b/c", "a", "/models/x", "/srv/models/x", "a/b:c", "a/b/c/d"):
+        assert sampling_client._load_tokenizer_from_model_info.__wrapped__(name) == _looked_up(name)

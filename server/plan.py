@@ -74,6 +74,11 @@ class Plan:
         return micro_batch_tokens(self.shape, self.spec, self.load, free)
 
     @property
+    def least(self) -> int:
+        """Bytes that a rank has with one slot in use and no pass running."""
+        return self.memory.base + estimate(self.shape, self.spec, self.load.with_slots(1)).learned.total
+
+    @property
     def filling(self) -> ParallelSpec | None:
         """The same with as many replicas as there are devices for."""
         num_copies = (self.num_devices or 0) // self.spec.num_ranks
@@ -210,6 +215,7 @@ def as_json(plan: Plan) -> dict[str, object]:
             "saving": memory.saving,
             "step": memory.step,
             "work": memory.work,
+            "least": plan.least,
             "total": memory.total,
         },
         "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
@@ -360,6 +366,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "a matrix put together to save", gigabytes(memory.saving), "when no pass runs"
     if memory.step:
         yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
+    yield "with one of them, between passes", gigabytes(plan.least), "the others take theirs as they come"
     yield "at most at a time", gigabytes(memory.total), ""
 
 
@@ -374,7 +381,8 @@ def _learned(plan: Plan) -> str:
 
 def _verdict(plan: Plan) -> Iterator[str]:
     if plan.device_bytes is None:
-        yield f"{gigabytes(plan.memory.total)} on each rank; --device-memory compares that with a device"
+        least, most = gigabytes(plan.least), gigabytes(plan.memory.total)
+        yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
         return
     usable = usable_bytes(plan.device_bytes)
     room = f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"

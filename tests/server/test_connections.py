@@ -36,7 +36,7 @@ async def app(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 @asynccontextmanager
-async def serving(served: ASGIApp = app, **options: int) -> AsyncIterator[uvicorn.Server]:
+async def serving(served: ASGIApp = app, /, **options: int) -> AsyncIterator[uvicorn.Server]:
     listener = socket.create_server(("127.0.0.1", 0))
     config = uvicorn.Config(served, http=Connection, lifespan="off", log_config=None, ws="none", **options)  # pyright: ignore
     server = uvicorn.Server(config)

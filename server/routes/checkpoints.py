@@ -29,7 +29,7 @@ from ..checkpoints import SignedFile
 from ..importing import Import, import_checkpoint, read_upload
 from ..services import Services, ServicesDependency
 from ..store import CheckpointRecord, SessionRecord
-from .examples import CHECKPOINT, FilePath, IdempotencyKey, KindPath, NamePath, RunIdPath
+from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])
@@ -151,7 +151,7 @@ async def copy_weights(
     services: ServicesDependency,
     tenant: TenantDependency,
     access_token: Annotated[str | None, Header(alias="X-Tinker-Weights-Access-Token", max_length=MOST_TEXT)] = None,
-    idempotency_key: IdempotencyKey = None,
+    idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CopyWeightsResponse:
     """The copy is the tenant's own, in the project asked for, and outlives its source."""
     token = access_token or request.weights_access_token
@@ -174,7 +174,7 @@ async def import_weights(
     ] = None,
     name: Annotated[str, Query(max_length=MOST_ID, description="of the checkpoint")] = "imported",
     ttl_seconds: Annotated[TtlSeconds | None, Query()] = None,
-    idempotency_key: IdempotencyKey = None,
+    idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> ImportWeightsResponse:
     """An adapter that PEFT has saved, as a checkpoint to load and to sample from, without optimizer state.
 

@@ -28,5 +28,5 @@ KindPath = Annotated[
 NamePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a checkpoint": {"value": NAME}})]
 ModelPath = Annotated[str, Path(max_length=MOST_PATH, openapi_examples={"a base model": {"value": BASE_MODEL}})]
 FilePath = Annotated[str, Path(max_length=MOST_ID, openapi_examples={"a file": {"value": "tokenizer.json"}})]
-IdempotencyKey = Annotated[str | None, Header(alias="X-Idempotency-Key", max_length=MOST_ID)]
+IDEMPOTENCY_KEY = Header(alias="X-Idempotency-Key", max_length=MOST_ID)
 """A request that is sent again has the same one."""

@@ -20,7 +20,7 @@ from ...schemas.models import (
 from ..auth import OperatorDependency, TenantDependency
 from ..bodies import json_body, json_parameter
 from ..services import ServicesDependency
-from .examples import SESSION_ID, IdempotencyKey, SessionIdPath
+from .examples import IDEMPOTENCY_KEY, SESSION_ID, SessionIdPath
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 
@@ -77,7 +77,7 @@ async def create_session(
     request: Annotated[CreateSessionRequest, json_parameter(CreateSessionRequest)],
     services: ServicesDependency,
     tenant: TenantDependency,
-    idempotency_key: IdempotencyKey = None,
+    idempotency_key: Annotated[str | None, IDEMPOTENCY_KEY] = None,
 ) -> CreateSessionResponse:
     """Models and samplers belong to a session. It ends by `finish`, or when nothing is heard of it for some minutes."""
     record = await services.sessions.create(tenant, request, idempotency_key)

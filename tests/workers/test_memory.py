@@ -161,9 +161,10 @@ def test_micro_batches_are_as_large_as_a_third_of_what_is_free_holds(
     assert isinstance(shape, ModelShape)
     of_1024 = 3 * activations(shape, SINGLE, Load(longest=1024, dtype="float32", micro_batch_tokens=1024)).total
 
-    def tokens(free: int, **knobs: int) -> int:
+    def tokens(free: int, micro_batch_tokens: int = WorkerConfig.micro_batch_tokens) -> int:
         monkeypatch.setattr(footprint, "available_bytes", lambda: free)
-        return Worker(WorkerConfig(served, device="cpu", threads=1, **knobs))._passes._token_budget
+        config = WorkerConfig(served, device="cpu", threads=1, micro_batch_tokens=micro_batch_tokens)
+        return Worker(config)._passes._token_budget
 
     assert [tokens(of_1024, micro_batch_tokens=0), tokens(of_1024 - 8, micro_batch_tokens=0)] == [1024, 768]
     assert "micro-batches have at most 768 tokens instead of 4096" in caplog.text

@@ -164,6 +164,7 @@ async def test_removing_from_a_mirror_that_is_not_named_any_more_is_given_up_aft
         for record, num_tries in zip(records, (34, 0), strict=True):
             copied = CheckpointCopyRecord(record.directory, away, f"{away}/a", "failed", "away", num_tries, 0.0)
             await api.services.store.put_copy(copied)
+            await api.services.checkpoints._files.condemn(record.directory)
             await api.services.store.delete_checkpoint(record)
     async with running_api(tmp_path) as api:
         await until_copies(api, records[0], lambda copies: copies == ())

@@ -255,6 +255,7 @@ async def test_a_crash_behind_a_deletion_leaves_no_copy(tmp_path: Path, mirror: 
         await until_copies(api, record, all_copied)
         mirrors = api.services.checkpoints._mirror
         await mirrors.close()
+        await api.services.checkpoints._files.condemn(record.directory)
         await mirrors._let_wait(record.directory)
         await api.services.store.delete_checkpoint(record)
     assert names_at(mirror)

@@ -99,10 +99,7 @@ LARGE_BODIES = frozenset(
 """The routes that carry data of training and sampling, whose bodies may be as large as --max-body-bytes."""
 
 _PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
-    (method, compile_path(path)[0], route)
-    for route in ROUTE_SCOPES
-    for method, path in [route.split(" ")]
-    if "{" in path
+    (method, compile_path(path)[0], route) for route in ROUTE_SCOPES for method, path in [route.split(" ")]
 )
 
 
@@ -110,6 +107,7 @@ def find_route(method: str, path: str) -> str | None:
     """METHOD and path template of a route that takes a key; None: it takes none, or there is no such route."""
     if (route := f"{method} {path}") in ROUTE_SCOPES:
         return route
+    # Also those without parameters: the router takes a path with a line break at its end for the one without it.
     return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
 
 

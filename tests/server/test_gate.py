@@ -95,6 +95,17 @@ async def test_each_route_of_the_application_that_takes_a_key_is_found(api: Api)
     assert find_route("GET", "/api/v1/create_session") is None
 
 
+@pytest.mark.parametrize("suffix", ["%0A", "/", "//", "%00", "%0A%0A", "?", ";", "%20"])
+async def test_no_spelling_of_a_path_opens_a_route_to_strangers(api: Api, suffix: str) -> None:
+    stranger = await api.client(key=None)
+
+    for route in ROUTE_SCOPES:
+        method, path = target_of(route)
+        answer = await stranger.request(method, f"{path}{suffix}", content=b"{}")
+
+        assert answer.status_code in (401, 404, 405, 307), (route, answer.text)
+
+
 async def test_a_refused_client_may_send_on_for_a_while(api: Api) -> None:
     """It reads the answer all the same: the connection is not reset below it."""
     body = bytes(connections.DRAIN_BYTES // 2)

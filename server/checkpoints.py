@@ -145,7 +145,7 @@ class Checkpoints:
         Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
         """
         async with AsyncExitStack() as held:
-            with _read_in_words(checkpoint):
+            async with self._read_in_words(checkpoint):
                 here = await held.enter_async_context(self._files.reading(checkpoint.directory))
             yield here
 
@@ -270,12 +270,30 @@ class Checkpoints:
             raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
         if signed.expires <= self._clock():
             raise RequestError("this download URL has expired: ask for new URLs", 403)
-        with _refusing(), _read_in_words(record):
-            return await self._files.file(record.directory, signed.name)
+        with _refusing():
+            async with self._read_in_words(record):
+                return await self._files.file(record.directory, signed.name)
 
     async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
-        with _read_in_words(checkpoint):
+        async with self._read_in_words(checkpoint):
             return await self._files.manifest(checkpoint.directory)
+
+    @asynccontextmanager
+    async def _read_in_words(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
+        """Where its files are is for the log alone."""
+        try:
+            yield
+        except OperationError as error:
+            now = await self._store.get_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            if now is None or now.directory != checkpoint.directory:
+                words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send this again"
+                raise OperationError(words, "user") from None
+            logger.error("%s: %s", checkpoint.tinker_path, error)
+            raise OperationError(
+                f"{checkpoint.tinker_path} cannot be read: its files are lost, damaged or out of reach, and the "
+                "server's log says why",
+                "server",
+            ) from None
 
     async def expire(self) -> None:
         """Deletes what has outlived its time to live; none of it was to be seen any more."""
@@ -505,26 +523,12 @@ def loaded_as(name: str, directory: Path) -> Iterator[None]:
 
 
 @contextmanager
-def _read_in_words(checkpoint: CheckpointRecord) -> Iterator[None]:
-    """Where its files are is for the log alone."""
-    try:
-        yield
-    except OperationError as error:
-        logger.error("%s: %s", checkpoint.tinker_path, error)
-        raise OperationError(
-            f"{checkpoint.tinker_path} cannot be read: its files are lost, damaged or out of reach, and the server's"
-            " log says why",
-            "server",
-        ) from None
-
-
-@contextmanager
 def _refusing() -> Iterator[None]:
     """For requests that are answered at once."""
     try:
         yield
     except OperationError as error:
-        raise RequestError(error.message, 503) from error
+        raise RequestError(error.message, 409 if error.category == "user" else 503) from error
 
 
 async def _to_the_end(work: Coroutine[None, None, None]) -> None:

@@ -27,8 +27,9 @@ from .values import (
     numeric_array,
 )
 
-_MAX_UNCOUNTED_BYTES = 16 << 20
 _MAX_MESSAGES = 1_000_000
+_MAX_UNCOUNTED_BYTES = 2 * _MAX_MESSAGES
+"""A body of fewer cannot have more messages: each takes two at least."""
 
 
 def decode_forward_backward(

@@ -23,7 +23,7 @@ from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.server.manifest import check
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
-from .api import ALICE, BOB, LORA, MODEL, Api, running_api
+from .api import ALICE, BOB, LORA, MODEL, Api, running_api, session_record
 
 pytestmark = pytest.mark.anyio
 
@@ -566,3 +566,20 @@ async def test_a_copy_with_the_owners_key_as_token(api: Api) -> None:
     response = await copy(api, BOB, source_path=source.tinker_path, weights_access_token=ALICE, ttl_seconds=3600)
     record = await api.services.checkpoints.resolve(await api.tenant(BOB), response.json()["tinker_path"])
     assert record.expires_at == api.clock.now + 3600
+
+
+async def test_what_is_replaced_or_deleted_while_it_is_read_is_said_so(api: Api) -> None:
+    """It is no fault of the server's: who asked may ask again."""
+    client, run = await api.client(), await api.run()
+    old = await api.save(run, "a")
+    await api.save(run, "a", overwrite=True)
+    tenant = await api.tenant()
+    session = session_record("copy", tenant.id, finished_at=1.0, end="success")
+    with pytest.raises(RequestError, match="deleted or replaced while it was read") as refused:
+        await api.services.checkpoints.copy(old, session, None)
+    assert refused.value.status == 409
+    with pytest.raises(RequestError, match="deleted or replaced") as refused:
+        await api.services.checkpoints.sign_files(old)
+    assert refused.value.status == 409
+    copied = await client.post("/api/v1/copy_weights", json={"source_path": old.tinker_path})
+    assert copied.status_code == 200

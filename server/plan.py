@@ -127,7 +127,7 @@ def _parser() -> argparse.ArgumentParser:
         ("training", "lora|full", f"what is trained: adapters, or all weights ({Load.training})"),
         ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
         ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
-        ("adapter-slots", "N", f"as of serve ({Load.adapter_slots})"),
+        ("adapter-slots", "N", f"adapters in use at a time ({Load.adapter_slots})"),
         ("full-slots", "N", f"as of serve, with --training full ({Load.full_slots})"),
         ("base-quantization", "none|nf4", f"as of serve ({Load.base_quantization})"),
         ("optimizer-states", "float32|8bit", f"as of serve, with --training full ({Load.optimizer_states})"),
@@ -366,7 +366,7 @@ def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
         yield "a matrix put together to save", gigabytes(memory.saving), "when no pass runs"
     if memory.step:
         yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
-    yield "with one of them, between passes", gigabytes(plan.least), "the others take theirs as they come"
+    yield "at least, between passes", gigabytes(plan.least), "the base, and one that learns"
     yield "at most at a time", gigabytes(memory.total), ""
 
 
@@ -387,7 +387,10 @@ def _verdict(plan: Plan) -> Iterator[str]:
     usable = usable_bytes(plan.device_bytes)
     room = f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
     if plan.fits:
-        yield f"fits {room}: {gigabytes(usable - plan.memory.total)} to spare"
+        spare = usable - plan.memory.total
+        more = spare // (plan.memory.learned.total // plan.load.slots)
+        further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
+        yield f"fits {room}: {gigabytes(spare)} to spare{further}"
         yield from _reason(plan)
     else:
         yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"

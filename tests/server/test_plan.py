@@ -66,7 +66,7 @@ def test_what_is_printed_adds_up(capsys: pytest.CaptureFixture[str]) -> None:
     for name, value in plan["load"].items():  # those of serve, where nothing is said
         assert (name, value) in {
             ("longest", 4096), ("dtype", "bfloat16"), ("micro_batch_tokens", 4096), ("head_chunk_tokens", 512),
-            ("lora_rank", 32), ("adapter_slots", 64), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
+            ("lora_rank", 32), ("adapter_slots", 1), ("kv_cache_bytes", 1 << 30), ("tp_activations", "sharded"),
             ("zero_stage", "3"), ("activations", "keep"), ("samples", True), ("full_slots", 2), ("training", "lora"),
                 ("base_quantization", "none"), ("optimizer_states", "float32"),
         }  # fmt: skip
@@ -95,24 +95,25 @@ def test_a_person_reads_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     assert max(map(len, lines)) <= 140
 
 
-def test_the_least_is_said_beside_the_most(capsys: pytest.CaptureFixture[str]) -> None:
-    """Slots are filled as runs are created: what all of them take says little of a server with one run."""
+def test_adapters_count_as_many_as_are_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    """Slots are filled as runs are created: what 64 of them would take says nothing of a server with one run."""
     model = "Llama-3.1-8B"
-    arguments = ("--max-context-length=4096", "--lora-rank=8")
-    plan = planned(capsys, model, *arguments)
-    one = planned(capsys, model, *arguments, "--adapter-slots=1")
-    assert (
-        plan["memory"]["least"] == one["memory"]["least"] == one["memory"]["base"] + one["memory"]["learned"]["total"]
+    arguments = ("--max-context-length=4096", "--lora-rank=8", "--device-memory=80GB")
+    one, two, ten = (
+        planned(capsys, model, *arguments, *slots)["memory"]
+        for slots in ((), ("--adapter-slots=2",), ("--adapter-slots=10",))
     )
-    assert plan["memory"]["least"] < plan["memory"]["total"] / 2
+    assert ten["learned"]["total"] == 5 * two["learned"]["total"] and ten["total"] > two["total"] > one["total"]
+    assert one["least"] == one["base"] + one["learned"]["total"] < one["total"]
     text = said(capsys, f"--base-model={model}={CONFIGS / model}.json", *arguments)
-    least, most = (f"{plan['memory'][name] / 1e9:.1f} GB" for name in ("least", "total"))
-    assert re.search(rf"^with one of them, between passes +{least} ", text, re.MULTILINE)
-    assert f"from {least} to {most} on each rank; --device-memory compares the latter" in text
+    assert re.search(rf"^at least, between passes +{one['least'] / 1e9:.1f} GB ", text, re.MULTILINE)
+    (more,) = re.findall(r"enough for (\d+) more adapters of that rank", text)
+    assert planned(capsys, model, *arguments, f"--adapter-slots={int(more) * 3 // 4}")["fits"]
+    assert not planned(capsys, model, *arguments, f"--adapter-slots={int(more) + 2}", fits=False)["fits"]
 
 
 def test_what_would_help_is_said_and_helps(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ("--device-memory=40GB", "--max-context-length=16384")
+    arguments = ("--device-memory=40GB", "--max-context-length=65536")
     plan = planned(capsys, "Llama-3.1-8B", *arguments, fits=False)
     assert plan["remedies"]
     for remedy in plan["remedies"]:

@@ -16,7 +16,8 @@ class Load:
 
     dtype: of the base. longest: tokens of the longest sequence, which runs alone where it is longer than a micro-batch.
     training: what is in all slots: "lora" = adapters, "full" = models with weights of their own. lora_rank: of all
-    adapters, which adapt what can be adapted of the trunk. samples: whether the rank does, too.
+    adapters, which adapt what can be adapted of the trunk. adapter_slots: adapters that are in use at a time. samples:
+    whether the rank does, too.
     """
 
     longest: int
@@ -24,7 +25,7 @@ class Load:
     micro_batch_tokens: int = USUAL_MICRO_BATCH
     head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
     lora_rank: int = 32  # that of the SDK
-    adapter_slots: int = WorkerConfig.adapter_slots
+    adapter_slots: int = 1
     full_slots: int = WorkerConfig.full_slots
     kv_cache_bytes: int = KV_CACHE_BYTES
     tp_activations: str = WorkerConfig.tp_activations
@@ -37,11 +38,16 @@ class Load:
 
     @staticmethod
     def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
-        """With adapters of the usual rank."""
+        """Returns the load with adapters of the usual rank, as many as --adapter-slots says.
+
+        Where nobody has said how many, it has one: a worker fills slots as runs come, up to what its device holds.
+        """
         shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
         knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
         knobs["kv_cache_bytes"] = config.kv_cache_bytes or KV_CACHE_BYTES
         knobs["micro_batch_tokens"] = config.micro_batch_tokens or USUAL_MICRO_BATCH
+        if config.adapter_slots == WorkerConfig.adapter_slots:
+            knobs["adapter_slots"] = Load.adapter_slots
         return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
 
     @property

@@ -3,9 +3,15 @@
 `eval` is a decoder of bodies: what it decodes says what it does.
 """
 
+import errno
 import json
 import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -95,3 +101,55 @@ async def test_refusals_come_back_and_mistakes_of_ours_are_seen() -> None:
         await decode_apart(eval, zstandard.compress(bytes(2 << 20)), "zstd", 1 << 20)
     with pytest.raises(RuntimeError, match="ZeroDivisionError"):
         await decode_apart(eval, b"1 / 0", None, 1 << 20)
+
+
+async def test_who_decodes_and_is_killed_by_the_machine_is_no_refusal() -> None:
+    with pytest.raises(RequestError, match=r"killed.*send it again") as refused:
+        await decode_apart(eval, b"__import__('os').kill(__import__('os').getpid(), 9)", None, 1 << 20)
+    assert refused.value.status == 503 and refused.value.retry_after_seconds
+
+
+async def test_where_no_process_starts_the_body_is_to_be_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_memory(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(subprocess, "Popen", no_memory)
+    with pytest.raises(RequestError, match=r"Cannot allocate memory.*send it again") as refused:
+        await decode_apart(eval, b"1", None, 1 << 20)
+    assert refused.value.status == 503
+
+
+async def test_who_decodes_is_the_first_that_a_lack_of_memory_ends() -> None:
+    assert await decode_apart(eval, b"open('/proc/self/oom_score_adj').read()", None, 1 << 20) == "1000\n"
+
+
+def test_who_decodes_does_not_outlive_a_server_that_is_killed(tmp_path: Path) -> None:
+    mark = tmp_path / "process_id"
+    body = f"[open({str(mark)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600)]"
+    run = f"asyncio.run(decode_apart(eval, {body.encode()!r}, None, 1 << 20))"
+    server = subprocess.Popen(
+        [sys.executable, "-c", f"import asyncio; from trainhouse.server.apart import decode_apart; {run}"]
+    )
+    try:
+        wait_until(lambda: mark.exists() and mark.read_text() != "")
+        process = int(mark.read_text())
+        assert is_alive(process)
+    finally:
+        server.kill()
+        server.wait()
+    wait_until(lambda: not is_alive(process))
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline, "it does not come true"
+        time.sleep(0.05)
+
+
+def is_alive(process: int) -> bool:
+    """Not of one that ended and that nobody has waited for."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False

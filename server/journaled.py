@@ -1,5 +1,6 @@
 """Journaled: operations decoded again from what the journal has of them."""
 
+import asyncio
 import json
 from collections.abc import Callable
 from functools import partial
@@ -13,11 +14,12 @@ from ..schemas.checkpoints import (
     SaveWeightsRequest,
 )
 from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
+from ..schemas.codec import decode_model, decompress
 from ..schemas.errors import RequestError
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest
 from ..schemas.training import ForwardBackwardRequest, OptimStepRequest
-from .bodies import BodyLimits, Received, decode_body, forward_backward_decoder, json_decoder
+from .bodies import BodyLimits, Received, decode_body, forward_backward_decoder
 from .journal import Entry
 
 Request = (
@@ -54,10 +56,20 @@ _ANY_SIZE = BodyLimits(1 << 62, 1 << 62)
 
 
 async def decode_entry(entry: Entry) -> Decoded:
-    """As it was accepted; large ones in a thread. Raises RequestError where this version would not accept it."""
-    header = entry.header
+    """Returns it as it was accepted. Raises RequestError where this version would not accept it."""
+    header, decode = entry.header, _decoder(entry.header.kind, entry.header.content_type)
     received = Received(entry.body, header.content_type, header.content_encoding)
-    return await decode_body(received, _ANY_SIZE, _decoder(header.kind, header.content_type))
+    try:
+        return await decode_body(received, _ANY_SIZE, decode)
+    except RequestError as error:
+        if error.status not in (413, 503):
+            raise
+        # The process that decodes large ones had no memory, or no time: no reason to lose what was accepted.
+        return await asyncio.to_thread(_decode_here, decode, received)
+
+
+def _decode_here(decode: Callable[[bytes], Decoded], received: Received) -> Decoded:
+    return decode(decompress(received.body, received.content_encoding, _ANY_SIZE.decompressed_bytes))
 
 
 def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
@@ -69,7 +81,7 @@ def _decoder(kind: str, content_type: str) -> Callable[[bytes], Decoded]:
 
 def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
     """An earlier version took metadata of any size, which nothing that is rebuilt needs."""
-    decode = json_decoder(model)
+    decode = partial(decode_model, model, most_bytes=_ANY_SIZE.decompressed_bytes)
     try:
         return decode(body)  # pyright: ignore[reportReturnType]
     except RequestError:

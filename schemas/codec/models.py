@@ -16,9 +16,9 @@ _MOST_SHOWN = 5
 Model = TypeVar("Model", bound=BaseModel)
 
 
-def decode_model(model: type[Model], body: bytes) -> Model:
+def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYTES) -> Model:
     """Raises RequestError: 400 naming each wrong field, its value and what is wrong with it, 413 for too much JSON."""
-    check_json_size(body)
+    check_json_size(body, most_bytes)
     with refused_with_400():
         check_json_text(body)
     try:
@@ -27,10 +27,10 @@ def decode_model(model: type[Model], body: bytes) -> Model:
         raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
 
 
-def check_json_size(body: bytes) -> None:
+def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
     """Raises RequestError 413."""
-    if len(body) > MAX_JSON_BYTES:
-        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {MAX_JSON_BYTES}: send less", 413)
+    if len(body) > most_bytes:
+        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 def describe_errors(errors: list) -> str:

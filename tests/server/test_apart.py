@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,8 @@ import numpy as np
 import pytest
 import zstandard
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model, encode_forward_backward_request
+from trainhouse.schemas.codec.models import MAX_JSON_BYTES
+from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SampleRequest
@@ -31,6 +34,8 @@ from trainhouse.server.bodies import (
     decode_body,
     forward_backward_decoder,
 )
+from trainhouse.server.journal import Entry, Header
+from trainhouse.server.journaled import decode_entry
 
 pytestmark = pytest.mark.anyio
 
@@ -153,3 +158,18 @@ def is_alive(process: int) -> bool:
         return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+@pytest.mark.parametrize("num_bytes", [APART_JSON_BYTES, MAX_JSON_BYTES + 1])
+@pytest.mark.parametrize("python", [sys.executable, "/bin/false"])
+async def test_what_was_accepted_is_read_again_whatever_its_size_and_where_no_process_decodes_it(
+    python: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else an upgrade, or a start with little memory, would lose a run: the refusal of one operation ends it."""
+    monkeypatch.setattr(sys, "executable", python)
+    header = Header("build_vocab_map", "alice", "s:train:0", 3, "r:3")
+    entry = Entry(header, padded(b'{"model_id": "s:train:0", "seq_id": 3, "tokens": [[5, 6]]}', num_bytes), 0)
+    decoded = await decode_entry(entry)
+    assert isinstance(decoded, BuildVocabMapRequest) and decoded.tokens == [[5, 6]]
+    with pytest.raises(RequestError, match="model_id is missing"):
+        await decode_entry(replace(entry, body=padded(b"{}", APART_JSON_BYTES)))

@@ -14,6 +14,7 @@ from transformers.pytorch_utils import Conv1D
 
 from .attention import AttentionKind, CachedPacking, Packing, attend, pack_lengths
 from .batch import MicroBatch, part_of
+from .memory import is_out_of_memory
 
 Logits = Callable[[Tensor, Tensor, CachedPacking], Tensor]
 """Of tokens and positions int64 [tokens], in a packing: [tokens, vocab]."""
@@ -56,6 +57,8 @@ def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: 
         with _short_windows(model, longest):
             distance = _distance(model, logits)
     except Exception as error:  # whatever a model of another shape makes of it
+        if is_out_of_memory(error):
+            raise
         raise ValueError(
             f"{source}: {model_type} models are not supported: a packed pass fails with {type(error).__name__}: {error}"
         ) from error

@@ -232,8 +232,13 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
     seconds = _seconds_to_wait(request)
     if seconds:
         seconds = min(seconds, services.config.long_poll_seconds)
-        response = await retrieved(request, services, tenant, submitted.request_id, seconds)
-        if not isinstance(response, Pending):
+        try:
+            response = await retrieved(request, services, tenant, submitted.request_id, seconds)
+        except RequestError as error:
+            if error.status != 429:
+                raise
+            response = None  # no room to send it now; to refuse what is accepted would have it sent again, and done twice
+        if isinstance(response, Response):
             response.headers["Preference-Applied"] = f"wait={seconds:g}"
             response.headers["X-Request-Id"] = submitted.request_id
             if submitted.seq_id is not None:

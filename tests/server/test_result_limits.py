@@ -202,6 +202,21 @@ async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Cal
     assert server.services.quotas._num_bytes_leaving == 0
 
 
+async def test_a_submit_that_is_accepted_is_answered_with_its_id_where_there_is_no_room_to_send_its_result(
+    serve: Callable,
+) -> None:
+    """A refusal would have it sent again, and done twice where the server numbers it."""
+    server = await serve(max_logprobs=512, tenant_queued_bytes=20_000_000)
+    slow = server.services.quotas.leaving((await server.services.auth.authenticate("tml-alice")).id)
+    slow.claim(4_000_000)
+    sampler_id = await sampler_of(server)
+    submitted = await server.post("asample", sample_body(sampler_id) | LARGE, Prefer="wait=30")
+    slow.release()
+    assert len((await server.result(submitted["request_id"]))["topk_prompt_logprobs"]) == 1000
+    waited = await server.post("asample", sample_body(sampler_id, 1) | LARGE, Prefer="wait=30")
+    assert len(waited["topk_prompt_logprobs"]) == 1000
+
+
 async def test_a_client_that_leaves_gives_back_the_room_of_its_answer(serve: Callable) -> None:
     server = await serve()
     scope = {"type": "http", "asgi": {"spec_version": "2.4"}, "headers": []}

@@ -294,6 +294,17 @@ def test_what_cannot_run_is_refused_with_what_went_wrong(
         base_of(tiny_models["llama"])
 
 
+def test_want_of_memory_is_not_taken_for_a_model_that_is_not_supported(
+    tiny_models: Mapping[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_large(*_: object) -> None:
+        torch.empty(1 << 60)
+
+    monkeypatch.setattr(BaseModel, "_logits", too_large)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        base_of(tiny_models["llama"])
+
+
 def test_ranks_compare_single_passes_with_a_packed_one(tiny_models: Mapping[str, Path]) -> None:
     worker = Worker(WorkerConfig(ServedModel("m", str(tiny_models["llama"])), device="cpu"))
     compare: Callable[..., None] = plain.check_ranks

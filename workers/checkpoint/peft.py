@@ -23,6 +23,7 @@ class Peft:
 
     def __init__(self, adapter: Adapter) -> None:
         self._adapter = adapter
+        self._renamed = [target for target in adapter.targets if target.saved_path is not None]
 
     def describe(self) -> dict[str, Any]:
         return {"targets": [target.name for target in self._adapter.targets]}
@@ -53,9 +54,8 @@ class Peft:
         return {}
 
     def older_name(self, name: str) -> str:
-        for target in self._adapter.targets:
-            if target.saved_path is not None:
-                name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
+        for target in self._renamed:
+            name = name.replace(f"{target.saved_path}.lora_", f"{target.name}.lora_")
         return name
 
     def lacking(self, saved: Description) -> set[str]:

@@ -1,6 +1,7 @@
 """How long what a request says may be. What is not here is payload: prompts, data, messages, which are bounded by the
 body that they come in (--max-body-bytes) and by their tenant's quotas."""
 
+import math
 from typing import Annotated, Any
 
 from pydantic import AfterValidator, Field, WithJsonSchema
@@ -24,7 +25,8 @@ Tags = Annotated[tuple[Id, ...], Field(max_length=64)]
 
 
 def _json_size(value: object, most: int) -> int:
-    """Bytes of the JSON text of a parsed value, about; counted no further than to where it is more than `most`."""
+    """Returns the bytes of the JSON text of a parsed value, about; counted no further than to where it is more than
+    `most`. Raises ValueError on numbers that JSON, and with it PostgreSQL, does not have."""
     size, rest = 0, [value]
     while rest and size <= most:
         each = rest.pop()
@@ -35,6 +37,8 @@ def _json_size(value: object, most: int) -> int:
             rest += [part for entry in each.items() for part in entry]
         elif isinstance(each, list | tuple):
             rest += each
+        elif isinstance(each, float) and not math.isfinite(each):
+            raise ValueError(f"JSON has no {each}: leave it out, or send it as a string")
         else:
             size += len(repr(each))
     return size

@@ -13,8 +13,8 @@ from ..schemas.checkpoints import (
     SaveWeightsForSamplerRequest,
     SaveWeightsRequest,
 )
-from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
 from ..schemas.codec import decode_model, decompress
+from ..schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest
 from ..schemas.errors import RequestError
 from ..schemas.models import CreateModelRequest
 from ..schemas.sampling import SampleRequest

@@ -11,6 +11,8 @@ import trainhouse.schemas
 from pydantic import BaseModel, TypeAdapter, ValidationError
 from trainhouse.schemas import bounds
 from trainhouse.schemas.checkpoints import SaveWeightsRequest
+from trainhouse.schemas.codec import decode_model
+from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.models import CreateSessionRequest, FinishReason, FinishSessionRequest
 
 from .api import Api
@@ -189,3 +191,12 @@ def test_what_is_longer_is_refused_by_name(model: type[BaseModel], fields: dict,
 def test_how_a_session_ended_is_cut_and_not_refused() -> None:
     finished = FinishSessionRequest(reason=FinishReason(type="errored"), detail="x" * 100_000)
     assert finished.detail == "x" * bounds.MOST_TEXT
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "-1e999"])
+def test_numbers_that_no_json_has_are_refused(number: str) -> None:
+    """PostgreSQL takes none: a session was answered 500, and a model was created again and again."""
+    body = f'{{"sdk_version": "1", "user_metadata": {{"a": [{number}]}}}}'.encode()
+    with pytest.raises(RequestError, match=r"user_metadata is .*JSON has no (nan|-?inf): leave it out"):
+        decode_model(CreateSessionRequest, body)
+    assert decode_model(CreateSessionRequest, body.replace(number.encode(), b"-1e99")).user_metadata == {"a": [-1e99]}

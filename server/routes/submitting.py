@@ -237,9 +237,8 @@ async def answer(request: Request, services: Services, tenant: Tenant, submitted
         except RequestError as error:
             if error.status != 429:
                 raise
-            response = (
-                None  # no room to send it now; to refuse what is accepted would have it sent again, and done twice
-            )
+            # To refuse what is accepted would have it sent again, and done twice where the server numbers it.
+            response = None
         if isinstance(response, Response):
             response.headers["Preference-Applied"] = f"wait={seconds:g}"
             response.headers["X-Request-Id"] = submitted.request_id

@@ -161,7 +161,7 @@ def is_alive(process: int) -> bool:
 
 
 @pytest.mark.parametrize("num_bytes", [APART_JSON_BYTES, MAX_JSON_BYTES + 1])
-@pytest.mark.parametrize("python", [sys.executable, "/bin/false"])
+@pytest.mark.parametrize("python", [sys.executable, "/bin/false", "/dev/null/python"])
 async def test_what_was_accepted_is_read_again_whatever_its_size_and_where_no_process_decodes_it(
     python: str, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

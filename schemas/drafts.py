@@ -6,13 +6,14 @@ from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from .bounds import Id, Path
+from .bounds import FirstOnly, Id, Path, first_only_of
 from .sampling import ModelInput
 from .training import Positive, SeqId, Wire
 
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
-Tokens = Sequence[TokenId]
-Weights = Sequence[Annotated[float, Field(allow_inf_nan=False)]]
+Tokens = Annotated[list[TokenId], FirstOnly()]
+Weights = Annotated[list[Annotated[float, Field(allow_inf_nan=False)]], FirstOnly()]
+_MOST_COUNTS = 1 << 24
 
 
 class SetTargetRequest(Wire):
@@ -35,9 +36,9 @@ class BuildVocabMapRequest(Wire):
 
     model_id: Id
     seq_id: SeqId = 0
-    tokens: Sequence[Tokens] | None = None
-    weights: Sequence[Weights] | None = None
-    counts: dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]] | None = None
+    tokens: Annotated[list[Tokens], FirstOnly()] | None = None
+    weights: Annotated[list[Weights], FirstOnly()] | None = None
+    counts: Annotated[dict[TokenId, Annotated[int, Field(ge=0, lt=1 << 40)]], first_only_of(_MOST_COUNTS)] | None = None
     type: Literal["build_vocab_map"] = "build_vocab_map"
 
     @model_validator(mode="after")
@@ -85,7 +86,7 @@ class CaptureRequest(Wire):
 
     model_id: Id
     seq_id: SeqId = 0
-    data: Annotated[Sequence[Captured], Field(min_length=1)]
+    data: Annotated[list[Captured], Field(min_length=1), FirstOnly()]
     ttl_seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
     uses: Positive | None = None
     type: Literal["capture"] = "capture"
@@ -105,7 +106,7 @@ class ReleaseFeaturesRequest(Wire):
     """feature_refs: that this model has captured; left out: all of them. Those that are gone are passed over."""
 
     model_id: Id
-    feature_refs: Annotated[Sequence[Id], Field(max_length=1 << 16)] | None = None
+    feature_refs: Annotated[list[Id], Field(max_length=1 << 16), FirstOnly()] | None = None
 
 
 class ReleaseFeaturesResponse(Wire):

@@ -3,26 +3,22 @@
 import reprlib
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
-from itertools import islice
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import (
     BaseModel,
     ConfigDict,
-    FailFast,
     Field,
     JsonValue,
     ValidationError,
-    ValidatorFunctionWrapHandler,
-    WrapValidator,
     model_validator,
 )
 from pydantic_core import PydanticCustomError
 
-from .bounds import MOST_TOKEN_IDS, ConstraintSchema, Id, Path
+from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path
 from .codec.models import check_json_size
 from .errors import RequestError
-from .sampling import NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
+from .sampling import LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed
 
 MOST_STOP_STRINGS = 16
@@ -80,28 +76,10 @@ _BRANCHES = (
 )
 """What stands among the names of fields in the place of an error, for keys and for the types that a field may have."""
 
-_PIECE = 256
-
-
-class _FirstOnly(FailFast):
-    """Of a list, the first element that is wrong is told of: an error takes up 2 KB. In a union it must have a hash."""
-
-    __hash__ = object.__hash__  # pyright: ignore[reportAssignmentType]
-
-
-def _in_pieces(entries: object, validate: ValidatorFunctionWrapHandler) -> dict[int, float]:
-    """As _FirstOnly does for lists: what comes behind a piece with errors is not looked at."""
-    if not isinstance(entries, dict) or len(entries) > MOST_TOKEN_IDS:
-        return validate(entries)
-    items = iter(entries.items())
-    pieces = iter(lambda: dict(islice(items, _PIECE)), {})
-    return {token: bias for piece in pieces for token, bias in validate(piece).items()}
-
 
 Stop = Annotated[StopString, Field(min_length=1)]
-Tokens = Annotated[list[Integer], _FirstOnly()]
-Texts = Annotated[list[str], _FirstOnly()]
-LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), WrapValidator(_in_pieces)]
+Tokens = Annotated[list[Integer], FirstOnly()]
+Texts = Annotated[list[str], FirstOnly()]
 
 
 class OpenAiError(RequestError):
@@ -185,7 +163,7 @@ class Asking(_Strict):
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES_OF_A_PROMPT)] = 1
     stream: bool = False
     stream_options: StreamOptions = StreamOptions()
-    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), _FirstOnly()] = []
+    stop: Stop | Annotated[list[Stop], Field(max_length=MOST_STOP_STRINGS), FirstOnly()] = []
     stop_token_ids: Annotated[Tokens, Field(max_length=MOST_TOKEN_IDS)] = []
     ignore_eos: bool = False
     seed: Seed | None = None
@@ -236,7 +214,7 @@ class CompletionRequest(Asking):
     completion, scored when logprobs are asked for; max_tokens may be 0 then. max_tokens absent: 16, or what is left of
     the context."""
 
-    prompt: str | Tokens | Texts | Annotated[list[Tokens], _FirstOnly()]
+    prompt: str | Tokens | Texts | Annotated[list[Tokens], FirstOnly()]
     max_tokens: Natural | None = None
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
     echo: bool = False
@@ -286,8 +264,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(frozen=True, extra="allow")
 
     role: Id
-    content: str | Annotated[list[TextPart], _FirstOnly()] | None = None
-    tool_calls: Annotated[list[dict[str, JsonValue]], _FirstOnly()] | None = None
+    content: str | Annotated[list[TextPart], FirstOnly()] | None = None
+    tool_calls: Annotated[list[dict[str, JsonValue]], FirstOnly()] | None = None
 
 
 class ChatCompletionRequest(Asking):
@@ -296,7 +274,7 @@ class ChatCompletionRequest(Asking):
     add_generation_prompt: the template ends with the beginning of the answer.
     """
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1), _FirstOnly()]
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FirstOnly()]
     tools: list[JsonValue] = []
     tool_choice: JsonValue = "auto"
     max_tokens: Positive | None = None

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 import numpy as np
 from pydantic import Field, model_validator
 
-from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, Id, Path
+from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path, first_only_of
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
 
@@ -34,6 +34,7 @@ class Constraint(Wire):
 Shift = Annotated[float, Field(ge=-1e6, le=1e6, allow_inf_nan=False)]
 Temperature = Annotated[float, Field(ge=0, le=1e30, allow_inf_nan=False)]
 RepetitionPenalty = Annotated[float, Field(ge=1e-3, le=1e3, allow_inf_nan=False)]
+LogitBias = Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS), first_only_of(MOST_TOKEN_IDS)]
 
 # Each token of a sample is searched for all of them.
 StopString = Annotated[str, Field(max_length=1000)]
@@ -67,8 +68,8 @@ class SamplingParams(Strict):
     seed: Seed | None = None
     stop: (
         StopString
-        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS)]
-        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS)]
+        | Annotated[list[StopString], Field(max_length=MOST_STOP_STRINGS), FirstOnly()]
+        | Annotated[list[Integer], Field(max_length=MOST_TOKEN_IDS), FirstOnly()]
         | None
     ) = None
     temperature: Temperature = 1.0
@@ -79,7 +80,7 @@ class SamplingParams(Strict):
     repetition_penalty: RepetitionPenalty = 1.0
     presence_penalty: Shift = 0.0
     frequency_penalty: Shift = 0.0
-    logit_bias: Annotated[dict[Integer, Shift], Field(max_length=MOST_TOKEN_IDS)] | None = None
+    logit_bias: LogitBias | None = None
     constraint: Constraint | None = None
 
 
@@ -87,11 +88,11 @@ class TokenChunk(Wire):
     """A piece of a model input. Types other than encoded_text are known by name only and refused by it."""
 
     type: Literal["encoded_text", "image", "image_asset_pointer", "dmel"]
-    tokens: tuple[Integer, ...] = ()
+    tokens: Annotated[tuple[Integer, ...], FirstOnly()] = ()
 
 
 class ModelInput(Wire):
-    chunks: list[TokenChunk]
+    chunks: Annotated[list[TokenChunk], FirstOnly()]
 
     @classmethod
     def from_ints(cls, tokens: Sequence[int]) -> Self:

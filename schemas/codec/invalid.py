@@ -1,5 +1,6 @@
 """What a decoder raises, and how a client comes to hear of it."""
 
+import reprlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -28,8 +29,15 @@ def at_place(place: str) -> Iterator[None]:
 
 
 def shown(value: object) -> str:
-    return shorten(repr(value))
+    return shorten(_BEGINNINGS.repr(value))
 
 
 def shorten(text: str) -> str:
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+_BEGINNINGS = reprlib.Repr()
+"""Looks no further than 80 characters reach: the whole text of a value of megabytes takes seconds."""
+vars(_BEGINNINGS).update(
+    dict.fromkeys(("maxlist", "maxtuple", "maxdict"), 40) | dict.fromkeys(("maxstring", "maxlong", "maxother"), 200)
+)

@@ -38,8 +38,12 @@ CAPTURE = {"model_id": "a", "data": [{"model_input": [1]}]}
         ),
         (
             lambda: BuildVocabMapRequest(model_id="a", tokens=[[-100] * 20_000]),
-            "; ".join(f"tokens.0.{i} is -100: it should be greater than or equal to 0" for i in range(5))
-            + "; and 19995 more",
+            "tokens.0.0 is -100: it should be greater than or equal to 0",
+        ),
+        (
+            lambda: BuildVocabMapRequest(model_id="a", counts=dict.fromkeys(range(200), -1)),
+            "; ".join(f"counts.{i} is -1: it should be greater than or equal to 0" for i in range(5))
+            + "; and 195 more",
         ),
         (
             lambda: CaptureRequest.model_validate({"model_id": 5, "data": [{"model_input": [5, -1]}]}),

@@ -93,7 +93,7 @@ class Future:
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def let_go(self) -> None:
-        """Of the operation, once nobody is called about it any more."""
+        """Releases the operation, once nobody is called about it any more."""
         self.pending, self.on_stored = Pending, _nothing
 
 
@@ -239,11 +239,11 @@ class Futures:
                 deadline.reschedule(now)
 
     def kept_bytes(self, tenant_id: str) -> int:
-        """Bytes on disk of the tenant's results, about."""
+        """Returns about how many bytes the tenant's results take on disk."""
         return self._kept_bytes[tenant_id]
 
     async def _sum_up(self) -> None:
-        """What the store knows, and what it does not know yet."""
+        """Counts what the store knows, and what it does not know yet."""
         began_at = time.monotonic()
         if began_at < self._sum_again_at:
             return

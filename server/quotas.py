@@ -204,11 +204,11 @@ class Quotas:
 
     @property
     def most_bytes(self) -> int:
-        """What is larger would never be let in."""
+        """Returns the size beyond which nothing would ever be accepted."""
         return min(self._config.tenant_queued_bytes, self._config.queued_bytes // 2)
 
     def check_results(self, tenant_id: str, kept_bytes: int, result_bytes: int) -> None:
-        """Before one more that may take so much. kept_bytes: of the tenant's results. Raises RequestError 400, 429."""
+        """Raises RequestError 400 or 429 where one more result has no room. kept_bytes: of the tenant's results."""
         if result_bytes > self.most_bytes:
             raise RequestError(
                 f"the result may take {result_bytes} bytes, and {self.most_bytes} are the most: lower num_samples, "
@@ -278,7 +278,7 @@ class Quotas:
             self._refuse(tenant_id, put_off)
 
     def leaves(self, tenant_id: str, num_bytes: int) -> None:
-        """Or, where it is negative, has left."""
+        """Counts what is on its way; negative: what has left."""
         self._usage(tenant_id).num_bytes_leaving += num_bytes
         self._num_bytes_leaving += num_bytes
 

@@ -131,7 +131,7 @@ class Sampling:
         )
 
     def _admit(self, job: SamplingJob, received: Received, admission: Admission) -> None:
-        """With room for its result, before any of it is worked out. Raises RequestError 400, 429."""
+        """Claims room for its result before any of it is worked out. Raises RequestError 400, 429."""
         check_alternatives(job.request, self._quotas.max_logprobs)
         tenant_id = job.sampler.record.tenant_id
         self._quotas.check_results(tenant_id, self._futures.kept_bytes(tenant_id), job.result_bytes)

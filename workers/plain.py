@@ -1,5 +1,5 @@
-"""Whether a loaded model may run packed: its modules are of kinds that look at each token by itself, but for attention,
-and a packed pass has the numbers of transformers' own passes over each sequence."""
+"""Checks that a loaded model may run packed: its modules are of kinds that look at each token by itself, but for
+attention, and a packed pass has the numbers of transformers' own passes over each sequence."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -138,18 +138,18 @@ def _sequences(vocab_size: int, device: torch.device) -> MicroBatch:
 
 
 def _bounds() -> list[tuple[int, int]]:
-    """Where each sequence starts and stops."""
+    """Returns where each sequence starts and stops."""
     return list(pairwise(accumulate(LENGTHS, initial=0)))
 
 
 def _farthest(ours: Tensor, theirs: Tensor) -> float:
-    """Of the sequence that is farthest off, the mean over its tokens."""
+    """Returns the mean over the tokens of the sequence that is farthest off."""
     by_token = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
     return max(float(by_token[start:stop].mean()) for start, stop in _bounds())
 
 
 def _centered(logits: Tensor) -> Tensor:
-    """Log-probabilities less their mean."""
+    """Returns log-probabilities less their mean."""
     logits = logits.float()
     return logits - logits.mean(dim=-1, keepdim=True)
 
@@ -185,14 +185,14 @@ def _is_crossed(window: object, longest: int | None) -> TypeGuard[int]:
 
 
 def _owners(model: PreTrainedModel) -> list[Any]:
-    """What windows are looked up in: configs, and modules."""
+    """Returns what has windows: configs, and modules."""
     modules = list(model.modules())
     configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
     return [*configs.values(), *modules]
 
 
 def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
-    """With their paths: of the longest lists of modules that are of one size, the outermost."""
+    """Yields the layers with their paths: those of the outermost list that has as many modules as there are layers."""
     number = model.config.num_hidden_layers
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) == number:

@@ -147,7 +147,7 @@ class Store:
         return await self._one(SessionRecord, select(sessions).where(_same_request(session)))
 
     async def shorten_sessions(self, most_text: int, most_json: int) -> None:
-        """What an older trainhouse let in of any length, of sessions and runs: text is cut, JSON goes."""
+        """Cuts texts of sessions and runs that an older trainhouse accepted at any length, and drops such JSON."""
 
         def statements(connection: Connection) -> None:
             for column in (sessions.c.display_name, sessions.c.end_detail, sessions.c.project_id):

@@ -156,12 +156,13 @@ LARGE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 1000}]},
 
 
 async def longest_wait(work: "asyncio.Future[Any]") -> tuple[float, float]:
-    """Seconds for which the event loop let nobody have a turn, at the most, and seconds that the work took."""
-    began = last = time.monotonic()
+    """Seconds for which the event loop let nobody have a turn, at the most, and seconds that the work took: of this
+    process's own time, since a busy machine stops all of it."""
+    began = last = time.process_time()
     longest = 0.0
     while not work.done():
         await asyncio.sleep(0)
-        now = time.monotonic()
+        now = time.process_time()
         longest, last = max(longest, now - last), now
     return longest, last - began
 

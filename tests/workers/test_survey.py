@@ -88,7 +88,7 @@ def test_an_adapter_of_a_part_for_text_fits_the_whole_model(tmp_path: Path) -> N
 
 def assert_as_transformers(directory: Path, reference: Path | None = None) -> None:
     worker = Worker(WorkerConfig(ServedModel("m", str(directory)), device="cpu"))
-    theirs = AutoModelForCausalLM.from_pretrained(
+    theirs: Any = AutoModelForCausalLM.from_pretrained(
         reference or directory, dtype=torch.float32, attn_implementation="eager"
     )
     data = some_data(len(theirs.get_input_embeddings().weight))

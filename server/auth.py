@@ -68,6 +68,8 @@ class Auth:
         # began before writes to those that nobody reads. Refused keys are apart and push out none that is in force.
         self._known: dict[str, _Known] = {}
         self._refused: dict[str, None] = {}
+        # Keys that were in force once: they are looked up again however many strangers there are.
+        self._familiar: dict[str, None] = {}
         self._counts: KeyCounts | None = None
         self._counted_until = 0.0
 
@@ -142,12 +144,14 @@ class Auth:
             return in_force[key_hash]
         if key_hash in refused:
             return None
-        if address is not None:
+        if address is not None and key_hash not in self._familiar:
             self._strangers.check(address)
         known = await self._ask_store(key_hash, bool(stood_for) or key.startswith(KEY_PREFIX))
         if known is not None:
             _keep(in_force, key_hash, known)
+            _keep(self._familiar, key_hash, None)
         else:
+            self._familiar.pop(key_hash, None)
             _keep(refused, key_hash, None)
         return known
 

@@ -238,6 +238,11 @@ async def test_beyond_the_limit_no_unknown_key_is_looked_up_and_known_ones_work(
     ] * 2
     assert hash_key("tml-c") not in auth._refused, "the store was not asked"
     assert await status(key) == 200
+    # A new key has the others asked for again, beside which strangers go on.
+    await create_key(store, "another team")
+    clock.now += 1.5
+    assert [await status(None), await status("tml-d"), await status("tml-e")][-1] == 429
+    assert await status(key) == 200
     clock.now += 60
     assert [await status(None), await status("tml-c")] == [401, 401]
     store.close()

@@ -5,6 +5,7 @@ import errno
 import fcntl
 import logging
 import os
+import stat
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,6 +53,11 @@ def keep_private(directory: Path, ours: Sequence[str]) -> None:
         return
     if not mode & _OTHERS:
         return
+    if mode & stat.S_ISVTX:  # as /tmp, which root could close
+        raise StartError(
+            f"{directory} is there for all users of this machine (mode {mode & 0o7777:o}): name a directory in it, "
+            "which is then made for this user alone"
+        )
     with contextlib.suppress(OSError):
         directory.chmod(mode & 0o7777 & ~_OTHERS)
     if directory.stat().st_mode & _OTHERS:

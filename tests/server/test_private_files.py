@@ -94,3 +94,10 @@ def test_a_directory_whose_mode_cannot_be_changed_is_refused(
     (state / "inner").mkdir(mode=0o700)
     keep_private(state / "inner", OF_STATE)
     keep_private(state / "missing", OF_STATE)
+
+
+def test_a_directory_of_all_users_is_left_to_them(tmp_path: Path) -> None:
+    tmp_path.chmod(0o1777)
+    with pytest.raises(StartError, match=r"for all users of this machine .mode 1777.: name a directory in it"):
+        keep_private(tmp_path, OF_STATE)
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o1777

@@ -38,6 +38,5 @@ def shorten(text: str) -> str:
 
 _BEGINNINGS = reprlib.Repr()
 """Looks no further than 80 characters reach: the whole text of a value of megabytes takes seconds."""
-vars(_BEGINNINGS).update(
-    dict.fromkeys(("maxlist", "maxtuple", "maxdict"), 40) | dict.fromkeys(("maxstring", "maxlong", "maxother"), 200)
-)
+for _name, _most in {"list": 40, "tuple": 40, "dict": 40, "string": 200, "long": 200, "other": 200}.items():
+    setattr(_BEGINNINGS, f"max{_name}", _most)

@@ -201,7 +201,7 @@ class ServerConfig:
         flag="--role-group",
     )
     micro_batch_tokens: int = knob(
-        0, "most of one training micro-batch; 0 = 4096, or what memory holds", common=True, check=NOT_NEGATIVE
+        0, "of a micro-batch; 0: 4096, or what memory holds", common=True, check=NOT_NEGATIVE
     )
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
@@ -216,7 +216,7 @@ class ServerConfig:
     optimizer_states: Literal["float32", "8bit"] = knob("float32", "how AdamW's states of full models are held")
     kv_cache_bytes: int | None = knob(
         None,
-        "key/value cache of each sampler (default: 1 GiB; on CUDA a third of what is free)",
+        "of each sampler (1GiB; a third of a free GPU)",
         common=True,
         check=POSITIVE,
     )
@@ -268,7 +268,7 @@ class ServerConfig:
     queued_bytes: int = knob(2 << 30, "memory for unanswered operations of all tenants", check=POSITIVE)
     max_logprobs: int = knob(20, "most alternatives to a token that a sample may ask for", check=POSITIVE)
     unauthenticated_per_minute: int = knob(
-        600, "requests without a key in force that an address may send; all together ten times that", check=POSITIVE
+        600, "requests of an address without a key in force; of all ten times that", check=POSITIVE
     )
     max_body_bytes: int = knob(256 << 20, "largest request body as received", check=POSITIVE)
     max_decompressed_bytes: int = knob(1 << 30, "largest request body once decompressed", check=POSITIVE)

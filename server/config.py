@@ -200,9 +200,7 @@ class ServerConfig:
         "ROLES=LAYOUT[@DEVICE]: ranks of their own; repeatable (docs/roles.md)",
         flag="--role-group",
     )
-    micro_batch_tokens: int = knob(
-        0, "of a micro-batch; 0: 4096, or what memory holds", common=True, check=NOT_NEGATIVE
-    )
+    micro_batch_tokens: int = knob(0, "of a micro-batch; 0: 4096 or what fits", common=True, check=NOT_NEGATIVE)
     head_chunk_tokens: int = knob(512, "rows of logits that exist at a time", check=POSITIVE)
     prefill_chunk_tokens: int = knob(512, "most tokens of prompts between two steps of decoding", check=POSITIVE)
     pass_tokens: int = knob(8192, "most tokens of one pass, over all runs in it", check=POSITIVE)

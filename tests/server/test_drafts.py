@@ -182,7 +182,7 @@ async def test_nothing_of_drafts_is_said_of_other_models(server: Server) -> None
         ),
         ({"model_role": "draft", "draft": {}}, "draft.algorithm is missing"),
         ({"model_role": "draft", "draft": {"algorithm": "some"}}, "draft.algorithm is 'some'"),
-        ({"model_role": "draft", "draft": EAGLE | {"ttt_length": 7}}, "there is no draft.ttt_length"),
+        ({"model_role": "draft", "draft": EAGLE | {"ttt_length": 7}}, "NewDraft has no ttt_length"),
         ({"model_role": "draft", "draft": EAGLE, "target_path": "nothing"}, "is not a checkpoint path"),
     ],
 )

@@ -84,8 +84,11 @@ def _from_json(model: type[BaseModel], body: bytes) -> Decoded:
     decode = partial(decode_model, model, most_bytes=_ANY_SIZE.decompressed_bytes)
     try:
         return decode(body)  # pyright: ignore[reportReturnType]
-    except RequestError:
-        fields = json.loads(body)
+    except RequestError as refusal:
+        try:
+            fields = json.loads(body)
+        except ValueError:
+            raise refusal from None
         if not isinstance(fields, dict) or fields.pop("user_metadata", None) is None:
             raise
         return decode(json.dumps(fields).encode())  # pyright: ignore[reportReturnType]

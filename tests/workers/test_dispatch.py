@@ -590,6 +590,7 @@ def test_models_that_do_not_fit_are_refused_with_the_numbers(tmp_path: Path) -> 
 def write_header(directory: Path, shape: tuple[int, int]) -> None:
     header = json.dumps({"weight": {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]}}).encode()
     (directory / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header)
+    shutil.copy(Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json", directory / "config.json")
 
 
 def test_a_model_that_does_not_load_stops_the_start_with_the_reason() -> None:

@@ -240,6 +240,8 @@ def _checked_url(text: str) -> str:
         raise APIConnectionError(f"{text!r} is no base URL ({error}): {words}") from None
     if url.scheme not in ("http", "https") or not url.host or not 0 < (url.port or 1) < 1 << 16:
         raise APIConnectionError(f"{text!r} is no base URL: {words}")
+    if url.path.rstrip("/") == "/v1":
+        raise APIConnectionError(f"{text!r} is no base URL: leave out {url.path}, which OpenAI's clients want")
     return text
 
 
@@ -257,8 +259,10 @@ def _reason(error: httpx.TransportError) -> str:
 
 
 def _words(error: OSError) -> str:
+    """Returns what the system says; the number of an error of TLS is none of the system's."""
     number = error.errno or 0
-    return os.strerror(number) if number in errno.errorcode else str(error.strerror)
+    is_of_system = number in errno.errorcode and not isinstance(error, ssl.SSLError)
+    return os.strerror(number) if is_of_system else str(error.strerror)
 
 
 def _timeout(seconds: float) -> httpx.Timeout:

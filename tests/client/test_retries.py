@@ -150,6 +150,24 @@ async def test_what_is_tried_again_ends_with_one_full_stop(
 def test_an_address_without_a_scheme_fails_at_once() -> None:
     with pytest.raises(trainhouse.APIConnectionError, match=r"'127\.0\.0\.1:9' is no base URL: it begins with http"):
         ServiceClient("127.0.0.1:9")
+    with pytest.raises(trainhouse.APIConnectionError, match="leave out /v1, which OpenAI's clients want"):
+        ServiceClient("http://127.0.0.1:9/v1")
+
+
+def test_https_to_a_server_without_it_says_so(shared_server: LiveServer) -> None:
+    """Within the time of its first tries; errors of TLS have numbers, too, which are none of the system's."""
+    address = shared_server.url.replace("http://", "https://")
+    command = [
+        sys.executable,
+        "-m",
+        "trainhouse.server",
+        "export",
+        "tinker://r/weights/n",
+        "/tmp/never-made",
+        "--base-url",
+    ]
+    done = subprocess.run([*command, address], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1 and "SSL" in done.stderr and "not permitted" not in done.stderr, done.stderr
 
 
 def test_closing_the_client_ends_what_waits(shared_server: LiveServer) -> None:

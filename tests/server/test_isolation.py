@@ -17,10 +17,11 @@ PUBLIC = {
     ("GET", "readyz"): "the same, and how far the server is with its start, in numbers",
 }
 OPEN_PAGES = {
+    "/": "where to go",
     "/docs": "what the API is, tells nothing of anybody",
-    "/docs/oauth2-redirect": "of the page above",
-    "/redoc": "the same, laid out otherwise",
-    "/openapi.json": "what both read",
+    "/docs/{file}": "of the page above",
+    "/docs/start.js": "of the page above",
+    "/openapi.json": "what it reads",
     "/api/v1/downloads/{run_id}/{kind}/{name}/{file:path}": "signed URLs, which say themselves what they are good for",
 }
 """What is not in the OpenAPI."""

@@ -204,10 +204,10 @@ def test_a_constraint_needs_a_tokenizer_and_is_one_thing(adapted: Adapted, tmp_p
 def test_the_largest_numbers_that_can_be_asked_for_do_no_harm(adapted: Adapted) -> None:
     jobs = [
         asked("hot", temperature=1e30),
-        asked("many", top_k=10**30),
+        asked("many", top_k=2**63 - 1),
         asked("frequent", frequency_penalty=-1e6, presence_penalty=1e6),
         asked("favoured", logit_bias={3: 1e6, 4: -1e6}, repetition_penalty=1e-3),
-        asked("long", min_tokens=10**30),
+        asked("long", min_tokens=2**63 - 1),
     ]
     found = finish(new_sampler(adapted), *jobs, asked("beside"))
     assert all(len(found[one.job_id].sequences[0].tokens) == NUM_TOKENS for one in jobs)

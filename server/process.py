@@ -138,13 +138,13 @@ async def _serve(
 ) -> None:
     config, at = await with_workers(config)
     config = await with_models_here(config, say)
-    for warning in unresolved(config.base_models, config.is_loopback):
-        logger.warning("%s", warning)
     url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
     has_keys = await _has_keys(config)
     with ready_file(config.ready_file) as write_ready:
 
         def announce(words: str) -> None:
+            for warning in unresolved(config.base_models, config.is_loopback):
+                logger.warning("%s", warning)
             on_ready()
             write_ready(url)
             say(words)

@@ -27,7 +27,7 @@ from .config import ServerConfig
 LARGE_BYTES = 256 << 10
 """What is larger is decoded and encoded off the event loop."""
 
-APART_JSON_BYTES = 4 << 20
+APART_JSON_BYTES = 1 << 20
 APART_PROTOBUF_BYTES = 32 << 20
 """What is larger is decoded in a process of its own. Its parsers take about as long for the one as for the other."""
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers import footprint
+from trainhouse.workers import footprint, memory
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.losses import LOSSES, LossOutput
@@ -408,6 +408,8 @@ def test_for_want_of_memory_a_pass_is_split_and_what_fits_in_smaller_pieces_is_d
     monkeypatch.setattr(house.worker._base, "hidden_states", recorded)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(footprint, "available_bytes", lambda: 800_000_000)
+        # Freed memory of earlier tests, which lies in pieces, would take of it.
+        patch.setattr(memory, "_given_back_bytes", lambda: 0)
         found = house.run(*hungry)
     assert isinstance(found["a"], Result) and isinstance(found["b"], Result)
     failure = found["c"]

@@ -53,8 +53,8 @@ def live_server(
 
     module: what `python -m` runs.
     """
-    state_dir.mkdir(parents=True, exist_ok=True)
-    state_dir.chmod(0o700)  # else the server does it, and warns
+    # A new one is closed to others, else the server does it, and warns.
+    state_dir.mkdir(0o700, parents=True, exist_ok=True)
     log, ready = state_dir / "server.log", state_dir / "ready"
     ready.unlink(missing_ok=True)
     process = start([sys.executable, "-m", module, *arguments(models, state_dir, pool, ready, options)], log)

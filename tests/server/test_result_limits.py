@@ -185,9 +185,12 @@ async def test_the_text_of_a_large_result_made_at_once_lets_nobody_have_a_turn()
     """What the ratio above is held against."""
     top = TopkLogprobs(np.zeros((1000, 512), np.int32), np.zeros((1000, 512), np.float32))
     response = SampleResponse((), topk_prompt_logprobs=top)
-    working = asyncio.ensure_future(asyncio.to_thread(lambda: json.dumps(encode_sample_response_json(response))))
-    longest, whole = await longest_wait(working)
-    assert longest > whole / 4
+    shares = []
+    for _ in range(4):  # a busy machine may give the others a turn for once
+        working = asyncio.ensure_future(asyncio.to_thread(lambda: json.dumps(encode_sample_response_json(response))))
+        longest, whole = await longest_wait(working)
+        shares.append(longest / whole)
+    assert max(shares) > 1 / 4
 
 
 async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Callable) -> None:

@@ -102,7 +102,7 @@ bench: setup
 bench-parallel: setup
 	$(BIN)/python -m trainhouse.tests.benchmarks.bench --only layouts,layout-memory,layout-decoding $(ARGS)
 
-# On a machine with a GPU and a torch of its own (2.11 to 2.15, Python 3.11 to 3.13), without a network: nothing is
+# On a machine with a GPU and a torch of its own (2.11 or later, Python 3.11 to 3.13), without a network: nothing is
 # installed, nor wanted but torch, transformers, pydantic and pytest (of the benchmark's reference also peft).
 GPU_PYTHON ?= $(if $(wildcard $(BIN)/python),$(BIN)/python,python3)
 GPU_RUN := PYTHONPATH=$(CURDIR)/.gpu HF_HUB_OFFLINE=1 $(GPU_PYTHON)

@@ -11,7 +11,7 @@ MOST_ID, MOST_PATH, MOST_TEXT = 256, 1024, 4096
 MOST_METADATA_BYTES = 8192
 MOST_CONSTRAINT_BYTES = 1 << 18
 MOST_TOKEN_IDS = 1 << 18
-"""As many as the largest vocabularies have."""
+"""The largest vocabularies have as many."""
 
 _PIECE = 256
 
@@ -40,13 +40,13 @@ def first_only_of(most: int) -> WrapValidator:
 
 
 Id = Annotated[str, Field(max_length=MOST_ID)]
-"""Of sessions, models, samplers, requests, projects; short names, such as those of optimizers."""
+"""Identifies a session, model, sampler, request or project, or is a short name, such as an optimizer's."""
 
 Path = Annotated[str, Field(max_length=MOST_PATH)]
-"""Of checkpoints; names of base models, which may be hub ids."""
+"""Names a checkpoint or a base model, which may be a hub id."""
 
 Text = Annotated[str, Field(max_length=MOST_TEXT)]
-"""What people read: a session's name, how it ended."""
+"""Text for people: a session's name, how it ended."""
 
 Tags = Annotated[tuple[Id, ...], Field(max_length=64)]
 

@@ -296,7 +296,7 @@ Asked = TypeVar("Asked", bound=Asking)
 
 
 def decoder(kind: type[Asked]) -> Callable[[bytes], Asked]:
-    """Of bodies. It raises OpenAiError 400, naming the first field that is wrong, and RequestError 413."""
+    """Decodes bodies. It raises OpenAiError 400, naming the first field that is wrong, and RequestError 413."""
     return partial(_decode, kind)
 
 

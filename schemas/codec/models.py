@@ -38,7 +38,7 @@ def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
 
 
 def describe_errors(errors: list) -> str:
-    """In words, from the error list of pydantic."""
+    """Puts pydantic's list of errors into words."""
     shown = "; ".join(_describe(error) for error in errors[:_MOST_SHOWN])
     more = f"; and {len(errors) - _MOST_SHOWN} more" if len(errors) > _MOST_SHOWN else ""
     return f"bad request: {shown}{more}"

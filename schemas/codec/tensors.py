@@ -76,7 +76,7 @@ def tensor_to_json(array: np.ndarray) -> JsonObject:
 
 
 def tensor_rows(array: np.ndarray) -> JsonObject:
-    """As `tensor_to_json`, its data as Rows."""
+    """Returns what `tensor_to_json` does, its data as Rows."""
     array = public_dtype(array)
     return {"data": rows_of(array), "dtype": array.dtype.name, "shape": list(array.shape)}
 

@@ -29,7 +29,7 @@ class LoraConfig(Wire):
 
 
 GATE_UP_PATTERN = r".*\.experts\.gate_up_proj"
-"""Names what has a rank and an alpha of its own in PEFT's files: gate and up of experts, one parameter with two pairs."""
+"""Names what PEFT's files give a rank and an alpha of its own: gate and up of experts, one parameter with two pairs."""
 
 
 class FullConfig(Wire):

@@ -15,7 +15,7 @@ _MOST_ARENAS = -8
 # oneDNN compiles each product for its number of rows, which takes half a millisecond and leaves half a megabyte in a
 # cache; torch keeps more of it for each thread. Both keep 1024 products unless these say otherwise before the first, in
 # heaps that they fragment. A pass needs a dozen for each shape of its micro-batches.
-_PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "96", "LRU_CACHE_CAPACITY": "32"}
+_PRODUCT_CACHES = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "48", "LRU_CACHE_CAPACITY": "16"}
 
 IDLE_SECONDS = 5.0
 STEADY_SECONDS = 300.0

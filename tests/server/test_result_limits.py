@@ -152,6 +152,9 @@ async def test_a_sparse_question_about_a_prompt_cannot_be_made_into_a_large_one(
     assert len((await sample(server, body | {"target_prompt_logprobs": narrow})).sequences) == 1
 
 
+MOST_SHARE = 0.1
+"""Of the work, in which nobody else has a turn: 0.03 where it is done in pieces, 0.2 to 0.4 where it is not."""
+
 LARGE = {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [5] * 1000}]}, "topk_prompt_logprobs": 512}
 
 
@@ -174,7 +177,7 @@ async def test_a_large_result_is_answered_in_pieces_with_others_between(serve: C
     assert len(binary.content) > 4_000_000 and binary.headers["content-length"] == str(len(binary.content))
     working = asyncio.ensure_future(server.retrieve(submitted["request_id"]))
     longest, whole = await longest_wait(working)
-    assert longest < whole / 4, f"{longest:.3f} s of {whole:.3f} nobody had a turn"
+    assert longest < MOST_SHARE * whole, f"{longest:.3f} s of {whole:.3f} nobody had a turn"
     answer = json.loads(working.result().content)
     expected = encode_sample_response_json(decode_sample_response(binary.content))
     assert answer == json.loads(json.dumps(expected)) and len(answer["topk_prompt_logprobs"][999]) == 512
@@ -190,7 +193,7 @@ async def test_the_text_of_a_large_result_made_at_once_lets_nobody_have_a_turn()
         working = asyncio.ensure_future(asyncio.to_thread(lambda: json.dumps(encode_sample_response_json(response))))
         longest, whole = await longest_wait(working)
         shares.append(longest / whole)
-    assert max(shares) > 1 / 4
+    assert max(shares) > MOST_SHARE
 
 
 async def test_large_results_on_their_way_are_bounded_for_each_tenant(serve: Callable) -> None:

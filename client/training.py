@@ -94,6 +94,7 @@ class TrainingClient:
             raise ValueError(
                 f"a draft has no log-probabilities for a loss of yours: it is trained by {draft.algorithm}"
             )
+        _check_kind(data)
         forward = self.forward([with_weights(datum) for datum in data], "cross_entropy").result()
         loss, gradients = loss_fn(data, [output["logprobs"] for output in forward.loss_fn_outputs])
         weighted = [with_weights(datum, -np.asarray(slope)) for datum, slope in zip(data, gradients, strict=True)]
@@ -105,6 +106,7 @@ class TrainingClient:
         """For the whole call; its chunks get their numbers in `_pass`."""
         if not data:
             raise ValueError("data is empty: a pass needs at least one datum")
+        _check_kind(data)
         config = dict(config or {})
         return ForwardBackwardRequest(self.model_id, 0, tuple(data), loss_fn, config, loss_weight=loss_weight)
 
@@ -333,6 +335,14 @@ def _refs_of(data: Sequence[Datum]) -> set[str]:
 
 def _id_of(draft: TrainingClient | None) -> str | None:
     return None if draft is None else draft.model_id
+
+
+def _check_kind(data: Sequence[object]) -> None:
+    """Raises TypeError."""
+    for index, datum in enumerate(data):
+        if not isinstance(datum, Datum):
+            kind = type(datum).__name__
+            raise TypeError(f"data[{index}] is of type {kind}: pass trainhouse.Datum(tokens, loss_fn_inputs)")
 
 
 def with_weights(datum: Datum, weights: np.ndarray | None = None) -> Datum:

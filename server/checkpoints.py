@@ -26,7 +26,7 @@ from collections.abc import (
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
@@ -313,9 +313,9 @@ class Checkpoints:
         taken = set()
         for directory in unlisted:
             about = await asyncio.to_thread(read_manifest, directory)
-            path = await lost_path(self._store, directory, self._files.is_ours_alone(directory))
+            path = await lost_path(self._store, str(directory), about, self._files.is_ours_alone(directory))
             if path is not None and "tenant_id" in about:
-                await take_back(self._store, directory)
+                await take_back(self._store, str(directory), about)
                 logger.warning("the database had lost %s, which is in %s: its row is made again", path, directory)
                 taken.add(str(directory))
         return taken
@@ -552,30 +552,30 @@ def directory_name(run_id: str) -> str:
     return run_id.replace(":", "_")
 
 
-async def lost_path(store: Store, directory: Path, is_ours_alone: bool) -> str | None:
+async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
     """The path of a whole checkpoint of which the database has lost the row, and which `take_back` brings back.
 
-    None where its manifest does not say whose it is, where its name is another's now, and where it is of a run that is
+    directory: or its URL. about: its manifest.
+
+    None where that does not say whose it is, where its name is another's now, and where it is of a run that is
     unknown, in a place that others use, too (not is_ours_alone).
     """
-    about = await asyncio.to_thread(read_manifest, directory)
     try:
         run_id, kind, name = parse_path(about["tinker_path"])
         training_of(about["training"] if "training" in about else about["lora"])
     except (RequestError, KeyError, AttributeError, ValueError):
         return None
-    if run_id.replace(":", "_") != directory.parents[1].name or await store.get_checkpoint(run_id, kind, name):
+    if run_id.replace(":", "_") != PurePosixPath(directory).parts[-3] or await store.get_checkpoint(run_id, kind, name):
         return None
     is_known = await store.get_run(run_id) is not None or (is_ours_alone and "tenant_id" in about)
     return about["tinker_path"] if is_known else None
 
 
-async def take_back(store: Store, directory: Path) -> str:
+async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> str:
     """Makes the row of a checkpoint that has a `lost_path`, and those that it needs; answers that path.
 
     Nothing says whether it was public, so it is not.
     """
-    about = await asyncio.to_thread(read_manifest, directory)
     run_id, kind, name = parse_path(about["tinker_path"])
     run = await store.get_run(run_id) or await _take_run_back(store, run_id, about)
     record = CheckpointRecord(
@@ -583,7 +583,7 @@ async def take_back(store: Store, directory: Path) -> str:
         tenant_id=run.tenant_id,
         kind=kind,
         name=name,
-        directory=str(directory),
+        directory=directory,
         size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
         created_at=about["created_at"],
         expires_at=about.get("expires_at"),

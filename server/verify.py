@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import ExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from sqlalchemy import Connection, Row, Table, delete, select
 from sqlalchemy.exc import DatabaseError
@@ -38,6 +38,7 @@ SEGMENTED = ("journal", "results", "recordings")
 
 _MOVING_SECONDS = 1.0
 _UNKNOWN = "no row of this database knows it: it is another one's, or left over"
+_BY_HAND = "delete it there by hand, unless it is another one's"
 _UNTIL_ITS_END = "this is told until its session ends"
 _NEW_RUN = f"begin a new run from a checkpoint of it; {_UNTIL_ITS_END}"
 _OF_DAMAGED = {
@@ -311,15 +312,22 @@ class Verification:
     async def _unlisted(self, path: Path) -> Problem:
         when = f"servers remove it {UNLISTED_DAYS} days after one has told of it"
         remedy = f"delete it by hand, or leave it: {when}"
-        lost = await lost_path(self._store, path, self._files.is_ours_alone(path))
+        about = await asyncio.to_thread(read_manifest, path)
+        lost = await lost_path(self._store, str(path), about, self._files.is_ours_alone(path))
         if lost is None:
             return Problem(str(path), f"is whole, but {_UNKNOWN}", remedy)
-        repair = Repair("makes its row again", lambda: self._take_back(path))
-        return Problem(str(path), f"is whole, but the database has no row of {lost}", remedy, repair)
+        return self._lost_row(str(path), about, lost, remedy)
 
-    async def _take_back(self, path: Path) -> str:
-        await asyncio.to_thread(check, path)
-        return f"{await take_back(self._store, path)} has its row again"
+    def _lost_row(self, directory: str, about: Mapping[str, Any], path: str, remedy: str) -> Problem:
+        repair = Repair("makes its row again", lambda: self._take_back(directory, about))
+        return Problem(directory, f"is whole, but the database has no row of {path}", remedy, repair)
+
+    async def _take_back(self, directory: str, about: Mapping[str, Any]) -> str:
+        if is_url(directory):
+            about = await self._places.check(directory)
+        else:
+            await asyncio.to_thread(check, Path(directory))
+        return f"{await take_back(self._store, directory, about)} has its row again"
 
     async def _leftovers_at_url(self) -> AsyncIterator[Problem]:
         root = self._config.checkpoints
@@ -335,11 +343,21 @@ class Verification:
             url = f"{root.rstrip('/')}/{key}"
             if url in published:
                 continue
-            if MANIFEST in names or key.partition("/")[0] not in self._runs:
-                yield Problem(url, _UNKNOWN, "delete it there by hand, unless it is another one's")
+            if MANIFEST in names:
+                yield await self._unlisted_at(url)
+            elif key.partition("/")[0] not in self._runs:
+                yield Problem(url, _UNKNOWN, _BY_HAND)
             else:
                 repair = Repair("removes it", lambda url=url: self._remove_at(url))
                 yield Problem(url, "left over: never published, or deleted", "delete it there by hand", repair)
+
+    async def _unlisted_at(self, url: str) -> Problem:
+        try:
+            about = await self._places.check(url)
+        except PlaceError as error:
+            return Problem(url, f"{_UNKNOWN}, and damaged: {error.reason}", _BY_HAND)
+        lost = await lost_path(self._store, url, about, is_ours_alone=False)
+        return Problem(url, _UNKNOWN, _BY_HAND) if lost is None else self._lost_row(url, about, lost, _BY_HAND)
 
     async def _remove_at(self, url: str) -> str:
         await self._places.remove(url)

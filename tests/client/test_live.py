@@ -278,6 +278,10 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
         service.create_sampling_client()
     with pytest.raises(ValueError, match="learning_rate"):
         client.optim_step(AdamParams(learning_rate=-1))
+    with pytest.raises(TypeError, match=r"data\[2\] is of type dict: pass trainhouse.Datum\(tokens, loss_fn_inputs\)"):
+        client.forward_backward([*batch(), {"a": 1}], "cross_entropy")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(TypeError, match=r"data\[0\] is of type dict"):
+        client.forward_backward_custom([{"a": 1}], lambda data, logprobs: (0.0, []))  # pyright: ignore[reportArgumentType]
     train(client, batch(), 1)
 
 

@@ -156,10 +156,14 @@ def leave_unlisted(state: Path) -> Path:
     return Path(shutil.copytree(only(state, "checkpoints/*/*/*"), only(state, "checkpoints/*/*") / "b.00000000"))
 
 
-def lose_row(state: Path) -> Path:
+def lose_rows(state: Path) -> None:
     with closing(sqlite3.connect(state / DATABASE_NAME)) as database:
         database.execute("DELETE FROM checkpoints")
         database.commit()
+
+
+def lose_row(state: Path) -> Path:
+    lose_rows(state)
     return only(state, "checkpoints/*/*/*")
 
 
@@ -362,6 +366,16 @@ async def test_checkpoints_at_a_url_are_looked_at(tmp_path: Path, verify: Callab
     assert "no row of this database knows it" in next(line for line in found.lines if "unknown.0" in line)
     assert "; repaired: removed" in next(line for line in found.lines if "torn.0" in line)
     assert (here.parent / "unknown.0").exists(), "a whole one is nobody's to delete"
+    shutil.rmtree(here.parent / "unknown.0")
+    lose_rows(state)
+    assert (await asyncio.to_thread(verify, state, flag)).status == 1
+    found = await asyncio.to_thread(verify, state, flag, "--repair")
+    assert (
+        f"{record.directory}: is whole, but the database has no row of {record.tinker_path}; repaired: "
+        in found.lines[0]
+    )
+    assert f"{record.tinker_path} has its row again" in found.lines[0]
+    assert (await asyncio.to_thread(verify, state, flag)).status == 0
     os.truncate(here / "adapter_model.safetensors", 1)
     found = await asyncio.to_thread(verify, state, flag)
     line = next(line for line in found.lines if line.startswith(f"{record.tinker_path}: is damaged: "))

@@ -192,11 +192,11 @@ def test_of_all_results_that_are_waited_for_one_line_is_told(
         with ServiceClient(server.url, "tml-retries") as service:
             sampler = service.create_sampling_client(base_model=MODEL)
             params = trainhouse.SamplingParams(max_tokens=100, stop=[])
-            for future in [sampler.sample([5], 4, params) for _ in range(8)]:
+            for future in [sampler.sample([5], 8, params) for _ in range(8)]:
                 future.result(120)
         return sum(" waits: " in message for message in caplog.messages)
 
-    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=0.1) as server:
+    with live_server({MODEL: tiny_models["qwen3"]}, tmp_path, long_poll_seconds=0.02) as server:
         assert told() == 1
         monkeypatch.setattr("trainhouse.client.connection.QUIET_SECONDS", 0.0)
         assert told() > 1, "each of them has something to tell"

@@ -226,7 +226,7 @@ class Backoff:
             self._told = True
             words = str(failure)
             stop = "" if words.endswith((".", "?")) else "."
-            log.warning("%s%s Trying again for up to %.0f s.", words, stop, self._limit_seconds)
+            log.warning("%s%s Trying again for up to %.0f s (retry_seconds).", words, stop, self._limit_seconds)
         self._pause_seconds = min(2 * self._pause_seconds, 10.0)
         await asyncio.sleep(pause)
 

@@ -28,10 +28,14 @@ class Datum(training.Datum):
         loss_fn_input_spans: Sequence[ProvenanceSpan] = (),
         feature_ref: str | None = None,
     ) -> None:
+        """Raises TypeError and ValueError on what is no number, and on token ids that are no integers."""
+        if not isinstance(loss_fn_inputs, Mapping):
+            kind = type(loss_fn_inputs).__name__
+            raise TypeError(f"loss_fn_inputs is a {kind}: give names and arrays, such as {{'target_tokens': [...]}}")
         super().__init__(
-            tokens=np.asarray(as_tokens(model_input), dtype=np.int32),
+            tokens=_as_array(as_tokens(model_input), "model_input", np.int32),
             loss_fn_inputs={
-                name: np.asarray(value, np.int64 if name == "target_tokens" else np.float32)
+                name: _as_array(value, name, np.int64 if name == "target_tokens" else np.float32)
                 for name, value in loss_fn_inputs.items()
             },
             model_input_spans=tuple(model_input_spans),
@@ -60,11 +64,34 @@ def _with_feature_ref(datum: training.Datum, feature_ref: str) -> Datum:
 
 
 def as_tokens(prompt: Tokens) -> list[int]:
-    """Raises ValueError on a text."""
+    """Raises ValueError on a text, and on what are no token ids."""
     if isinstance(prompt, str):
         shown = prompt if len(prompt) <= 40 else f"{prompt[:37]}..."
         raise ValueError(f"{shown!r} is a text: give its tokens, get_tokenizer().encode(text)")
-    return prompt.to_ints() if isinstance(prompt, ModelInput) else [int(token) for token in prompt]
+    if isinstance(prompt, ModelInput):
+        return prompt.to_ints()
+    tokens = _as_array(prompt, "tokens", np.int64)
+    if tokens.ndim != 1:
+        raise ValueError(f"tokens have the shape {list(tokens.shape)}: give those of one sequence, a flat list")
+    return tokens.tolist()
+
+
+def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.float32]) -> np.ndarray:
+    """Raises ValueError on what is no number, and for integers on fractions and on what the type does not hold."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(f"{name} is no array of numbers: {error}") from None
+    if array.dtype.kind not in "biuf":
+        wrong = next((each for each in array.flat if not isinstance(each, int | float | np.number)), None)
+        raise ValueError(f"{name} has {str(wrong)[:40]!r}, which is no number")
+    if issubclass(dtype, np.integer) and array.size:
+        most = np.iinfo(dtype).max
+        if (fractions := array[array != np.trunc(array)]).size:
+            raise ValueError(f"{name} has {fractions[0]}: token ids are integers")
+        if not -most <= array.min() <= array.max() <= most:
+            raise ValueError(f"{name} has {max(array.min(), array.max(), key=abs)}: a token id is at most {most}")
+    return array.astype(dtype)
 
 
 def chunks(data: Sequence[training.Datum], max_datums: int, max_bytes: int) -> Iterator[tuple[training.Datum, ...]]:

@@ -40,7 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("trainhouse export", description=__doc__, allow_abbrev=False)
-    parser.add_argument("path", metavar="CHECKPOINT", help="tinker://RUN/sampler_weights/NAME, or any other")
+    parser.add_argument(
+        "path", metavar="CHECKPOINT", help="its path, tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+    )
     parser.add_argument("directory", metavar="DIRECTORY", type=Path, help="a new one")
     parser.add_argument("--base-url", help="of the server (TRAINHOUSE_BASE_URL, http://127.0.0.1:8000)")
     parser.add_argument("--api-key", help="better in TRAINHOUSE_API_KEY")

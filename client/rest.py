@@ -136,7 +136,9 @@ def checkpoint_address(tinker_path: str) -> str:
     """tinker://RUN/weights/NAME -> training_runs/RUN/checkpoints/weights/NAME"""
     parts = tinker_path.removeprefix("tinker://").split("/")
     if not tinker_path.startswith("tinker://") or len(parts) != 3:
-        raise ValueError(f"{tinker_path!r} is no checkpoint path: it reads tinker://RUN/weights/NAME")
+        raise ValueError(
+            f"{tinker_path!r} is no checkpoint path: it reads tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+        )
     return f"training_runs/{parts[0]}/checkpoints/{parts[1]}/{parts[2]}"
 
 

@@ -339,6 +339,8 @@ def _id_of(draft: TrainingClient | None) -> str | None:
 
 def _check_kind(data: Sequence[object]) -> None:
     """Raises TypeError."""
+    if isinstance(data, Datum):
+        raise TypeError("data is one Datum: give a list of them, [datum]")
     for index, datum in enumerate(data):
         if not isinstance(datum, Datum):
             kind = type(datum).__name__

@@ -85,7 +85,7 @@ pre {{ background: #f4f4f4; padding: 1rem; overflow-x: auto }}
 <a href="api/v1/readyz">api/v1/readyz</a>: whether it takes new work</li>
 <li>base URL of clients: <code>{url}</code>, of OpenAI's clients <code>{url}/v1</code></li>
 </ul>
-<p>Twelve lines of training, after <code>pip install trainhouse transformers</code>:</p>
+<p>Twelve lines of training, after <code>pip install . transformers</code> in a checkout:</p>
 <pre>{code}</pre>
 </body>
 </html>

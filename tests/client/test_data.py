@@ -22,6 +22,42 @@ def test_a_datum_takes_lists_arrays_and_tensors(make) -> None:
     assert dtypes == {"target_tokens": np.int64, "weights": np.float32}
 
 
+@pytest.mark.parametrize(
+    ("tokens", "inputs", "words"),
+    [
+        ([1.9, 2], {}, "tokens has 1.9: token ids are integers"),
+        ([1, None], {}, "tokens has 'None', which is no number"),
+        ([[1, 2], [3, 4]], {}, r"tokens have the shape \[2, 2\]"),
+        ([[1, 2], [3]], {}, "tokens is no array of numbers"),
+        ([2**40], {}, "model_input has 1099511627776: a token id is at most 2147483647"),
+        ([float("nan")], {}, "tokens has nan"),
+        ([1], {"target_tokens": [1.7]}, "target_tokens has 1.7: token ids are integers"),
+        ([1], {"weights": "abc"}, "weights has 'abc', which is no number"),
+        ([1], {"weights": [1.0, None]}, "weights has 'None', which is no number"),
+    ],
+)
+def test_what_is_no_number_or_no_token_is_refused(tokens, inputs, words: str) -> None:
+    """Fractions were cut to integers."""
+    with pytest.raises(ValueError, match=words):
+        trainhouse.Datum(tokens, inputs)
+
+
+def test_whole_numbers_of_any_type_are_tokens() -> None:
+    for tokens in (
+        [1.0, 2.0],
+        torch.tensor([1.0, 2.0]),
+        np.asarray([1, 2], np.uint8),
+        [torch.tensor(1), torch.tensor(2)],
+    ):
+        assert trainhouse.Datum(tokens, {"target_tokens": tokens}).tokens.tolist() == [1, 2]
+    assert trainhouse.Datum([], {}).tokens.shape == (0,)
+
+
+def test_names_of_inputs_are_asked_for() -> None:
+    with pytest.raises(TypeError, match="loss_fn_inputs is a list: give names and arrays"):
+        trainhouse.Datum([1], [1])  # pyright: ignore[reportArgumentType]
+
+
 def test_a_prompt_is_a_model_input_or_any_sequence_of_tokens() -> None:
     prompts = [trainhouse.ModelInput.from_ints([1, 2]), [1, 2], np.asarray([1, 2])]
     assert [as_tokens(prompt) for prompt in prompts] == [[1, 2]] * 3

@@ -278,6 +278,8 @@ def test_wrong_use_is_refused_before_anything_is_sent(service: ServiceClient, cl
         service.create_sampling_client()
     with pytest.raises(ValueError, match="learning_rate"):
         client.optim_step(AdamParams(learning_rate=-1))
+    with pytest.raises(TypeError, match=r"data is one Datum: give a list of them, \[datum\]"):
+        client.forward_backward(batch()[0], "cross_entropy")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"data\[2\] is of type dict: pass trainhouse.Datum\(tokens, loss_fn_inputs\)"):
         client.forward_backward([*batch(), {"a": 1}], "cross_entropy")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"data\[0\] is of type dict"):

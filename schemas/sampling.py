@@ -10,6 +10,9 @@ from pydantic import Field, model_validator
 from .bounds import MOST_CONSTRAINT_BYTES, MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path, first_only_of
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed, Strict, Wire
 
+ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
+"""What of a request multiplies the tokens of its result."""
+
 
 class Constraint(Wire):
     """What a sample must be, exactly one of these; it ends where nothing more may follow.

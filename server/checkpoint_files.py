@@ -14,7 +14,6 @@ import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from .cache import Cache
 from .directories import STAGING, make_directory, move_into_place, staging_in
 from .leases import live_directory
 from .manifest import MANIFEST, check, listed_files, read_manifest, seal
+from .place_config import PlaceConfig
 from .places import KEY_PARTS, PlaceError, Places, key_of
 from .store import DATABASE_NAME
 from .values import is_url
@@ -38,21 +38,6 @@ _DELETED = ".deleted"
 _NEW_RUN = ".new"
 CLOSING_SECONDS = 3.0
 _Signature = tuple[tuple[str, int, int, int], ...]
-
-
-@dataclass(frozen=True)
-class PlaceConfig:
-    """checkpoints: a directory or a URL, None = in the state directory. mirrors: URLs that get a copy of each.
-
-    checkpoint_cache_bytes: of those that were read from URLs. pauses_seconds: between two tries at a URL.
-    mirror_pause_seconds: behind the first copy of a checkpoint that failed; it doubles, up to an hour.
-    """
-
-    checkpoints: str | None = None
-    mirrors: tuple[str, ...] = ()
-    checkpoint_cache_bytes: int = 16 << 30
-    pauses_seconds: tuple[float, ...] = (0.5, 1.0, 2.0, 4.0)
-    mirror_pause_seconds: float = 5.0
 
 
 class CheckpointFiles:

@@ -35,9 +35,11 @@ from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import TrainingConfig, training_of
 from ..workers.verbs import WorkerLost
 from .auth import Auth, Tenant
-from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, PlaceConfig, link_files
+from .checkpoint_files import CLOSING_SECONDS, CheckpointFiles, link_files
+from .directories import directory_name
 from .manifest import read_manifest
 from .mirror import Mirror
+from .place_config import PlaceConfig
 from .places import PlaceError, Places
 from .store import (
     CheckpointCopyRecord,
@@ -544,12 +546,6 @@ async def _to_the_end(work: Coroutine[None, None, None]) -> None:
         logger.info("what a save was cancelled in the midst of is done: %s", task.exception() or "published")
         raise asyncio.CancelledError
     task.result()
-
-
-def directory_name(run_id: str) -> str:
-    """Run ids are made of our session ids and numbers; a colon is not for every file system."""
-    assert re.fullmatch(r"[A-Za-z0-9_-]+(:[A-Za-z0-9_-]+)*", run_id), run_id
-    return run_id.replace(":", "_")
 
 
 async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:

@@ -19,7 +19,7 @@ from ..schemas.models import Role
 from ..workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from ..workers.parallel.spec import SINGLE, ParallelSpec
 from ..workers.parallel.styles import replicated_units
-from .checkpoint_files import PlaceConfig
+from .place_config import PlaceConfig
 from .places import check_url
 from .store import StoreConfig
 from .values import (

@@ -4,6 +4,7 @@ What `sync` makes survive is the death of the machine; that of the process needs
 """
 
 import os
+import re
 import secrets
 from pathlib import Path
 
@@ -48,3 +49,9 @@ def sync_directory(directory: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def directory_name(run_id: str) -> str:
+    """Run ids are made of our session ids and numbers; a colon is not for every file system."""
+    assert re.fullmatch(r"[A-Za-z0-9_-]+(:[A-Za-z0-9_-]+)*", run_id), run_id
+    return run_id.replace(":", "_")

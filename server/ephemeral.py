@@ -10,8 +10,7 @@ from collections.abc import AsyncIterator, Collection
 from contextlib import asynccontextmanager
 from pathlib import Path
 
-from .checkpoints import directory_name
-from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
+from .directories import STAGING, directory_name, make_directory, move_into_place, staging_in, sync_files
 
 
 class EphemeralWeights:

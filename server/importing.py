@@ -8,10 +8,11 @@ from pathlib import Path
 from ..schemas.codec import parse_json
 from ..schemas.errors import OperationError, RequestError
 from ..schemas.models import LoraConfig
+from ..workers.dispatch import WorkerDispatch
 from .auth import Tenant
+from .checkpoints import Checkpoints
 from .peft_config import PeftConfig
 from .served import require_served
-from .services import Services
 from .store import CheckpointRecord, RunRecord, SessionRecord
 
 _UPLOADED = "uploaded.safetensors"
@@ -51,10 +52,10 @@ def read_upload(body: bytes, config_bytes: int) -> Upload:
 
 
 async def import_checkpoint(
-    services: Services, tenant: Tenant, wanted: Import, session: SessionRecord
+    dispatch: WorkerDispatch, checkpoints: Checkpoints, tenant: Tenant, wanted: Import, session: SessionRecord
 ) -> CheckpointRecord:
     """session: of which it is to be, with a run of its own; neither is in the store yet. Raises RequestError."""
-    config, base_model = wanted.upload.config, _base_model(services, wanted)
+    config, base_model = wanted.upload.config, _base_model(dispatch, wanted)
     lora = LoraConfig(rank=config.rank, alpha=config.alpha, seed=0)
     run = RunRecord(
         run_id=f"{session.session_id}:train:0",
@@ -71,23 +72,23 @@ async def import_checkpoint(
         source = directory / _UPLOADED
         await asyncio.to_thread(source.write_bytes, wanted.upload.weights)
         try:
-            return await services.dispatch.convert_adapter(base_model, source, lora, directory, tenant.name)
+            return await dispatch.convert_adapter(base_model, source, lora, directory, tenant.name)
         finally:
             await asyncio.to_thread(partial(source.unlink, missing_ok=True))
 
     try:
-        return await services.checkpoints.make(run, session, wanted.name, wanted.ttl_seconds, write)
+        return await checkpoints.make(run, session, wanted.name, wanted.ttl_seconds, write)
     except OperationError as error:
         raise RequestError(error.message, 400 if error.category == "user" else 503) from error
 
 
-def _base_model(services: Services, wanted: Import) -> str:
+def _base_model(dispatch: WorkerDispatch, wanted: Import) -> str:
     named = wanted.upload.config.base_model
-    if wanted.base_model is None and named not in services.dispatch.models:
+    if wanted.base_model is None and named not in dispatch.models:
         raise RequestError(
             f"adapter_config.json names {named!r} as base model, which is not served here by that name: name one of "
-            f"{', '.join(services.dispatch.models)} with base_model"
+            f"{', '.join(dispatch.models)} with base_model"
         )
     base_model = wanted.base_model or named or ""
-    require_served(services.dispatch, base_model)
+    require_served(dispatch, base_model)
     return base_model

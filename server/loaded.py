@@ -14,8 +14,7 @@ from typing import Literal
 
 from ..schemas.errors import OperationError
 from .checkpoint_files import link_files, link_or_copy
-from .checkpoints import directory_name
-from .directories import STAGING, make_directory, move_into_place, staging_in, sync_files
+from .directories import STAGING, directory_name, make_directory, move_into_place, staging_in, sync_files
 from .manifest import MANIFEST, check
 
 logger = logging.getLogger(__name__)

@@ -19,8 +19,9 @@ from pathlib import Path
 from sqlalchemy.exc import SQLAlchemyError
 
 from ..schemas.errors import OperationError
-from .checkpoint_files import CheckpointFiles, PlaceConfig
+from .checkpoint_files import CheckpointFiles
 from .manifest import read_manifest
+from .place_config import PlaceConfig
 from .places import PlaceError, Places, key_of
 from .store import CheckpointCopyRecord, Store
 from .trouble import Trouble

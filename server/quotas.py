@@ -17,10 +17,10 @@ from typing import Self
 from ..schemas.errors import RequestError
 from ..schemas.futures import Pending, QueueState
 from ..schemas.models import Limit, Limits
+from ..schemas.sampling import ALTERNATIVES
 from .auth import Tenant
 from .bodies import LARGE_BYTES
 from .config import ServerConfig
-from .sampling_job import ALTERNATIVES
 
 logger = logging.getLogger(__name__)
 

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
 from ..schemas.errors import RequestError
-from ..schemas.sampling import SampleRequest
+from ..schemas.sampling import ALTERNATIVES, SampleRequest
 from ..workers.verbs import ModelInfo, SampleJob
 from .sampler import Sampler
 from .seeds import draw_seed
@@ -14,8 +14,6 @@ from .store import CheckpointRecord
 from .strikes import Strikes
 
 MOST_SAMPLES = 4096
-ALTERNATIVES = ("topk_prompt_logprobs", "topk_sample_logprobs", "prompt_alt_tokens_k")
-"""What of a request multiplies the tokens of its result."""
 
 _MOST_TARGET_BYTES = 32 << 20
 """Most that a sparse target_prompt_logprobs may take once dense, int64."""

@@ -11,8 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from .checkpoints import directory_name
-from .directories import STAGING, move_into_place, staging_in
+from .directories import STAGING, directory_name, move_into_place, staging_in
 from .manifest import MANIFEST, check, listed_files, read_manifest, seal
 
 logger = logging.getLogger(__name__)

@@ -17,15 +17,16 @@ from sqlalchemy import Connection, Row, Table, delete, select
 from sqlalchemy.exc import DatabaseError
 
 from ..schemas.errors import OperationError
-from .checkpoint_files import UNLISTED_DAYS, CheckpointFiles, PlaceConfig, is_whole
-from .checkpoints import directory_name, lost_path, take_back
+from .checkpoint_files import UNLISTED_DAYS, CheckpointFiles, is_whole
+from .checkpoints import lost_path, take_back
 from .claim import StartError, locked
-from .directories import STAGING
+from .directories import STAGING, directory_name
 from .ephemeral import EphemeralWeights
 from .journal import read_journal
 from .leases import LIVE_STATE, live_directory
 from .manifest import MANIFEST, NotWhole, check, read_manifest
 from .mirror import Mirror
+from .place_config import PlaceConfig
 from .places import PlaceError, Places
 from .segments import Damage, Place, cut, scan_segment, whole_bytes
 from .store import CheckpointCopyRecord, RunRecord, Store

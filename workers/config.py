@@ -2,12 +2,9 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal
+from typing import Any, Literal
 
 from .parallel.spec import SINGLE, ParallelSpec
-
-if TYPE_CHECKING:  # what only plans must not load what pools need
-    from .pools import KeptAt
 
 ZeroStage = Literal["3", "2"]
 Quantization = Literal["none", "nf4"]
@@ -18,6 +15,33 @@ KV_CACHE_BYTES = 1 << 30
 
 USUAL_MICRO_BATCH = 4096
 """Tokens of a micro-batch: more are no faster."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """Who wants to use kept workers.
+
+    holder: drawn anew by each server whenever it begins its work. epoch: of its lease; None of a server that needs
+    none, and so does not know who comes before whom.
+    """
+
+    holder: str
+    epoch: int | None = None
+
+
+@dataclass(frozen=True)
+class KeptAt:
+    """Where workers are kept. secret: see read_secret. knobs: see pools/remote/protocol.Attach."""
+
+    address: str
+    secret: bytes = field(repr=False)
+    claim: Claim
+    knobs: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def host_and_port(self) -> tuple[str, int]:
+        host, _, port = self.address.rpartition(":")
+        return host.strip("[]"), int(port)
 
 
 @dataclass(frozen=True)
@@ -187,6 +211,6 @@ class DispatchConfig:
     idle_device_seconds: float | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    worker: str = f"{__package__}.worker:Worker"
+    worker: str = "trainhouse.workers.worker.worker:Worker"
     aliases: Mapping[str, str] = field(default_factory=dict)
-    kept: "KeptAt | None" = None
+    kept: KeptAt | None = None

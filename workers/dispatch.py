@@ -22,7 +22,13 @@ from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from .cohorts import OnProgress
 from .config import DispatchConfig, WorkerConfig
 from .device_turns import DeviceTurns
-from .engines import AdapterCopies, Engine, SamplerGroups, TrainingWorkers, Vllm, VllmAt, VllmProcess
+from .engines.copies import AdapterCopies
+from .engines.engine import Engine
+from .engines.sampler_groups import SamplerGroups
+from .engines.training_workers import TrainingWorkers
+from .engines.vllm import Vllm
+from .engines.vllm_process import VllmProcess
+from .engines.vllm_server import VllmAt
 from .group import JOBS_SHRINK, Group
 from .shares import PassLimits
 from .sources import name_of, named_samplers, of_policies, roles_apart, samplers, source_of

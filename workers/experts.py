@@ -5,7 +5,7 @@ Fedus et al., Switch Transformers (2021); Lepikhin et al., GShard (2020), sectio
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,43 @@ from .parallel.collectives import exchanged, summed
 from .parallel.mesh import Team
 from .quantized import whole
 
-if TYPE_CHECKING:
-    from .lora.experts import ExpertPlan, ExpertTerms
-    from .lora.linear import Active
+
+class AdapterTerms(Protocol):
+    """What adapters add to the experts of one layer, whose rows are sorted as the experts' are."""
+
+    def add_gate_up(self, y: Tensor, x: Tensor) -> None: ...
+
+    def add_down(self, y: Tensor, x: Tensor) -> None: ...
+
+    def gate_up_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None: ...
+
+    def down_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor) -> None: ...
+
+
+class AdapterPlan(Protocol):
+    """Which adapter each token of a packed row has at its experts."""
+
+    adapters: Any
+
+    @property
+    def has_bare(self) -> bool:
+        """True if some of the row's tokens have no adapter."""
+        ...
+
+    def slots(self, num_tokens: int) -> Tensor:
+        """int64 [num_tokens]: the place of each token's adapter among `adapters`, or their number."""
+        ...
+
+    def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
+
+
+class ActiveAdapters(Protocol):
+    """The plan in force, and a leaf that makes outputs require a gradient."""
+
+    anchor: Tensor
+
+    @property
+    def experts(self) -> AdapterPlan | None: ...
 
 
 def runs_as_ours(experts: Any) -> bool:
@@ -45,7 +79,7 @@ class RoutedExperts:
     def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
         self.linears = linears
         self._router, self._experts, self._team = router, experts, team
-        self._active: Active | None = None
+        self._active: ActiveAdapters | None = None
         self._name = ""
 
     @property
@@ -62,7 +96,7 @@ class RoutedExperts:
         """Of each expert, on all ranks."""
         return self._experts.intermediate_dim
 
-    def adapt(self, active: "Active", name: str) -> None:
+    def adapt(self, active: ActiveAdapters, name: str) -> None:
         """From now on adapters add their terms. name: of the experts in the causal LM."""
         self._active, self._name = active, name
         if self._router is None:
@@ -134,7 +168,7 @@ class _Pairs(Protocol):
         """What the experts give [pairs, hidden] -> its weighted sum [tokens, hidden]."""
         ...
 
-    def has_bare(self, plan: "ExpertPlan") -> bool:
+    def has_bare(self, plan: AdapterPlan) -> bool:
         """Whether there may be some without an adapter."""
         ...
 
@@ -161,7 +195,7 @@ class _OwnPairs:
     def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
         return (_by_token(of_pairs, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
-    def has_bare(self, plan: "ExpertPlan") -> bool:
+    def has_bare(self, plan: AdapterPlan) -> bool:
         return plan.has_bare
 
 
@@ -194,7 +228,7 @@ class _SentPairs:
         returned = exchanged(of_pairs[self._arrived], self._team, self._received, self._sent)
         return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
 
-    def has_bare(self, plan: "ExpertPlan") -> bool:
+    def has_bare(self, plan: AdapterPlan) -> bool:
         """Of any rank's tokens."""
         return bool(self.counts[:, -1].any())
 
@@ -208,7 +242,7 @@ class _ExpertMlp(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: "ExpertTerms | None"
+        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: AdapterTerms | None
     ) -> Tensor:
         rows, groups = pairs.gathered(x), pairs.groups
         features = groups.times(rows, whole(experts.gate_up_proj).mT)

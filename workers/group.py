@@ -21,7 +21,7 @@ from .device_turns import DeviceTurns
 from .footprint import gigabytes, loaded_bytes
 from .loading import MOST_TRIES, load, why_not
 from .patience import Patience
-from .pools import NoPlace, Pool, WorkerDied, WorkerError
+from .pools.base import NoPlace, Pool, WorkerDied, WorkerError
 from .queue import Piece, Queue
 from .ranks import Ranks
 from .shares import PassLimits

@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..schemas.version import VERSION
-from .config import ServedModel, WorkerConfig
+from .config import Claim, ServedModel, WorkerConfig
 from .group import Backoff
 from .loading import load, why_not
 from .messages import encode
 from .patience import Patience
-from .pools import Claim, NoPlace, Pool, WorkerDied, WorkerError
+from .pools.base import NoPlace, Pool, WorkerDied, WorkerError
 from .pools.kept import Answered, Attach, Attached, Call, Describe, Description, Died, Kill, Line, NotNow, fingerprint
 from .pools.sealed import NothingSaid, Sealed, keep_alive
 from .ranks import Ranks

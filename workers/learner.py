@@ -18,7 +18,7 @@ from .lanes import current_lane
 from .layout import Layout
 from .moments import MOMENTS, Moments
 from .parallel.mesh import Mesh
-from .programs import Program
+from .program import Program
 from .zero import Zero
 
 # Where a learner's vectors are. On a CPU the device and the host are the same memory.

@@ -6,7 +6,7 @@ from typing import TypeVar
 
 from .config import WorkerConfig
 from .footprint import available_bytes, gigabytes, planned_bytes
-from .pools import WorkerDied, WorkerError
+from .pools.base import WorkerDied, WorkerError
 
 MOST_TRIES = 4
 """The last ones after pauses of 1, 2 and 4 seconds."""

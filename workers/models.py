@@ -7,12 +7,13 @@ from typing import Any
 from ..schemas.models import DraftConfig, FullConfig, TrainingConfig
 from .drafts.model import DraftModel
 from .drafts.models import Drafts
+from .drafts.programs import DraftProgram
 from .full import FullModels, FullWeights
 from .holder import Holder
 from .learner import FORWARD, STEP, Learner
 from .lora import Adapter, Adapters
 from .model import BaseModel
-from .programs import Program
+from .program import Program
 from .programs.policy import POLICY
 
 
@@ -56,6 +57,7 @@ class Models:
         if isinstance(training, FullConfig):
             return self.full.build(training, program)
         if isinstance(training, DraftConfig):
+            assert isinstance(program, DraftProgram)
             return self.drafts.build(training, program)
         return self.adapters.build(training, program)
 

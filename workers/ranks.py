@@ -10,7 +10,7 @@ from typing import Any
 from ..schemas.training import ForwardBackwardOutput
 from .landmark import Landmark
 from .parallel.spec import ParallelSpec
-from .pools import PerRank, Pool, WorkerDied
+from .pools.base import PerRank, Pool, WorkerDied
 from .verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput, Slice, SliceResult
 
 

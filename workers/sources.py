@@ -9,14 +9,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from .config import DispatchConfig, RoleGroup, SamplingConfig, WorkerConfig
+from .config import DispatchConfig, KeptAt, RoleGroup, SamplingConfig, WorkerConfig
 from .devices import check_cuda, check_devices, device_of, first_device
 from .footprint import check_fit, runs_on_cpu
 from .parallel.checks import check_layout, cuda_devices
 from .parallel.draft_spec import check_drafts
 from .parallel.shape import model_directory, read_model
 from .parallel.spec import SINGLE
-from .pools import KeptAt, LocalPool, Pool, PoolSpec, RayCluster, RayPool, RemotePool
+from .pools.base import Pool, PoolSpec
+from .pools.local import LocalPool
+from .pools.ray import RayPool
+from .pools.ray_cluster import RayCluster
+from .pools.remote import RemotePool
 
 logger = logging.getLogger(__name__)
 

@@ -40,11 +40,12 @@ from .parallel.choice import micro_batch_tokens
 from .parallel.load import Load
 from .parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
 from .parallel.shape import ModelShape, read_model
-from .passes import Answer, PassRunner
+from .passes.progress import Answer
+from .passes.runner import PassRunner
 from .peft_import import import_adapter
 from .plain import check_ranks
-from .programs import program_of
 from .rank_memory import RankMemory
+from .registry.programs import program_of
 from .residency import Residency
 from .sampler import SAMPLERS
 from .snapshot_writer import SnapshotWriter

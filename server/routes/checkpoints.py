@@ -185,7 +185,7 @@ async def import_weights(
         submit = await receive_unordered(request, admission, decode)
         imported = Import(submit.content, base_model, name, ttl_seconds)
         session = _ended_session(tenant, None, idempotency_key, "import_weights")
-        checkpoint = await import_checkpoint(services, tenant, imported, session)
+        checkpoint = await import_checkpoint(services.dispatch, services.checkpoints, tenant, imported, session)
     lora = lora_of(checkpoint.training)
     assert lora is not None, "only adapters are imported"
     return ImportWeightsResponse(tinker_path=checkpoint.tinker_path, base_model=checkpoint.base_model, lora=lora)

@@ -18,7 +18,8 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.verbs import Part, Pass, RunSpec
 
 from .child import child

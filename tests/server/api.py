@@ -11,9 +11,9 @@ from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.server.app import create_app
 from trainhouse.server.auth import Auth, Tenant
-from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.checkpoints import Checkpoints
 from trainhouse.server.config import ServerConfig
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.sessions import Sessions
 from trainhouse.server.store import (
     DATABASE_NAME,

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import ParamSpec, TypeVar
 
 from trainhouse.server.auth import Auth, Tenant
-from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.checkpoints import Checkpoints
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.places import _At
 from trainhouse.server.store import DATABASE_NAME, SessionRecord, SqliteStore
 

@@ -18,7 +18,7 @@ from trainhouse.server.values import ConfigError
 from trainhouse.workers.config import RoleGroup, ServedModel
 from trainhouse.workers.keeper import Keeper
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import NoPlace
+from trainhouse.workers.pools.base import NoPlace
 from trainhouse.workers.pools.sealed import read_secret
 from trainhouse.workers.sources import groups_of, source_of
 

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output
 from trainhouse.server.backup import Backup
-from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.cli import main
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.segments import Segments
 from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
 from trainhouse.server.verify import verify as verify_files

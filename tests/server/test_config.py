@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.auto_layout import settled, with_layouts
-from trainhouse.server.checkpoint_files import PlaceConfig
 from trainhouse.server.config import (
     ConfigError,
     ServedModel,
@@ -18,6 +17,7 @@ from trainhouse.server.config import (
     parse_served_model,
     store_config_of,
 )
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.store import StoreConfig
 from trainhouse.workers.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig

@@ -12,7 +12,7 @@ import pytest
 from tinker import types
 from trainhouse.schemas.errors import OperationError
 from trainhouse.server.cache import Cache
-from trainhouse.server.checkpoint_files import PlaceConfig
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.places import PlaceError, Places, check_url
 from trainhouse.server.store import CheckpointRecord
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 from trainhouse.server.auth import Auth
-from trainhouse.server.checkpoint_files import PlaceConfig, is_whole
+from trainhouse.server.checkpoint_files import is_whole
 from trainhouse.server.checkpoints import Checkpoints
 from trainhouse.server.manifest import check
+from trainhouse.server.place_config import PlaceConfig
 from trainhouse.server.places import key_of
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
 

@@ -21,7 +21,7 @@ from trainhouse.workers.checkpoint import Learned, save
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.programs import PROGRAMS
+from trainhouse.workers.registry.programs import PROGRAMS
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
 from trainhouse.workers.worker import Worker
 from transformers import AutoModelForTokenClassification

@@ -28,7 +28,8 @@ from trainhouse.tests.workers.test_pool import (
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.patience import Patience, Seen, cost_of
-from trainhouse.workers.pools import LocalPool, PoolSpec, WorkerDied
+from trainhouse.workers.pools.base import PoolSpec, WorkerDied
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.verbs import RunSpec, SampleJob, WorkerLost
 
 __all__ = ["new_pool", "ray_cluster"]

@@ -24,13 +24,14 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.test_pool import wait_until_gone
 from trainhouse.workers import keeper
-from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.config import Claim, KeptAt, ServedModel, WorkerConfig
 from trainhouse.workers.group import Group
 from trainhouse.workers.keeper import Keeper, KeptGroup
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import Claim, KeptAt, LocalPool, NoPlace, PerRank, PoolSpec, RemotePool, WorkerDied
+from trainhouse.workers.pools.base import NoPlace, PerRank, PoolSpec, WorkerDied
 from trainhouse.workers.pools.kept import fingerprint
-from trainhouse.workers.pools.remote import describe
+from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.pools.remote import RemotePool, describe
 from trainhouse.workers.pools.sealed import NotSealed, Sealed, read_secret
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.shares import PassLimits

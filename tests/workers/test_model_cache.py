@@ -25,7 +25,8 @@ from trainhouse.workers import model_cache
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.model_cache import ModelCache, NoModel
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.worker import Worker
 

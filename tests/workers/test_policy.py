@@ -18,8 +18,8 @@ from trainhouse.workers.losses import LOSSES
 from trainhouse.workers.model import BaseModel
 from trainhouse.workers.models import Models
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.passes import PassRunner
 from trainhouse.workers.passes.progress import Answer
+from trainhouse.workers.passes.runner import PassRunner
 from trainhouse.workers.verbs import Failure, Part
 from transformers import AutoModelForCausalLM
 

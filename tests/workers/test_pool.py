@@ -18,7 +18,10 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pools import LocalPool, PerRank, Pool, PoolSpec, RayCluster, RayPool, WorkerDied, WorkerError
+from trainhouse.workers.pools.base import PerRank, Pool, PoolSpec, WorkerDied, WorkerError
+from trainhouse.workers.pools.local import LocalPool
+from trainhouse.workers.pools.ray import RayPool
+from trainhouse.workers.pools.ray_cluster import RayCluster
 
 NewPool = Callable[[PoolSpec], Pool]
 

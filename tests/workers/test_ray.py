@@ -17,7 +17,7 @@ from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.pools import RayCluster
+from trainhouse.workers.pools.ray_cluster import RayCluster
 from trainhouse.workers.verbs import RunSpec
 
 

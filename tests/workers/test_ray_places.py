@@ -12,7 +12,9 @@ import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import NoPlace, PoolSpec, RayCluster, RayPool
+from trainhouse.workers.pools.base import NoPlace, PoolSpec
+from trainhouse.workers.pools.ray import RayPool
+from trainhouse.workers.pools.ray_cluster import RayCluster
 
 TOKEN = 40 * "t"
 

@@ -16,7 +16,7 @@ from trainhouse.schemas.sampling import SampledSequence, SampleResponse, Samplin
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.passes import PassRunner
+from trainhouse.workers.passes.runner import PassRunner
 from trainhouse.workers.sampler.choice import Choice, Settings, choose
 from trainhouse.workers.sampler.native import NativeSampler
 from trainhouse.workers.sampler.noise import noise_key, uniforms

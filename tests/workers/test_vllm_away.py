@@ -28,10 +28,12 @@ from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
 from trainhouse.tests.workers.vllm_stand_in import FATAL
 from trainhouse.workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines import VllmAt, VllmProcess, lifeline
+from trainhouse.workers.engines import lifeline
 from trainhouse.workers.engines.copies import AdapterCopies
 from trainhouse.workers.engines.underway import Told
 from trainhouse.workers.engines.vllm_api import Ask, VllmApi
+from trainhouse.workers.engines.vllm_process import VllmProcess
+from trainhouse.workers.engines.vllm_server import VllmAt
 from trainhouse.workers.group import Backoff, OnProgress
 from trainhouse.workers.verbs import AdapterWeights, RunSpec, SampledPart, SampleJob
 

@@ -8,8 +8,8 @@ from typing import Any
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig, TrainingConfig, training_of
 from ..learner import Learner, Window
-from ..programs import program_of
 from ..programs.policy import POLICY
+from ..registry.programs import program_of
 
 _NAME = "trainhouse.json"
 

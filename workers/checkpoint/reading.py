@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
+from ..drafts.programs import DRAFT_PROGRAMS
 from ..learner import ADAMW, Learner, Window
 from ..models import Models
-from ..programs import Program, program_of
+from ..program import Program
 from ..programs.policy import POLICY
 from .description import Description
 from .forms import form_of
@@ -110,7 +111,7 @@ def read_draft(models: Models, directory: Path) -> Learner:
     training = Description.read(directory).training
     if not isinstance(training, DraftConfig):
         raise OperationError("the checkpoint is of no draft: name a checkpoint of a model whose model_role is draft")
-    return _filled(models.drafts.build(training, program_of("draft", training), is_shared=False), directory)
+    return _filled(models.drafts.build(training, DRAFT_PROGRAMS[training.algorithm], is_shared=False), directory)
 
 
 def _filled(model: Learner, directory: Path) -> Learner:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..attention import Packing
-from .strategy import Labels, Options
+from .labels import Labels, Options
 
 _MASK = (1 << 64) - 1
 

@@ -26,12 +26,13 @@ from .block_attention import Memory, attend_blocks
 from .blocks import Blocks
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features, TargetHead
+from .labels import Labels, Options
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .stored import TargetRepr
-from .strategy import Labels, Options, Tensors
+from .strategy import Tensors
 from .stretch import stretch_of
 
 _BLOCK_SIZE = 16

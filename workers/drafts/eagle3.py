@@ -25,13 +25,14 @@ from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
 from .guesses import Distribution, GuessChunk, Survival
+from .labels import Labels, Options
 from .modules import normed, rotated, rotation, swiglu_mlp
 from .recompute import Run, run_again, run_once
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape, resolved
 from .stored import TargetRepr
-from .strategy import Labels, Options, Tensors
+from .strategy import Tensors
 from .stretch import Stretch, stretch_of
 from .unrolled_attention import attend_unrolled
 

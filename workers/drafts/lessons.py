@@ -13,7 +13,7 @@ from ..batch import MicroBatch, MicroBatchSegment, spread
 from ..parallel.mesh import Team
 from ..parallel.rows import scored_rows
 from .groups import DraftGroups
-from .strategy import Labels
+from .labels import Labels
 from .stretch import Stretch, stretch_of
 
 

@@ -14,12 +14,13 @@ from ..layout import Layout
 from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..moments import Moments
-from ..programs import Program
 from ..zero import Zero
 from .groups import DraftGroups
+from .labels import Options
+from .programs import DraftProgram
 from .shape import DraftShape
 from .stored import FeatureKind
-from .strategy import Network, Options, Strategy
+from .strategy import Network
 from .tensor import own_parameters
 
 
@@ -30,12 +31,11 @@ class DraftModel(Learner):
     guesses samples."""
 
     def __init__(
-        self, draft: DraftConfig, base: BaseModel, program: Program, moments: Moments, groups: DraftGroups
+        self, draft: DraftConfig, base: BaseModel, program: DraftProgram, moments: Moments, groups: DraftGroups
     ) -> None:
         """groups: of the ranks that train it. Raises OperationError on what makes no such draft."""
-        assert program.strategy is not None
         self._base = base
-        self._strategy: Strategy = program.strategy
+        self._strategy = program.strategy
         self.draft = self.training = program.strategy.resolved(draft, base.config, base.vocab_size)
         self.shape = DraftShape.of(self.draft, base.config, base.vocab_size)
         self.reach = program.strategy.reach(self.shape)

@@ -8,10 +8,10 @@ from ..holder import Holder
 from ..learner import Learner
 from ..model import BaseModel
 from ..moments import MOMENTS
-from ..programs import Program
 from ..residency import Residency
 from .groups import DraftGroups
 from .model import DraftModel
+from .programs import DraftProgram
 from .version import base_version, learned_version
 
 
@@ -31,7 +31,7 @@ class Drafts(Holder[DraftModel]):
         self._base, self._moments = base, MOMENTS[optimizer_states]
         self._groups = groups or DraftGroups.alone()
 
-    def build(self, draft: DraftConfig, program: Program, is_shared: bool = True) -> DraftModel:
+    def build(self, draft: DraftConfig, program: DraftProgram, is_shared: bool = True) -> DraftModel:
         """One with zero weights and no id yet. is_shared: whether all ranks train it; else each has it for itself.
         Raises OperationError on what makes no such draft."""
         groups = self._groups if is_shared else DraftGroups.alone()

@@ -1,7 +1,6 @@
 """Strategy: what sets one algorithm of drafts apart: its modules, and its way through a micro-batch."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -14,6 +13,7 @@ from ..parallel.mesh import ALONE, Team
 from ..parameter import Parameter
 from .drafting import Draw, Ends, Reach, Told
 from .features import Features
+from .labels import Labels, Options
 from .room import LogitRoom
 from .scores import DraftScores, Slopes
 from .shape import DraftShape
@@ -21,17 +21,6 @@ from .stored import TargetRepr
 
 # By name.
 Tensors = Mapping[str, Tensor]
-Options = Mapping[str, float | str]
-
-
-@dataclass(frozen=True, eq=False)
-class Labels:
-    """Of n tokens: targets int64 [n], the tokens behind them; weights float32 [n], of these. numbers: of the sequences,
-    in their operation."""
-
-    targets: Tensor
-    weights: Tensor
-    numbers: Sequence[int]
 
 
 class DraftPass(Protocol):

@@ -6,7 +6,7 @@ from ..config import OptimizerStates
 from ..holder import Holder
 from ..model import BaseModel
 from ..moments import MOMENTS
-from ..programs import Program
+from ..program import Program
 from ..programs.policy import POLICY
 from ..residency import Residency
 from .weights import FullWeights

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from ..model import BaseModel
 from ..parallel.families import FAMILIES
+from ..parallel.spec import Unit
 from ..parallel.split import Split
-from ..parallel.styles import Unit
 from ..parameter import Cut, ExpertParameter, Parameter
-from ..programs import Program
+from ..program import Program
 
 # As they lie in experts of transformers, each below the other.
 _PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}

@@ -12,7 +12,7 @@ from ..layout import Layout
 from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
 from ..moments import Moments
-from ..programs import Program
+from ..program import Program
 from .parameters import parameters_of
 
 

@@ -11,7 +11,7 @@ from ...schemas.models import LoraConfig
 from ..layout import Layout, Matrix
 from ..learner import SEED_MASK, Learner
 from ..model import BaseModel
-from ..programs import Program
+from ..program import Program
 from ..programs.policy import POLICY
 from .pair import LoraPair
 from .target import Target

@@ -14,7 +14,7 @@ from ..experts import RoutedExperts
 from ..holder import Holder
 from ..model import BaseModel
 from ..parallel.split import Split
-from ..programs import Program
+from ..program import Program
 from ..programs.policy import POLICY
 from ..residency import Residency
 from .adapter import Adapter

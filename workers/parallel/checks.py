@@ -11,8 +11,8 @@ from pathlib import Path
 
 from .families import FAMILIES, FIXED_ROTATIONS
 from .shape import Model, ModelShape
-from .spec import AXES, ParallelSpec
-from .styles import PATTERNS, Unit
+from .spec import AXES, ParallelSpec, Unit
+from .styles import PATTERNS
 
 DTYPES = ("auto", "float32", "bfloat16")
 

@@ -4,9 +4,10 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
-from .styles import Unit
+Unit = Literal["self_attn", "mlp", "experts"]
+"""The layers between whose weights nothing is exchanged: they are shared out together, or not at all."""
 
 _NO_PIPELINE = (
     "pipeline parallelism is not offered: passes of many tenants are too short and too uneven to keep its stages busy, "

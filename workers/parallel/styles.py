@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal
 
-Style = Literal["colwise", "rowwise", "grouped", "replicate"]
+from .spec import Unit
 
-Unit = Literal["self_attn", "mlp", "experts"]
-"""The layers between whose weights nothing is exchanged: they are shared out together, or not at all."""
+Style = Literal["colwise", "rowwise", "grouped", "replicate"]
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from torch import Tensor
 from ...schemas.errors import OperationError
 from ...schemas.training import FeaturePlace
 from ..batch import MicroBatch, MicroBatchSegment
+from ..drafts.programs import DRAFT_PROGRAMS
 from ..drafts.stored import FeatureKind, Stored, TargetRepr
 from ..drafts.teacher import Inside
 from ..drafts.version import version_of_parts
@@ -22,7 +23,6 @@ from ..learner import Learner
 from ..model import BaseModel
 from ..models import Models
 from ..parallel.rows import TokenShare
-from ..programs import PROGRAMS
 from .progress import Task
 
 logger = logging.getLogger(__name__)
@@ -139,9 +139,7 @@ def take_versions(tasks: Sequence[Task], of_ranks: Sequence[Mapping[str, str]]) 
 
 def _target_repr(place: FeaturePlace) -> TargetRepr | None:
     assert place.algorithm is not None
-    strategy = PROGRAMS[place.algorithm].strategy
-    assert strategy is not None
-    return strategy.target_repr
+    return DRAFT_PROGRAMS[place.algorithm].strategy.target_repr
 
 
 def _rows_of(part: MicroBatchSegment) -> Iterator[tuple[int, slice]]:

@@ -15,6 +15,7 @@ from ...schemas.errors import OperationError
 from ...schemas.training import FeaturePlace, ForwardBackwardRequest
 from ..batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
 from ..config import WorkerConfig
+from ..drafts.programs import DraftProgram
 from ..drafts.stored import Stored
 from ..heads import HEADS, LogprobHead
 from ..lanes import Lanes
@@ -312,7 +313,7 @@ class PassRunner:
         self, tasks: list[Task], models: list[Learner], gradients: bool, needed: Needed | None
     ) -> "Callable[..., None]":
         """How a micro-batch of theirs is run."""
-        if models[0].program.strategy is not None:
+        if isinstance(models[0].program, DraftProgram):
             return partial(self._run_guesses, gradients, needed)
         return partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
 

@@ -10,14 +10,14 @@ import inspect
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from ...schemas import errors, models, sampling, training
 from .. import messages, verbs
-from ..config import RoleGroup, ServedModel, WorkerConfig
+from ..config import Claim, RoleGroup, ServedModel, WorkerConfig
 from ..landmark import Landmark
 from ..messages import Piece, decode, encode
 from ..parallel.spec import ParallelSpec
@@ -27,36 +27,9 @@ from .sealed import Sealed
 _ALIGNMENT = 64
 _MODULES = (errors, models, sampling, training, messages, verbs, sys.modules[__name__])
 """Of types that cross."""
-_OTHERS: tuple[type, ...] = (Answer, Landmark, ParallelSpec, RoleGroup, ServedModel, WorkerConfig, WorkerError)
+_OTHERS: tuple[type, ...] = (Answer, Claim, Landmark, ParallelSpec, RoleGroup, ServedModel, WorkerConfig, WorkerError)
 """WorkerConfig's fields are knobs, which cross by name."""
 _WORKER = Path(__file__).parent.parent / "worker.py"
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Who wants to use kept workers.
-
-    holder: drawn anew by each server whenever it begins its work. epoch: of its lease; None of a server that needs
-    none, and so does not know who comes before whom.
-    """
-
-    holder: str
-    epoch: int | None = None
-
-
-@dataclass(frozen=True)
-class KeptAt:
-    """Where workers are kept. secret: see read_secret. knobs: see Attach."""
-
-    address: str
-    secret: bytes = field(repr=False)
-    claim: Claim
-    knobs: Mapping[str, Any] = field(default_factory=dict)
-
-    @property
-    def host_and_port(self) -> tuple[str, int]:
-        host, _, port = self.address.rpartition(":")
-        return host.strip("[]"), int(port)
 
 
 # What a server says

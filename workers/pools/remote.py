@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from itertools import count
 
 from ...schemas.version import VERSION
+from ..config import KeptAt
 from ..messages import Piece
 from .base import GRACE_SECONDS, Answer, NoPlace, Pool, PoolSpec, WorkerDied, answer_in, settle
-from .kept import Answered, Attach, Attached, Call, Describe, Description, Died, KeptAt, Kill, Line, NotNow, fingerprint
+from .kept import Answered, Attach, Attached, Call, Describe, Description, Died, Kill, Line, NotNow, fingerprint
 from .sealed import NotSealed, Sealed, keep_alive
 
 _CONNECT_SECONDS = 5.0

@@ -8,17 +8,16 @@ import torch
 
 from ..layout import WholeMatrix
 from ..losses import VALUE_LOSSES
-from .program import Program
+from ..program import Base, Program
 
 if TYPE_CHECKING:
     from ..learner import Learner
-    from ..model import BaseModel
 
 # As transformers' models for the classification of sequences and tokens name their heads.
 WEIGHT, BIAS = "score.weight", "score.bias"
 
 
-def _value_head(base: "BaseModel") -> Sequence[WholeMatrix]:
+def _value_head(base: Base) -> Sequence[WholeMatrix]:
     return WholeMatrix(WEIGHT, (1, base.unembedding.shape[1])), WholeMatrix(BIAS, (1,))
 
 

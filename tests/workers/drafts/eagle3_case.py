@@ -9,10 +9,10 @@ from trainhouse.schemas.models import DraftConfig
 from trainhouse.workers.attention import Packing, pack_lengths
 from trainhouse.workers.drafts.eagle3 import Eagle3, Eagle3Pass
 from trainhouse.workers.drafts.features import Features
+from trainhouse.workers.drafts.labels import Labels
 from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.drafts.scores import DraftScores, Slopes
 from trainhouse.workers.drafts.shape import DraftShape
-from trainhouse.workers.drafts.strategy import Labels
 from transformers import LlamaConfig
 
 from .naive_eagle3 import FIELDS, NaiveDraft, NaiveSequence, Rollout, naive_scores

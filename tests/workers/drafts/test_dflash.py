@@ -17,10 +17,10 @@ from trainhouse.workers.drafts.block_attention import Memory, attend_blocks
 from trainhouse.workers.drafts.blocks import Blocks, Lots, drawn_anchors
 from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
 from trainhouse.workers.drafts.features import Features
+from trainhouse.workers.drafts.labels import Labels, Options
 from trainhouse.workers.drafts.room import LogitRoom
 from trainhouse.workers.drafts.scores import DraftScores, Slopes
 from trainhouse.workers.drafts.shape import DraftShape
-from trainhouse.workers.drafts.strategy import Labels, Options
 from trainhouse.workers.losses.dflash import DFLASH
 
 from ...tiny import tiny_config

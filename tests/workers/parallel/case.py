@@ -6,8 +6,7 @@ from typing import Literal
 
 from trainhouse.workers.config import ZeroStage
 from trainhouse.workers.parallel.sequence_split import SequenceSplit
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.parallel.styles import Unit
+from trainhouse.workers.parallel.spec import ParallelSpec, Unit
 
 from ...tiny import tiny_model
 

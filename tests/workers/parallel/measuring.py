@@ -12,7 +12,8 @@ from trainhouse.schemas.models import LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.verbs import Part, Pass, RunSpec
 

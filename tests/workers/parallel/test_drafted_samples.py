@@ -10,7 +10,7 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.pools import WorkerDied
+from trainhouse.workers.pools.base import WorkerDied
 from trainhouse.workers.verbs import RunSpec, SampleJob, Step
 
 from ..jobs import job

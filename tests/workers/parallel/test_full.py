@@ -10,7 +10,7 @@ from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.pools import WorkerError
+from trainhouse.workers.pools.base import WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 

@@ -15,7 +15,7 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
 from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.pools import WorkerDied, WorkerError
+from trainhouse.workers.pools.base import WorkerDied, WorkerError
 from trainhouse.workers.verbs import Failure, RunSpec, Step
 
 from .case import Case

@@ -19,7 +19,8 @@ from trainhouse.workers.parallel.ring import Ring
 from trainhouse.workers.parallel.rows import TokenShare, number_of, overlap
 from trainhouse.workers.parallel.sequence_split import SequenceSplit
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.ranks import Ranks
 
 HANG_SECONDS = 60.0

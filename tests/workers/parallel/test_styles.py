@@ -6,8 +6,8 @@ import pytest
 from trainhouse.workers.config import ServedModel
 from trainhouse.workers.parallel.checks import check_layout
 from trainhouse.workers.parallel.shape import read_model
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.parallel.styles import PLAN, Unit, replicated_units
+from trainhouse.workers.parallel.spec import ParallelSpec, Unit
+from trainhouse.workers.parallel.styles import PLAN, replicated_units
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,8 @@ from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 from trainhouse.workers.ranks import Ranks
 from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
 

@@ -2,21 +2,27 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import Tensor
 
-from ..layout import Matrix
-from ..losses import Loss
-from ..losses.loss import Scores
+from .layout import Matrix
+from .losses import Loss
+from .losses.loss import Scores
 
-if TYPE_CHECKING:  # these hold programs
-    from ..drafts.strategy import Strategy
-    from ..learner import Learner
-    from ..model import BaseModel
+if TYPE_CHECKING:
+    from .learner import Learner
 
 
-def _nothing(base: "BaseModel") -> Sequence[Matrix]:
+class Base(Protocol):
+    """A base model, as far as programs read it."""
+
+    @property
+    def unembedding(self) -> Tensor: ...
+
+
+def _nothing(base: Base) -> Sequence[Matrix]:
     return ()
 
 
@@ -31,8 +37,7 @@ class Program:
     scores: what its head gives for each token (see heads). losses: by name, those that it takes. trains: whether there
     are gradients and steps. samples: whether tokens can be drawn by it. matrices: what its runs learn beside LoRA.
     initialize: these, of a new run; the generator is the seeded one, behind the draws of LoRA. peft_task, peft_modules:
-    what PEFT calls the kind, and the modules that are saved whole beside its adapters. strategy: of one that is no head
-    over the trunk's last hidden states, but a model by itself, which reads what another one has inside.
+    what PEFT calls the kind, and the modules that are saved whole beside its adapters.
     """
 
     role: str
@@ -40,8 +45,7 @@ class Program:
     losses: dict[str, Loss]
     trains: bool = True
     samples: bool = True
-    matrices: "Callable[[BaseModel], Sequence[Matrix]]" = _nothing
+    matrices: Callable[[Base], Sequence[Matrix]] = _nothing
     initialize: "Callable[[Learner, torch.Generator], None]" = _as_it_is
     peft_task: str = "CAUSAL_LM"
     peft_modules: tuple[str, ...] = ()
-    strategy: "Strategy | None" = None

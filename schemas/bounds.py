@@ -7,13 +7,24 @@ from typing import Annotated, Any
 
 from pydantic import AfterValidator, FailFast, Field, ValidatorFunctionWrapHandler, WithJsonSchema, WrapValidator
 
+from .errors import RequestError
+
 MOST_ID, MOST_PATH, MOST_TEXT = 256, 1024, 4096
 MOST_METADATA_BYTES = 8192
 MOST_CONSTRAINT_BYTES = 1 << 18
 MOST_TOKEN_IDS = 1 << 18
 """The largest vocabularies have as many."""
 
+MAX_JSON_BYTES = 64 << 20
+"""Parsed JSON takes ten times its size and more."""
+
 _PIECE = 256
+
+
+def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
+    """Raises RequestError 413."""
+    if len(body) > most_bytes:
+        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 class FirstOnly(FailFast):

@@ -15,8 +15,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path
-from .codec.models import check_json_size
+from .bounds import MOST_TOKEN_IDS, ConstraintSchema, FirstOnly, Id, Path, check_json_size
 from .errors import RequestError
 from .sampling import LogitBias, NumDraftTokens, RepetitionPenalty, Shift, StopString, Temperature
 from .training import MOST_INTEGER, Integer, Natural, Positive, Seed

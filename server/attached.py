@@ -8,12 +8,10 @@ from dataclasses import Field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from trainhouse.workers.config import Claim, KeptAt
-from trainhouse.workers.pools.base import NoPlace
-
 from ..schemas.version import VERSION
 from ..workers.aliases import unified
-from ..workers.config import DispatchConfig, ServedModel, WorkerConfig
+from ..workers.config import Claim, DispatchConfig, KeptAt, ServedModel, WorkerConfig
+from ..workers.pools.base import NoPlace
 from ..workers.pools.remote import describe
 from ..workers.pools.sealed import read_secret
 from .claim import StartError

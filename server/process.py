@@ -25,9 +25,9 @@ import uvicorn
 from fastapi import FastAPI
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.types import ASGIApp
-from trainhouse.workers.config import KeptAt
 
 from ..schemas.errors import OperationError
+from ..workers.config import KeptAt
 from ..workers.dispatch import WorkerDispatch
 from .app import LiveState, create_app
 from .attached import dispatch_config, with_workers

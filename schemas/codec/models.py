@@ -4,13 +4,12 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from ..bounds import MAX_JSON_BYTES, check_json_size
 from ..errors import RequestError
 from .formats import check_json_text
 from .invalid import refused_with_400, shorten, shown
 
 PROMPT_SHAPE = '{"chunks": [{"type": "encoded_text", "tokens": [...]}]}'
-MAX_JSON_BYTES = 64 << 20
-"""Parsed JSON takes ten times its size and more."""
 _MOST_SHOWN = 5
 _MOST_DESCRIBED = 1000
 """Before one of them can be shown all have to be made, which takes 5 ms for a thousand, of everybody's time."""
@@ -29,12 +28,6 @@ def decode_model(model: type[Model], body: bytes, most_bytes: int = MAX_JSON_BYT
         if error.error_count() > _MOST_DESCRIBED:
             raise RequestError(f"bad request: {error.error_count()} fields of the body are wrong") from None
         raise RequestError(describe_errors(list(error.errors(include_url=False)))) from None
-
-
-def check_json_size(body: bytes, most_bytes: int = MAX_JSON_BYTES) -> None:
-    """Raises RequestError 413."""
-    if len(body) > most_bytes:
-        raise RequestError(f"the body has {len(body)} bytes of JSON; the limit is {most_bytes}: send less", 413)
 
 
 def describe_errors(errors: list) -> str:

@@ -7,13 +7,13 @@ from dataclasses import replace
 import numpy as np
 
 from .. import trainhouse_wire_pb2 as wire
+from ..bounds import MAX_JSON_BYTES
 from ..errors import RequestError
 from ..training import Datum, ForwardBackwardRequest, ProvenanceSpan
 from .fields import check_num_messages
 from .formats import JSON, PROTOBUF, is_json, is_protobuf, parse_json, parse_protobuf
 from .inputs import as_loss_input, is_integer_input
 from .invalid import Invalid, at_place, refused_with_400, shown
-from .models import MAX_JSON_BYTES
 from .plain import plain_data
 from .tensors import MAX_DENSE_BYTES, Budget, array_of, bytes_of, dense_from_json, read_tensor, write_tensor
 from .values import (

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import zstandard
+from trainhouse.schemas.bounds import MAX_JSON_BYTES
 from trainhouse.schemas.codec import JSON, PROTOBUF, decode_model, encode_forward_backward_request
-from trainhouse.schemas.codec.models import MAX_JSON_BYTES
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder

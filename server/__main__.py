@@ -12,8 +12,8 @@ from functools import partial
 from typing import NoReturn
 
 from ..schemas.version import VERSION
-from .early import refused
-from .plan import main as plan
+from .cli.plan import main as plan
+from .cli.preflight import refused
 
 FAILED = 1
 INTERRUPTED = 130
@@ -89,10 +89,10 @@ def _of_the_server(command: str, arguments: Sequence[str]) -> int:
 def _loaded(command: str) -> Program:
     """Raises ModuleNotFoundError where a package is missing."""
     if command == "demo":
-        from .demo import run_demo
+        from .cli.demo import run_demo
 
         return run_demo
-    from .cli import main as run
+    from .cli.commands import main as run
 
     return lambda arguments: run([command, *arguments])
 

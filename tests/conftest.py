@@ -49,7 +49,7 @@ def tiny_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 @pytest.fixture(params=["kernels", "torch"])
 def either_way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs a test by kernels.c, and as where no compiler is."""
-    from trainhouse.workers import kernels
+    from trainhouse.workers.ops import kernels
 
     assert kernels.load_kernels() is not None, "no C compiler here: install gcc or clang"
     if request.param == "torch":

@@ -1,10 +1,10 @@
-"""The layout that DESIGN fixes: which package may import which, and that the explicit package list is the tree."""
+"""The layout: which package and which folder may import which, and that the explicit package list is the tree."""
 
 import ast
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -19,40 +19,44 @@ ARROWS = {
     "workers": {"workers", "schemas"},
     "server": {"server", "schemas", "workers"},
 }
-# The parts of workers that a process without torch may import.
-TORCH_FREE_WORKERS = {
-    "aliases",
-    "dispatch",
-    "keeper",
-    "messages",
-    "pools",
-    "sources",
-    "verbs",
-    "config",
-    "devices",
-    "footprint",
-    "model_cache",
-    "parallel",
-}
-TORCH_FREE_LAYOUTS = {
-    "checks",
-    "choice",
-    "draft_spec",
-    "estimate",
-    "families",
-    "learned",
-    "load",
-    "parameters",
-    "sequence_split",
-    "shape",
-    "spec",
-    "styles",
+# Folders, from the top: each imports only what stands below it, for type checkers as at run time.
+SERVER = """
+cli serving routes openai runs sampling checkpoints features journal tenants replication http logs config files store
+text
+"""
+WORKERS = """
+engines/vllm engines/groups engines scheduler pools/ray pools/remote pools
+worker training sampler sampler/decoding sampler/cache sampler/requests sampler/logits checkpoint registry heads
+drafts/training drafts drafts/algorithms drafts/sequences full lora programs models batch state losses parallel ops
+planner shapes protocol
+"""
+FOLDERS = [
+    "server",
+    *(f"server/{name}" for name in SERVER.split()),
+    "workers",
+    *(f"workers/{name}" for name in WORKERS.split()),
+    *("client", "schemas/codec", "schemas"),
+]
+
+# What of workers a process without torch may import: modules, and folders with all that is in them.
+TORCH_FREE = {
+    *("workers/dispatch", "workers/engines", "workers/scheduler", "workers/pools", "workers/planner"),
+    *("workers/shapes", "workers/protocol", "workers/models/devices", "workers/models/model_cache"),
 }
 
 # Of workers, what is the same for every kind of model.
 CORE = (
-    *("batch", "holder", "layout", "learner", "moments", "objective", "operation", "optim", "residency", "scoring"),
-    *("snapshot_writer", "worker"),
+    *(
+        "batch/micro_batch",
+        "batch/objective",
+        "batch/validated",
+        "state/holder",
+        "state/flat_params",
+        "state/trainable",
+    ),
+    *("state/moments", "state/optim", "state/residency", "worker/snapshot_writer", "worker/worker", "training/scoring"),
+    *("training/runner", "training/rounds", "training/progress", "training/batch_failure", "training/capturing"),
+    "training/draft_pass",
 )
 
 
@@ -80,13 +84,46 @@ def test_imports_follow_the_arrows(package: str) -> None:
                 assert target[0] in ARROWS[package], f"{path} imports {'.'.join(target)}"
 
 
+def modules_imported(path: Path) -> Iterator[Path]:
+    """The first-party files that a file's relative imports load."""
+    for target in first_party_imports(path):
+        module = ROOT.joinpath(*target)
+        if (file := module.with_suffix(".py")).is_file() or (file := module / "__init__.py").is_file():
+            yield file
+
+
+def imports_upward(folders: Sequence[str]) -> Iterator[str]:
+    """What folders import of those that stand above them. A folder may hold others, and import them or be imported."""
+    height = {folder: number for number, folder in enumerate(folders)}
+    for folder in folders:
+        for path in (ROOT / folder).glob("*.py"):
+            for file in modules_imported(path):
+                where = file.parent.relative_to(ROOT).as_posix()
+                is_parent = file.name == "__init__.py" and folder.startswith(f"{where}/")
+                if where != "." and not is_parent and height[where] < height[folder]:
+                    yield f"{path} imports {file}"
+
+
+def test_folders_import_only_what_stands_below_them() -> None:
+    assert not list(imports_upward(FOLDERS))
+    swapped = [*FOLDERS]
+    server, runs = FOLDERS.index("server/sampling"), FOLDERS.index("server/runs")
+    swapped[server], swapped[runs] = swapped[runs], swapped[server]
+    assert any("server/runs" in line for line in imports_upward(swapped)), "an arrow the other way is found"
+
+
+def test_every_folder_stands_somewhere() -> None:
+    found = {path.parent.relative_to(ROOT).as_posix() for name in ARROWS for path in sources(name)}
+    assert found == set(FOLDERS)
+
+
 def test_server_reaches_only_the_torch_free_part_of_workers() -> None:
     for path in sources("server"):
-        for target in first_party_imports(path):
-            if target[0] == "workers" and len(target) > 1:
-                assert target[1] in TORCH_FREE_WORKERS, f"{path} imports {'.'.join(target)}"
-                if target[1] == "parallel":
-                    assert target[2] in TORCH_FREE_LAYOUTS, f"{path} imports {'.'.join(target)}"
+        for file in modules_imported(path):
+            name = file.relative_to(ROOT).with_suffix("").as_posix()
+            if name.startswith("workers/") and file.name != "__init__.py":
+                above = {name, *(parent.as_posix() for parent in Path(name).parents)}
+                assert above & TORCH_FREE, f"{path} imports {file}"
 
 
 def words(path: Path) -> Iterator[str]:
@@ -103,10 +140,10 @@ def words(path: Path) -> Iterator[str]:
 
 def test_the_core_knows_no_kind_of_model_by_name() -> None:
     """What runs passes, takes steps, moves and saves: kinds differ by what their Program says."""
-    kinds = {path.stem for path in (ROOT / "workers" / "programs").glob("*.py")} - {"__init__", "program"}
-    assert {"policy", "critic", "eagle3"} <= kinds
-    core = [ROOT / "workers" / f"{name}.py" for name in CORE]
-    for path in [*core, *(ROOT / "workers" / "passes").glob("*.py")]:
+    kinds = {path.stem for path in (ROOT / "workers" / "programs").glob("*.py")} - {"__init__"}
+    kinds |= {"eagle3", "dflash"}
+    assert {"policy", "critic"} <= kinds
+    for path in [ROOT / "workers" / f"{name}.py" for name in CORE]:
         assert not kinds & {word.lower() for word in words(path)}, path
     assert kinds & {word.lower() for word in words(ROOT / "workers" / "heads" / "values.py")}, (
         "a head may, and is found"
@@ -122,12 +159,18 @@ def test_ray_is_imported_by_the_pools_alone() -> None:
                 if isinstance(node, ast.Import)
                 for alias in node.names
             }
-            assert "ray" not in imported or path.parent == ROOT / "workers" / "pools", path
+            assert "ray" not in imported or path.parent == ROOT / "workers" / "pools" / "ray", path
 
 
 @pytest.mark.parametrize(
     "module",
-    ["trainhouse", "trainhouse.client", "trainhouse.server.cli", "trainhouse.server.app", "trainhouse.server.plan"],
+    [
+        "trainhouse",
+        "trainhouse.client",
+        "trainhouse.server.cli.commands",
+        "trainhouse.server.serving.app",
+        "trainhouse.server.cli.plan",
+    ],
 )
 def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
     code = f"import sys, {module}; print(sorted({{'torch', 'ray', 'transformers'}} & set(sys.modules)))"
@@ -136,8 +179,8 @@ def test_nothing_outside_the_workers_loads_torch_or_ray(module: str) -> None:
 
 
 def test_the_command_line_loads_the_application_to_serve_alone() -> None:
-    code = "import sys, trainhouse.server.cli; print([name for name in sys.modules if name in sys.argv])"
-    parts = ["uvicorn", "trainhouse.server.app", "trainhouse.server.process"]
+    code = "import sys, trainhouse.server.cli.commands; print([name for name in sys.modules if name in sys.argv])"
+    parts = ["uvicorn", "trainhouse.server.serving.app", "trainhouse.server.serving.process"]
     done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

@@ -16,12 +16,15 @@ MODULES = ("pickle", "cPickle", "_pickle", "cloudpickle", "dill", "joblib", "mar
 CALLS = ("eval", "exec", "compile", "__import__", "torch.load", "extractall", "unpack_archive", "os.system")
 OPTIONS = ("allow_pickle", "trust_remote_code", "shell")
 ALLOWED = {
-    ("workers/messages.py", "pickle"): "between a pool and the processes that it started, by pipes that it made",
     (
-        "server/apart.py",
+        "workers/protocol/messages.py",
+        "pickle",
+    ): "between a pool and the processes that it started, by pipes that it made",
+    (
+        "server/http/decoding.py",
         "pickle",
     ): "buffers of a body, for a process that the server started; a child answers its parent",
-    ("workers/gguf.py", "extractall"): "of the demo: a wheel that pip has fetched for it, nobody's upload",
+    ("workers/models/gguf.py", "extractall"): "of the demo: a wheel that pip has fetched for it, nobody's upload",
 }
 
 

@@ -19,22 +19,22 @@ from ..schemas.errors import OperationError
 from ..schemas.models import LoraConfig
 from ..schemas.sampling import SampleResponse
 from ..schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from .cohorts import OnProgress
-from .config import DispatchConfig, WorkerConfig
-from .device_turns import DeviceTurns
-from .engines.copies import AdapterCopies
 from .engines.engine import Engine
-from .engines.sampler_groups import SamplerGroups
+from .engines.groups.copies import AdapterCopies
+from .engines.groups.sampler_groups import SamplerGroups
 from .engines.training_workers import TrainingWorkers
-from .engines.vllm import Vllm
-from .engines.vllm_process import VllmProcess
-from .engines.vllm_server import VllmAt
-from .group import JOBS_SHRINK, Group
-from .shares import PassLimits
-from .sources import name_of, named_samplers, of_policies, roles_apart, samplers, source_of
-from .suspects import Suspects
-from .verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
-from .work import Item, Snapshot, Verb
+from .engines.vllm.engine import Vllm
+from .engines.vllm.process import VllmProcess
+from .engines.vllm.server import VllmAt
+from .protocol.config import DispatchConfig, WorkerConfig
+from .protocol.verbs import ModelInfo, RunInfo, RunSpec, SampleJob, Step
+from .scheduler.cohorts import OnProgress
+from .scheduler.device_sharing import DeviceTurns
+from .scheduler.fair_queue import PassLimits
+from .scheduler.group import JOBS_SHRINK, Group
+from .scheduler.pool_factory import name_of, named_samplers, of_policies, roles_apart, samplers, source_of
+from .scheduler.quarantine import Suspects
+from .scheduler.work import Item, Snapshot, Verb
 
 _MOST_WEIGHT_RATIO = 1000
 

@@ -6,9 +6,9 @@ from fastapi import APIRouter, Depends
 
 from ...schemas.errors import RequestError
 from ...schemas.models import KeyDetails, KeyOrganization, KeyUser, OwnKey, TokenResponse
-from ..auth import TenantDependency, presented_key
-from ..scopes import SCOPES, TENANT_SCOPES
-from ..services import ServicesDependency
+from ..tenants.auth import TenantDependency, presented_key
+from ..tenants.scopes import SCOPES, TENANT_SCOPES
+from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1/auth", tags=["auth"])
 

@@ -23,13 +23,13 @@ from ...schemas.checkpoints import (
 )
 from ...schemas.models import lora_of
 from ...schemas.training import Natural
-from ..auth import Tenant, TenantDependency
-from ..bodies import Decoder, json_body, json_parameter
-from ..checkpoints import SignedFile
-from ..importing import Import, import_checkpoint, read_upload
-from ..services import Services, ServicesDependency
+from ..checkpoints.checkpoints import SignedFile
+from ..checkpoints.importing import Import, import_checkpoint, read_upload
+from ..http.bodies import Decoder, json_body, json_parameter
 from ..store import CheckpointRecord, SessionRecord
+from ..tenants.auth import Tenant, TenantDependency
 from .examples import CHECKPOINT, IDEMPOTENCY_KEY, FilePath, KindPath, NamePath, RunIdPath
+from .services import Services, ServicesDependency
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["checkpoints"])

@@ -11,10 +11,10 @@ from ...schemas.futures import (
     RetrieveFuturesRequest,
     RetrieveFuturesResponse,
 )
-from ..auth import TenantDependency
-from ..bodies import json_body, json_decoder
-from ..services import ServicesDependency
+from ..http.bodies import json_body, json_decoder
+from ..tenants.auth import TenantDependency
 from .examples import MODEL_ID, SAMPLER_ID
+from .services import ServicesDependency
 from .submitting import pending_response, receive_submit, retrieved
 
 router = APIRouter(prefix="/api/v1", tags=["futures"])

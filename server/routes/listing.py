@@ -19,10 +19,10 @@ from ...schemas.models import (
     TrainingRunList,
     lora_of,
 )
-from ..auth import Tenant, TenantDependency
-from ..services import Services, ServicesDependency
 from ..store import CheckpointCopyRecord, CheckpointRecord, Page, RunRecord
+from ..tenants.auth import Tenant, TenantDependency
 from .examples import RunIdPath, SessionIdPath
+from .services import Services, ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["listing"])
 

@@ -20,12 +20,12 @@ from ...schemas.models import (
     draft_of,
     lora_of,
 )
-from ...workers.config import ServedModel
-from ..auth import OperatorDependency, TenantDependency
-from ..bodies import json_body, json_parameter
-from ..hub_names import tokenizer_id
-from ..services import Services, ServicesDependency
+from ...workers.protocol.config import ServedModel
+from ..http.bodies import json_body, json_parameter
+from ..tenants.auth import OperatorDependency, TenantDependency
+from ..text.hub_names import tokenizer_id
 from .examples import MODEL_ID, FilePath, ModelPath
+from .services import Services, ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["models"])
 

@@ -26,25 +26,25 @@ from ...schemas.openai import (
     decoder,
 )
 from ...schemas.openai_answers import ChatCompletion, Completion
-from ..auth import Tenant, TenantDependency
-from ..bodies import json_body
-from ..choices import Choices, Fragment
-from ..drafts import NoDraft
-from ..draws import Drawn, Draws, Grown
-from ..openai_answer import Answer, Told
-from ..openai_chats import CHATS
-from ..openai_completions import COMPLETIONS
-from ..openai_kind import Kind
-from ..openai_sampling import check_alternatives, refusal, sample_requests, stops_of
-from ..prompts import Prompt
-from ..quotas import UNORDERED, Admission
-from ..sampler import Sampler
-from ..sampling_job import SamplingJob, Stops
-from ..served import require_served
-from ..services import Services, ServicesDependency
+from ..config.served import require_served
+from ..http.bodies import json_body
+from ..openai.answer import Answer, Told
+from ..openai.chats import CHATS
+from ..openai.choices import Choices, Fragment
+from ..openai.completions import COMPLETIONS
+from ..openai.kind import Kind
+from ..openai.sample_batch import Drawn, Draws, Grown
+from ..openai.sampling import check_alternatives, refusal, sample_requests, stops_of
+from ..sampling.drafts import NoDraft
+from ..sampling.prompts import Prompt
+from ..sampling.sampler import Sampler
+from ..sampling.sampling_job import SamplingJob, Stops
 from ..store import CheckpointRecord
-from ..tokenizer import Tokenizer
+from ..tenants.auth import Tenant, TenantDependency
+from ..tenants.quotas import UNORDERED, Admission
+from ..text.tokenizer import Tokenizer
 from .examples import BASE_MODEL, ModelPath
+from .services import Services, ServicesDependency
 from .submitting import receive_unordered
 
 router = APIRouter(prefix="/v1", tags=["OpenAI"])

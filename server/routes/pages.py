@@ -9,7 +9,7 @@ from fastapi.responses import FileResponse, HTMLResponse, JSONResponse, Response
 
 from ...schemas.errors import RequestError
 from ...schemas.version import VERSION
-from ..services import ServicesDependency
+from .services import ServicesDependency
 
 router = APIRouter(include_in_schema=False)
 

@@ -10,10 +10,10 @@ from ...schemas.sampling import (
     SampleRequest,
     SamplerInfo,
 )
-from ..auth import TenantDependency
-from ..bodies import json_body, json_decoder
-from ..services import ServicesDependency
+from ..http.bodies import json_body, json_decoder
+from ..tenants.auth import TenantDependency
 from .examples import BASE_MODEL, SAMPLER_ID, SESSION_ID, SamplerIdPath
+from .services import ServicesDependency
 from .submitting import SUBMIT_RESPONSES, answer, receive_submit, receive_unordered
 
 router = APIRouter(prefix="/api/v1", tags=["sampling"])

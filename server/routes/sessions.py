@@ -17,10 +17,10 @@ from ...schemas.models import (
     Readiness,
     TelemetryResponse,
 )
-from ..auth import OperatorDependency, TenantDependency
-from ..bodies import json_body, json_parameter
-from ..services import ServicesDependency
+from ..http.bodies import json_body, json_parameter
+from ..tenants.auth import OperatorDependency, TenantDependency
 from .examples import IDEMPOTENCY_KEY, SESSION_ID, SessionIdPath
+from .services import ServicesDependency
 
 router = APIRouter(prefix="/api/v1", tags=["sessions"])
 

@@ -28,17 +28,17 @@ from ...schemas.drafts import CaptureRequest
 from ...schemas.errors import RequestError
 from ...schemas.futures import Pending, SubmitResponse
 from ...schemas.training import ForwardBackwardRequest
-from ..auth import Tenant
-from ..bodies import LARGE_BYTES, Decoded, Received, declared_size, decode_body, limits_of, receive_body, size_of
-from ..feature_room import NoRoom
-from ..futures import Result
-from ..journaled import Request as AsAsked
-from ..operations import Operation
-from ..quotas import UNORDERED, Admission, Leaving, Standing
-from ..run import Run
-from ..seeds import draw_open_seeds, with_drawn
-from ..services import Services
-from ..slots import Refused
+from ..features.room import NoRoom
+from ..http.bodies import LARGE_BYTES, Decoded, Received, declared_size, decode_body, limits_of, receive_body, size_of
+from ..journal.futures import Result
+from ..journal.journaled import Request as AsAsked
+from ..journal.seeds import draw_open_seeds, with_drawn
+from ..runs.operations import Operation
+from ..runs.queued import Refused
+from ..runs.run import Run
+from ..tenants.auth import Tenant
+from ..tenants.quotas import UNORDERED, Admission, Leaving, Standing
+from .services import Services
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,7 @@ from ...schemas.drafts import (
 from ...schemas.futures import SubmitResponse
 from ...schemas.models import CreateModelRequest
 from ...schemas.training import MOST_INTEGER, ForwardBackwardRequest, OptimStepRequest
-from ..auth import TenantDependency
-from ..bodies import (
+from ..http.bodies import (
     Decoder,
     Received,
     forward_backward_decoder,
@@ -30,9 +29,10 @@ from ..bodies import (
     json_or_protobuf_body,
     json_parameter,
 )
-from ..operations import LoadWeights
-from ..services import ServicesDependency
+from ..runs.operations import LoadWeights
+from ..tenants.auth import TenantDependency
 from .examples import BASE_MODEL, CHECKPOINT, DRAFT_ID, MODEL_ID, NAME, SESSION_ID
+from .services import ServicesDependency
 from .submitting import (
     SUBMIT_RESPONSES,
     Submit,

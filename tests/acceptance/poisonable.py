@@ -10,13 +10,13 @@ from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config import ServerConfig
-from trainhouse.workers.batch import MicroBatch
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.workers.batch.micro_batch import MicroBatch
 from trainhouse.workers.dispatch import DispatchConfig
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.parallel.rows import TokenShare
-from trainhouse.workers.verbs import Failure, Pass
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Failure, Pass
+from trainhouse.workers.worker.worker import Worker
 
 POISONABLE = "trainhouse.tests.acceptance.poisonable"
 POISON, REFUSED = 501, 502

@@ -12,8 +12,8 @@ from pathlib import Path
 import httpx
 import pytest
 from trainhouse import AdamParams, Datum, GoneError, RequestFailedError, ServiceClient
-from trainhouse.server.journal import read_journal
-from trainhouse.server.strikes import STRIKE
+from trainhouse.server.journal.journal import read_journal
+from trainhouse.server.journal.quarantine import STRIKE
 
 from ..faults.damage import DAMAGES, TEARS, newest_segment, snapshots_of_runs
 from ..faults.disk import filled, small_disk

@@ -12,10 +12,10 @@ import pytest
 import tinker
 import uvicorn
 from tinker import types
-from trainhouse.server.app import create_app
-from trainhouse.server.connections import Connection
+from trainhouse.server.serving.app import create_app
+from trainhouse.server.serving.connections import Connection
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from ..official import official_service
 from ..server.real import MODEL, server_config, started_dispatch

@@ -7,7 +7,7 @@ import pytest
 import tinker
 import trainhouse
 from tinker import types
-from trainhouse.server.cli import main
+from trainhouse.server.cli.commands import main
 
 from ..fuzz.serving import Served, served
 from ..official import official_service

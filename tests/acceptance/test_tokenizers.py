@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
-from trainhouse.server.cli import main
+from trainhouse.server.cli.commands import main
 
 from ..live import live_server, save_byte_tokenizer
 

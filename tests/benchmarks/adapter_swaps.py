@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 from ...schemas.models import LoraConfig
-from ...workers.config import ServedModel, WorkerConfig
 from ...workers.lora import Adapters
-from ...workers.model import BaseModel
-from ...workers.residency import Residency
+from ...workers.models.model import BaseModel
+from ...workers.protocol.config import ServedModel, WorkerConfig
+from ...workers.state.residency import Residency
 from ..tiny import tiny_model
 from .workload import SHAPE
 

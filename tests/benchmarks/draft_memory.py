@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.verbs import Pass, RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import Pass, RunSpec
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.worker.worker import Worker
 
 from ..workers.parallel.training import Layout, layout
 from .resident import peak_bytes, resident_bytes, restart_peak

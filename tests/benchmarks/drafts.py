@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainhouse.schemas.models import Algorithm, DraftConfig
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from ..tiny import tiny_model
 from ..workers.parallel.test_stored_features import referring

@@ -16,11 +16,11 @@ import uvloop
 from trainhouse.schemas.codec import PROTOBUF, encode_forward_backward_request
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.verbs import Part, Pass, RunSpec
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
 
 from .child import child
 from .timed_worker import TIMED

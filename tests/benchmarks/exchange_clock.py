@@ -8,9 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from trainhouse.workers.config import WorkerConfig
 from trainhouse.workers.parallel.mesh import Arriving, Mesh, Team
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.worker.worker import Worker
 
 CLOCKED = f"{__name__}:ClockedWorker"
 

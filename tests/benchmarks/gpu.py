@@ -19,14 +19,14 @@ import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.parallel.estimate import estimate
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.parameters import adapter_size, num_parameters
-from trainhouse.workers.parallel.shape import ModelShape, read_model
-from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.planner.estimate import estimate
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.parameters import adapter_size, num_parameters
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import SINGLE
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, Qwen3Config
 
 QWEN3 = {"head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 32_768, "num_key_value_heads": 8}

@@ -11,7 +11,7 @@ from pathlib import Path
 from trainhouse import AdamParams, Datum, SamplingClient, SamplingParams, ServiceClient, TrainingClient
 from trainhouse.examples.sft import PIRATE, answered, batch, chat_prompt, datum, schedule, train_step
 from trainhouse.examples.sft import rows as questions
-from trainhouse.server.demo import MODEL, converted_model
+from trainhouse.server.cli.demo import MODEL, converted_model
 
 from ..live import live_server
 from .report import Line, Row, Section

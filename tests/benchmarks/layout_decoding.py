@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 
 from ...schemas.sampling import SamplingParams
-from ...workers.parallel.spec import ParallelSpec
-from ...workers.verbs import RunSpec, SampleJob
+from ...workers.protocol.parallel_spec import ParallelSpec
+from ...workers.protocol.verbs import RunSpec, SampleJob
 from ..tiny import tiny_model
 from ..workers.parallel.training import Layout, layout
 from .exchange_clock import CLOCKED

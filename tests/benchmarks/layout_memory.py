@@ -3,12 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...workers.config import ServedModel
-from ...workers.parallel.estimate import Memory, estimate
-from ...workers.parallel.load import Load
-from ...workers.parallel.shape import ModelShape, read_model
-from ...workers.parallel.spec import SINGLE, ParallelSpec
-from ...workers.verbs import RunSpec
+from ...workers.planner.estimate import Memory, estimate
+from ...workers.planner.load import Load
+from ...workers.protocol.config import ServedModel
+from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from ...workers.protocol.verbs import RunSpec
+from ...workers.shapes.model_shape import ModelShape, read_model
 from ..tiny import tiny_model
 from ..workers.parallel.training import Layout, layout
 from .layout_steps import LORA, run_step

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from ...schemas.models import LoraConfig
 from ...schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
-from ...workers.config import ZeroStage
-from ...workers.parallel.spec import ParallelSpec
-from ...workers.verbs import RunSpec, Step
+from ...workers.protocol.config import ZeroStage
+from ...workers.protocol.parallel_spec import ParallelSpec
+from ...workers.protocol.verbs import RunSpec, Step
 from ..tiny import tiny_model
 from ..workers.parallel.training import Layout, close, layout
 from .exchange_clock import CLOCKED

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from ...schemas.models import LoraConfig
-from ...workers.allocator import tune_allocator
-from ...workers.attention import Packing, pack_lengths
-from ...workers.config import ServedModel, WorkerConfig
-from ...workers.kernels import Groups
-from ...workers.kv_cache import CachedRow, DecodeStep, Shelf
 from ...workers.lora import Adapters, Segment
-from ...workers.model import BaseModel
+from ...workers.models.model import BaseModel
+from ...workers.ops.allocator import tune_allocator
+from ...workers.ops.attention import Packing, pack_lengths
+from ...workers.ops.kernels import Groups
+from ...workers.ops.kv_cache import CachedRow, DecodeStep, Shelf
+from ...workers.protocol.config import ServedModel, WorkerConfig
 from ..tiny import tiny_model
 from .workload import MODEL, SHAPE, VOCAB
 

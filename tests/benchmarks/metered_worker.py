@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from trainhouse.workers.model import resolve_device
+from trainhouse.workers.models.model import resolve_device
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.verbs import Pass
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Pass
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.worker.worker import Worker
 
 from ..workers.parallel.live_bytes import LiveBytes
 from . import memory_watch

@@ -12,9 +12,9 @@ import numpy as np
 
 from ...schemas.models import LoraConfig
 from ...schemas.training import Datum, ForwardBackwardRequest
-from ...workers.config import ServedModel, WorkerConfig
-from ...workers.verbs import Failure, Part, Pass, RunSpec
-from ...workers.worker import Worker
+from ...workers.protocol.config import ServedModel, WorkerConfig
+from ...workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from ...workers.worker.worker import Worker
 from .resident import peak_bytes, resident_bytes, restart_peak
 
 

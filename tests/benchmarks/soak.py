@@ -11,7 +11,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from ...server.demo import converted_model
+from ...server.cli.demo import converted_model
 from ..live import LiveServer, live_server
 from .child import child
 from .report import Line, Row, Section

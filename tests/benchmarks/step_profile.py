@@ -21,9 +21,9 @@ import torch
 
 from ...schemas.models import FullConfig, LoraConfig
 from ...schemas.training import AdamParams, Datum, ForwardBackwardRequest
-from ...workers.config import ServedModel, WorkerConfig
-from ...workers.verbs import Failure, Part, Pass, RunSpec, Step
-from ...workers.worker import Worker
+from ...workers.protocol.config import ServedModel, WorkerConfig
+from ...workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from ...workers.worker.worker import Worker
 from ..tiny import tiny_model
 from .child import Child, child
 from .local_loop import LocalLoop, padded

@@ -2,8 +2,8 @@
 
 import time
 
-from trainhouse.workers.verbs import Pass
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Pass
+from trainhouse.workers.worker.worker import Worker
 
 TIMED = f"{__name__}:TimedWorker"
 

@@ -4,8 +4,8 @@ import asyncio
 from collections.abc import Mapping
 
 from trainhouse.server.__main__ import main
-from trainhouse.server.run_state import RunState
-from trainhouse.server.segments import Place, Segments
+from trainhouse.server.files.wal import Place, Segments
+from trainhouse.server.runs.snapshotting import RunState
 
 
 def _append(self: Segments, header: Mapping[str, object], body: bytes = b"") -> "asyncio.Future[Place]":

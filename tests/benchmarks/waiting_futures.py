@@ -17,7 +17,7 @@ import httpx
 import psutil
 import uvloop
 from trainhouse.schemas.codec import JSON, PROTOBUF, encode_forward_backward_request
-from trainhouse.server.process import allow_many_connections
+from trainhouse.server.serving.process import allow_many_connections
 
 from .child import child
 from .empty_operation import called, create_run, request

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from trainhouse import APIFuture, SamplingParams, ServiceClient, TrainhouseError, TrainingClient
 from trainhouse.schemas.checkpoints import SaveWeightsForSamplerResponse, SaveWeightsResponse
-from trainhouse.server.manifest import MANIFEST, read_manifest, seal
+from trainhouse.server.files.manifest import MANIFEST, read_manifest, seal
 
 from ..live import LiveServer, live_server
 

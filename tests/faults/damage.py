@@ -5,8 +5,8 @@ import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainhouse.server.manifest import MANIFEST
-from trainhouse.server.segments import scan_segment
+from trainhouse.server.files.manifest import MANIFEST
+from trainhouse.server.files.wal import scan_segment
 
 
 def newest_segment(directory: Path) -> Path:

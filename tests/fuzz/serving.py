@@ -8,10 +8,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import uvicorn
-from trainhouse.server.app import create_app
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.connections import Connection
-from trainhouse.server.services import Services
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.routes.services import Services
+from trainhouse.server.serving.app import create_app
+from trainhouse.server.serving.connections import Connection
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from ..server.real import started_dispatch

@@ -21,7 +21,7 @@ from trainhouse.schemas.models import CreateModelRequest, CreateSessionRequest
 from trainhouse.schemas.openai import ChatCompletionRequest, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.bodies import json_decoder
+from trainhouse.server.http.bodies import json_decoder
 
 from .effort import MANY, effort
 

@@ -9,12 +9,10 @@ from types import SimpleNamespace
 import httpx
 from fastapi import FastAPI
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.server.app import create_app
-from trainhouse.server.auth import Auth, Tenant
-from trainhouse.server.checkpoints import Checkpoints
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.sessions import Sessions
+from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import (
     DATABASE_NAME,
     STORES,
@@ -23,9 +21,11 @@ from trainhouse.server.store import (
     RunRecord,
     SessionRecord,
 )
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.tenants.auth import Auth, Tenant
+from trainhouse.server.tenants.sessions import Sessions
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.verbs import ModelInfo
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.verbs import ModelInfo
 
 MODEL = "tiny/qwen3"
 ALICE, BOB = "tml-alice", "tml-bob"

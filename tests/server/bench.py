@@ -11,23 +11,23 @@ from typing import Any, Protocol
 import numpy as np
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.bodies import Received
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.copied import Copied
-from trainhouse.server.features import Features
-from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Header, Journal, Journaled, read_journal
-from trainhouse.server.loaded import Loaded
-from trainhouse.server.operations import CreateRun, Operation
-from trainhouse.server.quotas import Quotas
-from trainhouse.server.resuming import Inherited
-from trainhouse.server.run import Run, Submitted
-from trainhouse.server.run_services import RunServices
-from trainhouse.server.segments import Place
-from trainhouse.server.sessions import Sessions
-from trainhouse.server.snapshots import Snapshots
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.features.captured import Features
+from trainhouse.server.files.wal import Place
+from trainhouse.server.http.bodies import Received
+from trainhouse.server.journal.futures import Futures, Result
+from trainhouse.server.journal.journal import Header, Journal, Journaled, read_journal
+from trainhouse.server.journal.restore_marker import Copied
+from trainhouse.server.journal.snapshots import Snapshots
+from trainhouse.server.runs.operations import CreateRun, Operation
+from trainhouse.server.runs.pinned_checkpoints import Loaded
+from trainhouse.server.runs.recovery import Inherited
+from trainhouse.server.runs.run import Run, Submitted
+from trainhouse.server.runs.run_services import RunServices
 from trainhouse.server.store import DATABASE_NAME, RunRecord, SqliteStore, TenantRecord
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.tenants.quotas import Quotas
+from trainhouse.server.tenants.sessions import Sessions
+from trainhouse.workers.protocol.config import ServedModel
 
 RUN_ID = "session:train:0"
 RECORD = RunRecord(RUN_ID, "session", "alice", "tiny", LoraConfig(rank=4, seed=1), 0.0, 0.0)

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
-from trainhouse.server.app import create_app
-from trainhouse.server.config import ServerConfig
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.serving.app import create_app
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 from .api import Api, running_api
 from .bench import MakeBench, benches

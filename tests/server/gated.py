@@ -9,10 +9,10 @@ from unittest import mock
 
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config import ServerConfig
+from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.workers.dispatch import DispatchConfig
-from trainhouse.workers.verbs import Failure, Pass
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Failure, Pass
+from trainhouse.workers.worker.worker import Worker
 
 GATED = "trainhouse.tests.server.gated"
 

@@ -15,11 +15,11 @@ from itertools import count
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
-from trainhouse.server.auth import Auth, Tenant
-from trainhouse.server.checkpoints import Checkpoints
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.places import _At
+from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.object_store import _At
 from trainhouse.server.store import DATABASE_NAME, SessionRecord, SqliteStore
+from trainhouse.server.tenants.auth import Auth, Tenant
 
 CHANGES = {"os.rename", "os.mkdir", "os.rmdir", "os.remove", "os.link", "os.utime"}
 FIRST, SECOND = b"first", b"second"

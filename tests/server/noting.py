@@ -13,9 +13,9 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig, TrainingConfig, training_of
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.server.__main__ import main
-from trainhouse.server.config import ServerConfig
-from trainhouse.workers.config import DispatchConfig, WorkerConfig
-from trainhouse.workers.verbs import Failure, Part, RunInfo, RunSpec, Step
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.workers.protocol.config import DispatchConfig, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, RunInfo, RunSpec, Step
 
 from ..workers.recording_worker import RecordingWorker
 

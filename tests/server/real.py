@@ -13,12 +13,12 @@ from fastapi import FastAPI
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
-from trainhouse.server.app import LiveState, create_app
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.services import Services
-from trainhouse.server.standby import Held
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.routes.services import Services
+from trainhouse.server.serving.app import LiveState, create_app
+from trainhouse.server.serving.standby import Held
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 MODEL = "tiny/qwen3"
 VOCAB = 512

@@ -9,9 +9,9 @@ import pytest
 from tinker import types
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.worker.worker import Worker
 
 from ..workers.test_adapted_types import tiny
 from .real import MODEL, Server, running_server, server_config, started_dispatch

@@ -24,8 +24,7 @@ from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.openai import CompletionRequest, OpenAiError, decoder
 from trainhouse.schemas.sampling import SampleRequest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.server.apart import decode_apart
-from trainhouse.server.bodies import (
+from trainhouse.server.http.bodies import (
     APART_JSON_BYTES,
     APART_PROTOBUF_BYTES,
     BodyLimits,
@@ -34,8 +33,9 @@ from trainhouse.server.bodies import (
     decode_body,
     forward_backward_decoder,
 )
-from trainhouse.server.journal import Entry, Header
-from trainhouse.server.journaled import decode_entry
+from trainhouse.server.http.decoding import decode_apart
+from trainhouse.server.journal.journal import Entry, Header
+from trainhouse.server.journal.journaled import decode_entry
 
 pytestmark = pytest.mark.anyio
 
@@ -133,7 +133,7 @@ def test_who_decodes_does_not_outlive_a_server_that_is_killed(tmp_path: Path) ->
     body = f"[open({str(mark)!r}, 'w').write(str(__import__('os').getpid())), __import__('time').sleep(600)]"
     run = f"asyncio.run(decode_apart(eval, {body.encode()!r}, None, 1 << 20))"
     server = subprocess.Popen(
-        [sys.executable, "-c", f"import asyncio; from trainhouse.server.apart import decode_apart; {run}"]
+        [sys.executable, "-c", f"import asyncio; from trainhouse.server.http.decoding import decode_apart; {run}"]
     )
     try:
         wait_until(lambda: mark.exists() and mark.read_text() != "")

@@ -9,18 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.server import attached
-from trainhouse.server.attached import dispatch_config, knobs_of_workers, with_workers
-from trainhouse.server.claim import StartError
-from trainhouse.server.cli import main, workers_help
-from trainhouse.server.config import ServerConfig, flag_of, worker_knobs
-from trainhouse.server.values import ConfigError
-from trainhouse.workers.config import RoleGroup, ServedModel
-from trainhouse.workers.keeper import Keeper
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.server.cli.commands import main, workers_help
+from trainhouse.server.config.knobs import ServerConfig, flag_of, worker_knobs
+from trainhouse.server.config.values import ConfigError
+from trainhouse.server.replication import attached
+from trainhouse.server.replication.attached import dispatch_config, knobs_of_workers, with_workers
+from trainhouse.server.replication.state_lock import StartError
 from trainhouse.workers.pools.base import NoPlace
-from trainhouse.workers.pools.sealed import read_secret
-from trainhouse.workers.sources import groups_of, source_of
+from trainhouse.workers.pools.remote.secure_channel import read_secret
+from trainhouse.workers.protocol.config import RoleGroup, ServedModel
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler.keeper import Keeper
+from trainhouse.workers.scheduler.pool_factory import groups_of, source_of
 
 pytestmark = pytest.mark.anyio
 

@@ -13,11 +13,19 @@ from tinker.cli.auth_api import SelfApiKeyResponse
 from tinker.lib._jwt_auth import jwt_claims
 from tinker.types.auth_token_response import AuthTokenResponse
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.auth import CACHE_SECONDS, Auth, create_key, hash_key, list_keys, require_keys, revoke_key
-from trainhouse.server.config import ServerConfig, TenantWeight, parse_weights
+from trainhouse.server.config.knobs import ServerConfig, TenantWeight, parse_weights
 from trainhouse.server.store import DATABASE_NAME, ApiKeyRecord, SqliteStore, TenantRecord
-from trainhouse.server.tokens import LIFETIME_SECONDS, Tokens
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.tenants.auth import (
+    CACHE_SECONDS,
+    Auth,
+    create_key,
+    hash_key,
+    list_keys,
+    require_keys,
+    revoke_key,
+)
+from trainhouse.server.tenants.tokens import LIFETIME_SECONDS, Tokens
+from trainhouse.workers.protocol.config import ServedModel
 
 from .api import ALICE, BOB, Api, Clock, running_api
 
@@ -157,7 +165,7 @@ async def test_a_look_up_that_began_before_its_key_was_revoked_lets_nobody_in_la
 
 
 async def test_made_up_keys_push_none_out_that_is_in_force(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.server.auth._MOST_CACHED", 50)
+    monkeypatch.setattr("trainhouse.server.tenants.auth._MOST_CACHED", 50)
     with closing(WatchedStore(tmp_path / "store.db")) as store:
         store.may_go_on.set()
         auth = Auth(store, loopback=False, clock=Clock())

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tinker.proto.response_conv import deserialize_forward_backward_output
-from trainhouse.server.backup import Backup
-from trainhouse.server.cli import main
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.segments import Segments
+from trainhouse.server.cli.backup import Backup
+from trainhouse.server.cli.commands import main
+from trainhouse.server.cli.verify import verify as verify_files
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.wal import Segments
 from trainhouse.server.store import DATABASE_NAME, ResultRecord, SqliteStore
-from trainhouse.server.verify import verify as verify_files
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import running_api

@@ -20,7 +20,7 @@ import pytest
 from sqlalchemy.exc import SQLAlchemyError
 from tinker import types
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.server.manifest import check
+from trainhouse.server.files.manifest import check
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, LORA, MODEL, Api, running_api, session_record

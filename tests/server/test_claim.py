@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.claim import ClaimLost, StartError, locked
-from trainhouse.server.journal import Header, Journal
+from trainhouse.server.journal.journal import Header, Journal
+from trainhouse.server.replication.state_lock import ClaimLost, StartError, locked
 
 pytestmark = pytest.mark.anyio
 

@@ -21,9 +21,9 @@ import pytest
 from packaging.requirements import Requirement
 from trainhouse.schemas.version import VERSION
 from trainhouse.server import __main__ as command_line
-from trainhouse.server.cli import main, serve_help, serve_help_all
-from trainhouse.server.config import ServerConfig, flag_of
-from trainhouse.server.process import FORCED_STATUS
+from trainhouse.server.cli.commands import main, serve_help, serve_help_all
+from trainhouse.server.config.knobs import ServerConfig, flag_of
+from trainhouse.server.serving.process import FORCED_STATUS
 
 from ..letters import save_letter_tokenizer
 from ..live import LiveServer, live_server
@@ -377,7 +377,7 @@ def test_a_termination_while_loading_ends_the_server_and_its_workers(
 
 STUBBORN = """
 import asyncio, os, signal
-from trainhouse.server.process import until_signal
+from trainhouse.server.serving.process import until_signal
 
 async def work(on_ready):
     on_ready()
@@ -410,7 +410,7 @@ print(sorted({"torch", "ray", "transformers"} & set(sys.modules)), len(sys.modul
 
 def test_the_log_has_the_warnings_of_other_packages_and_not_their_information() -> None:
     code = (
-        "import logging; from trainhouse.server.logs import configure_logging; configure_logging('info')\n"
+        "import logging; from trainhouse.server.logs.setup import configure_logging; configure_logging('info')\n"
         "for name in ('aiobotocore.credentials', 'botocore.hooks', 'trainhouse.server'):\n"
         "    logging.getLogger(name).info('told'); logging.getLogger(name).warning('warned')"
     )

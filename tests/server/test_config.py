@@ -6,8 +6,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from trainhouse.server.auto_layout import settled, with_layouts
-from trainhouse.server.config import (
+from trainhouse.server.config.knobs import (
     ConfigError,
     ServedModel,
     ServerConfig,
@@ -17,11 +16,12 @@ from trainhouse.server.config import (
     parse_served_model,
     store_config_of,
 )
-from trainhouse.server.place_config import PlaceConfig
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.serving.auto_layout import settled, with_layouts
 from trainhouse.server.store import StoreConfig
-from trainhouse.workers.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.protocol.config import RoleGroup, SamplingConfig, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL = {"base_models": ["a/b"]}
@@ -459,7 +459,7 @@ def test_the_example_configuration_is_valid() -> None:
 def attributes_of_configs(package: str) -> Iterator[str]:
     """The x of every `config.x`, `self._config.x` and so on; `model.x` too, as the dispatch calls a WorkerConfig."""
     for path in (ROOT / package).rglob("*.py"):
-        if path == ROOT / "server" / "config.py":
+        if path == ROOT / "server" / "config" / "knobs.py":
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):

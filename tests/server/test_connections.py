@@ -9,8 +9,8 @@ from contextlib import asynccontextmanager
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from trainhouse.server import connections
-from trainhouse.server.connections import Connection
+from trainhouse.server.serving import connections
+from trainhouse.server.serving.connections import Connection
 
 pytestmark = pytest.mark.anyio
 

@@ -3,9 +3,9 @@
 import httpx
 import pytest
 from fastapi import FastAPI
-from trainhouse.server.direct import endpoints
-from trainhouse.server.gate import Gate
 from trainhouse.server.routes import futures, training
+from trainhouse.server.routes.fast import endpoints
+from trainhouse.server.tenants.gate import Gate
 
 pytestmark = pytest.mark.anyio
 

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import ModelInput, SampleRequest
-from trainhouse.server.auth import Tenant
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.drafts import Drafts, draft_id
-from trainhouse.server.journal import Header, Journal
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.journal.journal import Header, Journal
+from trainhouse.server.sampling.drafts import Drafts, draft_id
+from trainhouse.server.tenants.auth import Tenant
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 from ..letters import save_letter_tokenizer
 from .real import ALICE, BOB, MODEL, Server, batch, running_server, sample, sample_body, server_config

@@ -17,15 +17,15 @@ import pytest
 from tinker import types
 from trainhouse.schemas.drafts import BuildVocabMapRequest
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.journal import Header, Journal, read_journal
-from trainhouse.server.manifest import read_manifest
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.values import parse_role_group
+from trainhouse.server.files.manifest import read_manifest
+from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.server.routes.examples import DRAFT_ID, MODEL_ID
+from trainhouse.server.runs.vocabulary import most_frequent
 from trainhouse.server.store import CheckpointKind
-from trainhouse.server.values import parse_role_group
-from trainhouse.server.vocabulary import most_frequent
-from trainhouse.workers.config import ServedModel
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 from ..live import live_server
 from .noting import NOTING, RESOLVED, noting

@@ -4,7 +4,7 @@ import os
 from pathlib import Path
 
 import pytest
-from trainhouse.server.ephemeral import EphemeralWeights
+from trainhouse.server.sampling.ephemeral import EphemeralWeights
 
 pytestmark = pytest.mark.anyio
 

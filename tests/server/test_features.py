@@ -14,11 +14,11 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.training import AdamParams, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.server import run as server_run
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.feature_files import FeatureFiles
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.features.files import FeatureFiles
+from trainhouse.server.runs import run as server_run
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.verbs import RunInfo
+from trainhouse.workers.protocol.verbs import RunInfo
 
 from .real import ALICE, BOB, MODEL, Run, Server, running_server, server_config, started_dispatch
 from .test_drafts import EAGLE, create_draft, create_policy, kill_worker, saved_policy

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from tinker import types
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.journal import Header, Journal, read_journal
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.journal.journal import Header, Journal, read_journal
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .noting import NO_ROOM, NO_ROOM_FOR_COPIES, TARGETS, noting

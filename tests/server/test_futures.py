@@ -18,11 +18,11 @@ from pathlib import Path
 import pytest
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.futures import Pending
-from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Header
-from trainhouse.server.segments import MOST_BODY_BYTES
+from trainhouse.server.files.wal import MOST_BODY_BYTES
+from trainhouse.server.journal.futures import Futures, Result
+from trainhouse.server.journal.journal import Header
+from trainhouse.server.journal.quarantine import REBUILD_STRIKE, STRIKE
 from trainhouse.server.store import DATABASE_NAME, SqliteStore, TenantRecord
-from trainhouse.server.strikes import REBUILD_STRIKE, STRIKE
 
 pytestmark = pytest.mark.anyio
 
@@ -121,7 +121,7 @@ def test_a_result_that_somebody_saw_survives_kill_9(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os, signal
 from pathlib import Path
-from trainhouse.server.futures import Futures, Result
+from trainhouse.server.journal.futures import Futures, Result
 from trainhouse.server.store import SqliteStore, TenantRecord
 async def main():
     store = SqliteStore(Path({str(tmp_path / DATABASE_NAME)!r}))
@@ -155,7 +155,7 @@ async def assert_all_there(directory: Path) -> None:
 async def test_a_result_whose_file_cannot_be_written_is_answered_and_written_later(
     open_futures, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.futures._RETRY_SECONDS", 0.05)
+    monkeypatch.setattr("trainhouse.server.journal.futures._RETRY_SECONDS", 0.05)
     futures = await open_futures()
     (tmp_path / "results").rmdir()
     futures.resolve(futures.create("r:1", TENANT), Result(b"{}"))
@@ -193,7 +193,7 @@ async def test_results_that_cannot_be_written_are_tried_again_and_told_of_once(
         if len(tries) < 9:
             raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("trainhouse.server.futures._RETRY_SECONDS", 0.01)
+    monkeypatch.setattr("trainhouse.server.journal.futures._RETRY_SECONDS", 0.01)
     caplog.set_level(logging.WARNING)
     futures = await open_futures(guard=full)
     for name in ("r:1", "r:2"):

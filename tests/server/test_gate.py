@@ -11,16 +11,17 @@ import uvicorn
 import zstandard
 from fastapi import FastAPI, Request
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server import connections, rate_limits
-from trainhouse.server.app import create_app
-from trainhouse.server.auth import Auth, create_key, hash_key
-from trainhouse.server.bodies import CONTROL_BODY_BYTES
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.rate_limits import Strangers, network_of
-from trainhouse.server.scopes import LARGE_BODIES, ROUTE_SCOPES, find_route
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.http.bodies import CONTROL_BODY_BYTES
+from trainhouse.server.serving import connections
+from trainhouse.server.serving.app import create_app
 from trainhouse.server.store import SqliteStore
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.tenants import rate_limits
+from trainhouse.server.tenants.auth import Auth, create_key, hash_key
+from trainhouse.server.tenants.rate_limits import Strangers, network_of
+from trainhouse.server.tenants.scopes import LARGE_BODIES, ROUTE_SCOPES, find_route
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 from .api import ALICE, Api, Clock
 from .test_connections import connection_to, read_all, serving

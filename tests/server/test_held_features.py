@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.config import ServerConfig
+from trainhouse.server.config.knobs import ServerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import Run, Server, running_server

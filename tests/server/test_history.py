@@ -2,9 +2,9 @@
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.history import REFUSED, History, Outcome, Past, Repeat
-from trainhouse.server.segments import Place
-from trainhouse.server.strikes import STRIKE
+from trainhouse.server.files.wal import Place
+from trainhouse.server.journal.quarantine import STRIKE
+from trainhouse.server.runs.replay_log import REFUSED, History, Outcome, Past, Repeat
 
 DONE, FAILED, BROKE, STRUCK = Outcome.DONE, Outcome.FAILED, Outcome.BROKE, Outcome.STRUCK
 AGAIN, CLEAR = Repeat.AGAIN, Repeat.CLEAR

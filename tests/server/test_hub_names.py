@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.server.hub_names import tokenizer_id, unresolved
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.text.hub_names import tokenizer_id, unresolved
+from trainhouse.workers.protocol.config import ServedModel
 
 
 @pytest.mark.parametrize(
@@ -33,7 +33,7 @@ def test_a_directory_is_a_name_on_this_machine_alone(tmp_path: Path) -> None:
 def test_what_the_sdk_makes_of_a_name_is_what_the_sdk_makes_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its own function, asked with a loader that tells what it was given."""
     from tinker.lib.public_interfaces import sampling_client
-    from trainhouse.server.hub_names import _looked_up
+    from trainhouse.server.text.hub_names import _looked_up
     from transformers.models.auto import tokenization_auto
 
     monkeypatch.setattr(tokenization_auto.AutoTokenizer, "from_pretrained", lambda name, **_: name)

@@ -12,9 +12,8 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server import segments as segments_module
-from trainhouse.server.journal import Header, Journal, read_journal
-from trainhouse.server.segments import (
+from trainhouse.server.files import wal as segments_module
+from trainhouse.server.files.wal import (
     MOST_BODY_BYTES,
     Damage,
     Place,
@@ -23,6 +22,7 @@ from trainhouse.server.segments import (
     read_segment,
     scan_segment,
 )
+from trainhouse.server.journal.journal import Header, Journal, read_journal
 
 from ..faults.disk import filled, small_disk
 
@@ -56,7 +56,7 @@ async def test_entries_come_back_as_they_were_appended(tmp_path: Path) -> None:
 def test_an_entry_survives_kill_9_as_soon_as_append_has_returned(tmp_path: Path) -> None:
     program = f"""
 import asyncio, os, signal
-from trainhouse.server.journal import Header, Journal
+from trainhouse.server.journal.journal import Header, Journal
 from pathlib import Path
 async def main():
     journal = Journal(Path({str(tmp_path)!r}), 1 << 20)

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import Connection, text
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.futures import Futures, Result
-from trainhouse.server.journal import Header, Journal
-from trainhouse.server.leases import LIVE_STATE, Lease, Tenure, TenureOver, awake_seconds, live_directory
-from trainhouse.server.segments import Segments, read_segment, shut_out
+from trainhouse.server.files.wal import Segments, read_segment, shut_out
+from trainhouse.server.journal.futures import Futures, Result
+from trainhouse.server.journal.journal import Header, Journal
+from trainhouse.server.replication.leases import LIVE_STATE, Lease, Tenure, TenureOver, awake_seconds, live_directory
 from trainhouse.server.store import LeaseLost, PostgresStore, SqliteStore, Store, TenantRecord
 
 pytestmark = pytest.mark.anyio
@@ -137,7 +137,7 @@ async def test_who_was_away_while_another_came_and_went_is_no_holder_of_before(o
 
 def test_a_stopped_process_counts_the_time() -> None:
     program = (
-        "import sys; from trainhouse.server.leases import awake_seconds as now; before = now();"
+        "import sys; from trainhouse.server.replication.leases import awake_seconds as now; before = now();"
         "print('stop', flush=True); sys.stdin.readline(); print(now() - before)"
     )
     with subprocess.Popen(
@@ -208,7 +208,7 @@ async def test_nobody_takes_a_lease_in_the_midst_of_a_write_that_needs_it(open_s
 async def test_a_database_that_does_not_answer_is_told_once_and_so_is_its_return(
     open_store: OpenStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.leases._SILENT_SECONDS", 0.2)
+    monkeypatch.setattr("trainhouse.server.replication.leases._SILENT_SECONDS", 0.2)
     tenure = await lease(open_store(), seconds=SOON).taken()
     may_end, other = threading.Event(), open_store()
 

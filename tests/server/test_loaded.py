@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.loaded import Loaded
-from trainhouse.server.manifest import seal
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.files.manifest import seal
+from trainhouse.server.runs.pinned_checkpoints import Loaded
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import ALICE, BOB, Run, Server, batch, running_server, server_config

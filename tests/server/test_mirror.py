@@ -11,7 +11,7 @@ from pathlib import Path
 import fsspec
 import pytest
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.place_config import PlaceConfig
+from trainhouse.server.files.config import PlaceConfig
 from trainhouse.server.store import CheckpointCopyRecord, CheckpointRecord, RunRecord
 
 from .api import ALICE, BOB, Api, running_api

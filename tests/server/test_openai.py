@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from starlette.types import Message
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.server import draws
+from trainhouse.server.openai import sample_batch as draws
 from trainhouse.server.routes import openai as routes
 from trainhouse.workers.dispatch import WorkerDispatch
 

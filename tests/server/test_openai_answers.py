@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from trainhouse.schemas.openai import CompletionRequest
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
-from trainhouse.server.choices import Choices
-from trainhouse.server.draws import Drawn, Grown
-from trainhouse.server.openai_answer import Told
-from trainhouse.server.openai_completions import CompletionAnswer
-from trainhouse.server.openai_sampling import sample_requests
-from trainhouse.server.prompts import Prompt
+from trainhouse.server.openai.answer import Told
+from trainhouse.server.openai.choices import Choices
+from trainhouse.server.openai.completions import CompletionAnswer
+from trainhouse.server.openai.sample_batch import Drawn, Grown
+from trainhouse.server.openai.sampling import sample_requests
 from trainhouse.server.routes.openai import _pieces
-from trainhouse.server.sampling_job import Stops
-from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
-from trainhouse.workers.verbs import SampledPart
+from trainhouse.server.sampling.prompts import Prompt
+from trainhouse.server.sampling.sampling_job import Stops
+from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
+from trainhouse.workers.protocol.verbs import SampledPart
 
 from ..letters import VOCAB, letter_tokenizer
 

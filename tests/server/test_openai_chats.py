@@ -6,8 +6,8 @@ import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 from trainhouse.schemas.openai import ChatCompletionRequest, OpenAiError
-from trainhouse.server.openai_chats import prompts_of
-from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
+from trainhouse.server.openai.chats import prompts_of
+from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 
 USER = {"role": "user", "content": "Rain?"}
 CALL = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": "{}"}}

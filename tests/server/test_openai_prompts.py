@@ -3,9 +3,9 @@
 import pytest
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
-from trainhouse.server.prompts import Prompt
-from trainhouse.server.sample_text import SampleText
-from trainhouse.server.tokenizer import Tokenizer, TokenizerFacts
+from trainhouse.server.sampling.prompts import Prompt
+from trainhouse.server.text.sample_text import SampleText
+from trainhouse.server.text.tokenizer import Tokenizer, TokenizerFacts
 
 SPACES = decoders.Replace("▁", " ")
 MARKS = normalizers.Replace(" ", "▁")

@@ -11,9 +11,9 @@ import fsspec
 import pytest
 from tinker import types
 from trainhouse.schemas.errors import OperationError
-from trainhouse.server.cache import Cache
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.places import PlaceError, Places, check_url
+from trainhouse.server.files.cache import Cache
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.object_store import PlaceError, Places, check_url
 from trainhouse.server.store import CheckpointRecord
 
 from .api import Api, running_api

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from trainhouse.server import __main__ as command_line
-from trainhouse.server.plan import main
+from trainhouse.server.cli.plan import main
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 CONFIGS = ROOT / "tests" / "workers" / "parallel" / "configs"
@@ -48,7 +48,15 @@ def test_the_command_is_part_of_the_command_line(capsys: pytest.CaptureFixture[s
 def test_a_process_that_plans_loads_nothing_of_the_server() -> None:
     """Else it takes seconds."""
     code = "import sys, trainhouse.server.__main__; print([name for name in sys.modules if name in sys.argv])"
-    parts = ["torch", "transformers", "numpy", "huggingface_hub", "fastapi", "pydantic", "trainhouse.server.cli"]
+    parts = [
+        "torch",
+        "transformers",
+        "numpy",
+        "huggingface_hub",
+        "fastapi",
+        "pydantic",
+        "trainhouse.server.cli.commands",
+    ]
     done = subprocess.run([sys.executable, "-c", code, *parts], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.strip() == "[]"
 

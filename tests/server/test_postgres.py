@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from sqlalchemy import make_url
-from trainhouse.server.cli import main
+from trainhouse.server.cli.commands import main
 from trainhouse.server.store import DATABASE_NAME
 from trainhouse.server.store import postgres as postgres_module
 from trainhouse.workers.dispatch import WorkerDispatch

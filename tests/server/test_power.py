@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from trainhouse.server.claim import made
-from trainhouse.server.leases import Lease
+from trainhouse.server.replication.leases import Lease
+from trainhouse.server.replication.state_lock import made
 from trainhouse.server.store import SqliteStore
 from trainhouse.workers.dispatch import WorkerDispatch
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from trainhouse.server.claim import OF_STATE, StartError, keep_private
-from trainhouse.server.cli import main
+from trainhouse.server.cli.commands import main
+from trainhouse.server.replication.state_lock import OF_STATE, StartError, keep_private
 
 from ..live import live_server
 from .real import MODEL, sample_body

@@ -8,9 +8,9 @@ import threading
 from pathlib import Path
 
 import pytest
-from trainhouse.server.app import create_app
-from trainhouse.server.cli import main
-from trainhouse.server.process import allow_many_connections
+from trainhouse.server.cli.commands import main
+from trainhouse.server.serving.app import create_app
+from trainhouse.server.serving.process import allow_many_connections
 from trainhouse.server.store import DATABASE_NAME, DatabaseUnreachable, StoreConfig, open_store
 from trainhouse.server.store.outages import OUTAGES
 from trainhouse.workers.dispatch import WorkerDispatch

@@ -8,13 +8,13 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from trainhouse.server.auth import Auth
-from trainhouse.server.checkpoint_files import is_whole
-from trainhouse.server.checkpoints import Checkpoints
-from trainhouse.server.manifest import check
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.places import key_of
+from trainhouse.server.checkpoints.checkpoints import Checkpoints
+from trainhouse.server.checkpoints.files import is_whole
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.files.manifest import check
+from trainhouse.server.files.object_store import key_of
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.tenants.auth import Auth
 
 from .api import running_api
 from .killed import FIRST, SECOND, mirror_of

@@ -14,14 +14,14 @@ import pytest
 import zstandard
 from trainhouse.schemas.errors import RequestError
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.auth import Tenant, create_key
-from trainhouse.server.bodies import Received
-from trainhouse.server.config import ServerConfig, TenantWeight
-from trainhouse.server.quotas import UNORDERED, Admission, Quotas, Standing
-from trainhouse.server.run import Run
+from trainhouse.server.config.knobs import ServerConfig, TenantWeight
+from trainhouse.server.http.bodies import Received
+from trainhouse.server.runs.run import Run
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.tenants.auth import Tenant, create_key
+from trainhouse.server.tenants.quotas import UNORDERED, Admission, Quotas, Standing
 from trainhouse.workers.dispatch import WorkerDispatch
+from trainhouse.workers.protocol.config import ServedModel
 
 from .api import Clock
 from .bench import Bench, MakeBench

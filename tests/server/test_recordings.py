@@ -9,7 +9,7 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, ProvenanceSpan
-from trainhouse.server.recordings import Recordings
+from trainhouse.server.journal.recordings import Recordings
 
 pytestmark = pytest.mark.anyio
 

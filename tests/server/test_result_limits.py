@@ -14,9 +14,9 @@ import pytest
 from starlette.requests import ClientDisconnect
 from trainhouse.schemas.codec import decode_sample_response, encode_sample_response_json
 from trainhouse.schemas.sampling import SampleResponse, TopkLogprobs
-from trainhouse.server.completions import MOST_AT_ONCE, CompletionLog
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.futures import Ended
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.journal.completions import MOST_AT_ONCE, CompletionLog
+from trainhouse.server.journal.futures import Ended
 from trainhouse.server.routes.submitting import _LargeAnswer
 from trainhouse.workers.dispatch import WorkerDispatch
 

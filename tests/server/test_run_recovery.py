@@ -13,17 +13,17 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import OptimStepRequest
-from trainhouse.server.bodies import Received
-from trainhouse.server.copied import Copied, mark_copy
-from trainhouse.server.futures import Result
-from trainhouse.server.history import Outcome
-from trainhouse.server.journal import Header
-from trainhouse.server.operations import CreateRun, LoadWeights
-from trainhouse.server.resuming import Earlier, Inherited
-from trainhouse.server.run import Run
-from trainhouse.server.slots import Refused
+from trainhouse.server.http.bodies import Received
+from trainhouse.server.journal.futures import Result
+from trainhouse.server.journal.journal import Header
+from trainhouse.server.journal.restore_marker import Copied, mark_copy
+from trainhouse.server.runs.operations import CreateRun, LoadWeights
+from trainhouse.server.runs.queued import Refused
+from trainhouse.server.runs.recovery import Earlier, Inherited
+from trainhouse.server.runs.replay_log import Outcome
+from trainhouse.server.runs.run import Run
 from trainhouse.server.store import RunRecord
-from trainhouse.workers.verbs import WorkerLost
+from trainhouse.workers.protocol.verbs import WorkerLost
 
 from .bench import FORWARD_BACKWARD, RUN_ID, Bench, MakeBench
 
@@ -213,7 +213,7 @@ async def test_a_run_ends_that_is_just_about_to_be_made_again(make_bench: MakeBe
 async def test_an_operation_waits_until_the_database_can_be_used_again(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.run._OUTAGE_SECONDS", 0.2)
+    monkeypatch.setattr("trainhouse.server.runs.run._OUTAGE_SECONDS", 0.2)
     bench = await make_bench(hold=True)
     bench.operations.failing[0] = OperationalError("insert", {}, Exception("database or disk is full"))
     bench.operations.may_go_on.set()

@@ -14,10 +14,10 @@ from trainhouse.schemas.checkpoints import SaveWeightsRequest
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.futures import Pending
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest, OptimStepRequest
-from trainhouse.server.journal import read_journal
-from trainhouse.server.operations import LoadWeights
-from trainhouse.server.run import MOST_AHEAD
-from trainhouse.server.slots import Refused
+from trainhouse.server.journal.journal import read_journal
+from trainhouse.server.runs.operations import LoadWeights
+from trainhouse.server.runs.queued import Refused
+from trainhouse.server.runs.run import MOST_AHEAD
 
 from .bench import CREATION, RUN_ID, MakeBench
 
@@ -247,7 +247,7 @@ async def test_a_gap_that_is_filled_in_time_is_none(make_bench: MakeBench) -> No
 async def test_arrivals_do_not_put_off_that_a_gap_is_given_up_while_the_journal_cannot_be_written(
     make_bench: MakeBench, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr("trainhouse.server.gap._RETRY_SECONDS", 0.5)
+    monkeypatch.setattr("trainhouse.server.runs.missing_seq._RETRY_SECONDS", 0.5)
     bench = await make_bench(gap_seconds=0.1)
     await bench.result(0)
     await bench.forward_backward(2)

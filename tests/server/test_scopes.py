@@ -6,11 +6,11 @@ import httpx
 import pytest
 from tinker.cli.auth_api import SelfApiKeyResponse
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.auth import create_key, list_keys
-from trainhouse.server.cli import main
-from trainhouse.server.rate_limits import UNCOUNTED, RateLimits
-from trainhouse.server.scopes import ROUTE_SCOPES, SCOPES, check_scopes, parse_scopes
+from trainhouse.server.cli.commands import main
 from trainhouse.server.store import DATABASE_NAME, SqliteStore
+from trainhouse.server.tenants.auth import create_key, list_keys
+from trainhouse.server.tenants.rate_limits import UNCOUNTED, RateLimits
+from trainhouse.server.tenants.scopes import ROUTE_SCOPES, SCOPES, check_scopes, parse_scopes
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import ALICE, Api, Clock

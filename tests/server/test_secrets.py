@@ -8,7 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import httpx
 import pytest
-from trainhouse.server.auth import create_key
+from trainhouse.server.tenants.auth import create_key
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .real import ALICE, BOB, Server, batch, running_server, sample, sample_body, server_config

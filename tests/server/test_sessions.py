@@ -11,8 +11,8 @@ import pytest
 from tinker import types
 from tinker.types.client_config_response import ClientConfigResponse
 from tinker.types.client_dynamic_config_response import ClientDynamicConfigResponse
-from trainhouse.server.auth import create_key
 from trainhouse.server.store import DATABASE_NAME
+from trainhouse.server.tenants.auth import create_key
 from trainhouse.workers.dispatch import WorkerDispatch
 
 from .api import ALICE, BOB, MODEL, Api, running_api

@@ -11,10 +11,10 @@ import httpx
 import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
-from trainhouse.server.connections import Connection
-from trainhouse.server.leases import Lease
-from trainhouse.server.process import bound
-from trainhouse.server.standby import Held, Standby, Switch, TakingOver
+from trainhouse.server.replication.leases import Lease
+from trainhouse.server.serving.connections import Connection
+from trainhouse.server.serving.process import bound
+from trainhouse.server.serving.standby import Held, Standby, Switch, TakingOver
 from trainhouse.server.store import SqliteStore
 
 from .test_tls import Files

@@ -9,12 +9,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from trainhouse.server import process
-from trainhouse.server.app import LiveState
-from trainhouse.server.claim import StartError
-from trainhouse.server.cli import main
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.leases import Lease, TenureOver
+from trainhouse.server.cli.commands import main
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.replication.leases import Lease, TenureOver
+from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.serving import process
+from trainhouse.server.serving.app import LiveState
 from trainhouse.server.store import LeaseLost, LeaseRecord, Store, StoreConfig, open_store
 from trainhouse.workers.dispatch import WorkerDispatch
 

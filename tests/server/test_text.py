@@ -15,7 +15,7 @@ from sqlalchemy import text
 from trainhouse.schemas import checkpoints, drafts, futures, models, sampling, training
 from trainhouse.schemas.codec import PROTOBUF, check_json_text, decode_forward_backward, encode_forward_backward_request
 from trainhouse.schemas.errors import RequestError
-from trainhouse.server.bodies import json_decoder
+from trainhouse.server.http.bodies import json_decoder
 
 from .api import ALICE, Api
 

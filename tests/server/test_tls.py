@@ -11,9 +11,9 @@ from pathlib import Path
 import httpx
 import pytest
 import trainhouse
-from trainhouse.server.claim import StartError
-from trainhouse.server.config import ConfigError
-from trainhouse.server.process import check_certificate
+from trainhouse.server.config.knobs import ConfigError
+from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.serving.process import check_certificate
 
 from ..live import LiveServer, live_server, save_byte_tokenizer
 from .real import MODEL, server_config

@@ -12,10 +12,10 @@ import pytest
 from psutil import Process
 from tokenizers.processors import TemplateProcessing
 from trainhouse.schemas.errors import OperationError, RequestError
-from trainhouse.server import tokenizer as tokenizer_module
-from trainhouse.server.read_tokenizer import read
-from trainhouse.server.tokenizer import Chat, Tokenizer, Tokenizers
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.text import tokenizer as tokenizer_module
+from trainhouse.server.text.read_tokenizer import read
+from trainhouse.server.text.tokenizer import Chat, Tokenizer, Tokenizers
+from trainhouse.workers.protocol.config import ServedModel
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from ..letters import letter_tokenizer
@@ -205,8 +205,8 @@ def test_reading_and_using_a_tokenizer_loads_no_torch(tmp_path: Path) -> None:
     letter_tokenizer().save_pretrained(tmp_path)
     code = f"""
 import asyncio, json, sys
-from trainhouse.server.tokenizer import Chat, Tokenizers
-from trainhouse.workers.config import ServedModel
+from trainhouse.server.text.tokenizer import Chat, Tokenizers
+from trainhouse.workers.protocol.config import ServedModel
 async def main():
     tokenizer = await Tokenizers([ServedModel("tiny", {str(tmp_path)!r})]).get("tiny")
     return tokenizer.encode_chat(Chat([{{"role": "user", "content": "Hello"}}]), 100)

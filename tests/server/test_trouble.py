@@ -6,8 +6,8 @@ import logging
 import pytest
 from sqlalchemy.exc import OperationalError
 from trainhouse.schemas.errors import OperationError
+from trainhouse.server.logs.repeated_errors import Trouble, room_for
 from trainhouse.server.store import LeaseLost
-from trainhouse.server.trouble import Trouble, room_for
 
 
 def full(statement: str) -> OperationalError:

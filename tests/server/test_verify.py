@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
-from trainhouse.server.claim import StartError, locked
-from trainhouse.server.cli import main
-from trainhouse.server.place_config import PlaceConfig
-from trainhouse.server.process import _has_keys
+from trainhouse.server.cli.commands import main
+from trainhouse.server.files.config import PlaceConfig
+from trainhouse.server.replication.state_lock import StartError, locked
+from trainhouse.server.serving.process import _has_keys
 from trainhouse.server.store import DATABASE_NAME, CheckpointRecord
 from trainhouse.workers.dispatch import WorkerDispatch
 

@@ -12,13 +12,13 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 from torch.nn.functional import linear
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.attention import Packing, pack_lengths
 from trainhouse.workers.checkpoint import Learned, save
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters, Segment
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.models import Models
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.ops.attention import Packing, pack_lengths
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.registry.models import Models
 from transformers import AutoModelForCausalLM
 
 Dtype = Literal["float32", "bfloat16"]

@@ -4,8 +4,8 @@ import json
 import os
 from pathlib import Path
 
-from trainhouse.workers.config import WorkerConfig
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.worker.worker import Worker
 
 CREDENTIALED = "trainhouse.tests.workers.credentialed_worker:CredentialedWorker"
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.verbs import SampleJob, Slice, SliceResult
+from trainhouse.workers.protocol.verbs import SampleJob, Slice, SliceResult
 
 MOST_SLICES = 20_000
 

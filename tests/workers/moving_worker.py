@@ -5,8 +5,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from trainhouse.workers.verbs import Pass, RunInfo, RunSpec, Slice, SliceResult, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.worker.worker import Worker
 
 MOVING = "trainhouse.tests.workers.moving_worker:MovingWorker"
 

@@ -11,8 +11,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
-from trainhouse.workers.config import WorkerConfig
-from trainhouse.workers.verbs import Failure, ModelInfo, Part, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
+from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, ModelInfo, Part, Pass, RunInfo, RunSpec, Slice, SliceResult, Step
 
 RECORDING = "trainhouse.tests.workers.recording_worker:RecordingWorker"
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.operation import ModelLimits, Operation, read_operation
+from trainhouse.workers.batch.validated import ModelLimits, Operation, read_operation
 
 LIMITS = ModelLimits(vocab_size=100, max_context_length=16)
 

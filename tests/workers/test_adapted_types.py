@@ -12,12 +12,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.server.peft_config import PeftConfig
+from trainhouse.server.checkpoints.peft_config import PeftConfig
 from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
+from trainhouse.workers.checkpoint.peft_import import import_adapter
 from trainhouse.workers.lora import Adapter
-from trainhouse.workers.parallel.families import BY_TRANSFORMERS, FAMILIES
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.peft_import import import_adapter
+from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
 from transformers import AutoModelForCausalLM
 
 from .adapted import Adapted, in_peft, peft_gradients, peft_logits, probe, quieten_peft, relative_error, sequences

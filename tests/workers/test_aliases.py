@@ -3,8 +3,15 @@
 from dataclasses import replace
 from pathlib import Path
 
-from trainhouse.workers.aliases import unified
-from trainhouse.workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.aliases import unified
+from trainhouse.workers.protocol.config import (
+    DispatchConfig,
+    RoleGroup,
+    SamplingConfig,
+    ServedModel,
+    VllmConfig,
+    WorkerConfig,
+)
 
 
 def config_of(*models: WorkerConfig, **config: object) -> DispatchConfig:

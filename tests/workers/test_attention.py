@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers import windows
-from trainhouse.workers.attention import CachedPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.ops.attention import CachedPacking, Packing, pack_lengths, packed_attention
+from trainhouse.workers.shapes import windows
 
 from .adapted import relative_error
 from .parallel.live_bytes import LiveBytes

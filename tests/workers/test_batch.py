@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers.batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
-from trainhouse.workers.operation import ModelLimits, Operation
-from trainhouse.workers.passes.trouble import out_of_memory_message
+from trainhouse.workers.batch.micro_batch import Lane, MicroBatch, cut, deal, fill, pack, smaller_budget
+from trainhouse.workers.batch.validated import ModelLimits, Operation
+from trainhouse.workers.training.batch_failure import out_of_memory_message
 
 from .requests import read, sampled, supervised
 

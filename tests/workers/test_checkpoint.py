@@ -13,9 +13,9 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import AdamParams
 from trainhouse.workers.checkpoint import Learned, read_new, read_saved, save
 from trainhouse.workers.lora import Adapter
-from trainhouse.workers.optim import apply_steps
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.verbs import Failure, Step
+from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.state.optim import apply_steps
 from transformers import AutoModelForCausalLM
 
 from ..faults.disk import filled, small_disk

@@ -5,9 +5,9 @@ from collections import Counter
 
 import numpy as np
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.cohorts import Cohorts, Sampling
-from trainhouse.workers.suspects import Suspects
-from trainhouse.workers.verbs import SampleJob
+from trainhouse.workers.protocol.verbs import SampleJob
+from trainhouse.workers.scheduler.cohorts import Cohorts, Sampling
+from trainhouse.workers.scheduler.quarantine import Suspects
 
 LOOP = asyncio.new_event_loop()
 LOOP.close()  # futures need one, but nothing is awaited here

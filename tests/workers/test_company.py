@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Coroutine
 
 import pytest
-from trainhouse.workers.engines.company import MOST_STRIKES, Company, Standing
+from trainhouse.workers.engines.quarantine import MOST_STRIKES, Company, Standing
 
 
 def run(test: Coroutine[object, object, None]) -> None:
@@ -126,7 +126,7 @@ def test_a_culprit_that_comes_later_is_found_while_others_are_suspects() -> None
 
 def test_a_suspect_is_none_any_more_when_it_has_come_past_the_place(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long it goes on, others that were there run then, too."""
-    monkeypatch.setattr("trainhouse.workers.engines.company._MARGIN_SECONDS", 0.05)
+    monkeypatch.setattr("trainhouse.workers.engines.quarantine._MARGIN_SECONDS", 0.05)
 
     async def check() -> None:
         standings = [Standing() for _ in range(3)]

@@ -18,12 +18,12 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig, Role
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.checkpoint import Learned, save
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
 from trainhouse.workers.registry.programs import PROGRAMS
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForTokenClassification
 
 from .adapted import peft_parameters, quieten_peft

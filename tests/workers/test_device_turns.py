@@ -5,8 +5,8 @@ import random
 from collections.abc import Coroutine
 
 import pytest
-from trainhouse.workers import device_turns
-from trainhouse.workers.device_turns import DeviceTurns, Turn
+from trainhouse.workers.scheduler import device_sharing as device_turns
+from trainhouse.workers.scheduler.device_sharing import DeviceTurns, Turn
 
 
 def run(test: Coroutine[object, object, None]) -> None:

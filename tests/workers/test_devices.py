@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainhouse.workers.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
-from trainhouse.workers.devices import check_cuda, no_cuda
-from trainhouse.workers.model import resolve_device
-from trainhouse.workers.sources import source_of
+from trainhouse.workers.models.devices import check_cuda, no_cuda
+from trainhouse.workers.models.model import resolve_device
+from trainhouse.workers.protocol.config import DispatchConfig, SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.scheduler.pool_factory import source_of
 
 without_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 

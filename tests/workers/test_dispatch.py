@@ -20,12 +20,12 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.group import Backoff
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.turns import Turns
-from trainhouse.workers.verbs import RunSpec, SampleJob, Step, WorkerLost
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step, WorkerLost
+from trainhouse.workers.scheduler.group import Backoff
+from trainhouse.workers.scheduler.time_sharing import Turns
 
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)
 

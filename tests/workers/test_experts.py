@@ -7,11 +7,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import silu
-from trainhouse.workers.experts import RoutedExperts
-from trainhouse.workers.grouped import GroupedRows
 from trainhouse.workers.lora import Adapter, Segment
-from trainhouse.workers.parallel.families import FAMILIES
+from trainhouse.workers.models.experts import RoutedExperts
+from trainhouse.workers.ops.grouped_gemm import GroupedRows
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.shapes.families import FAMILIES
 from transformers import AutoModelForCausalLM
 
 from ..tiny import tiny_config, tiny_model

@@ -16,10 +16,10 @@ from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.workers.checkpoint.tensor_files import SavedTensors
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.learner import ADAMW
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.state.trainable import ADAMW
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, AutoModelForTokenClassification, Glm4MoeConfig
 
 from ..tiny import FAMILY_KINDS, KINDS, MORE_KINDS, TINY_SHAPE, tiny_model

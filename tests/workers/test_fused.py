@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import gelu, silu
-from trainhouse.workers.fused import (
+from trainhouse.workers.ops.fused import (
     RmsNorm,
     RotaryTable,
     Rotation,

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from tokenizers import Tokenizer
-from trainhouse.workers import gguf
+from trainhouse.workers.models import gguf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 pytestmark = pytest.mark.skipif(

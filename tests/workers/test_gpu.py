@@ -13,11 +13,11 @@ import pytest
 import torch
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.passes import runner
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker, _sized_for_device
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.training import runner
+from trainhouse.workers.worker.worker import Worker, _sized_for_device
 
 from .jobs import answers, job
 

@@ -25,12 +25,12 @@ from trainhouse.tests.workers.test_pool import (
     ray_in_full,
     wait_until_gone,
 )
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.patience import Patience, Seen, cost_of
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.verbs import RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, WorkerLost
+from trainhouse.workers.scheduler.timeouts import Patience, Seen, cost_of
 
 __all__ = ["new_pool", "ray_cluster"]
 

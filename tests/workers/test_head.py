@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.batch.objective import Objective
 from trainhouse.workers.heads import LogprobHead
 from trainhouse.workers.lora import Adapter, Adapters, Segment
 from trainhouse.workers.losses import LOSSES
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.objective import Objective
-from trainhouse.workers.scoring import Scored, scored, scored_with_gradient
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.training.scoring import Scored, scored, scored_with_gradient
 
 from .adapted import created
 

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers import footprint, memory
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Segment
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.passes import runner
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.ops import memory
+from trainhouse.workers.planner import footprint
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.training import runner
+from trainhouse.workers.worker.worker import Worker
 
 VOCAB = 512
 GRADIENT_TOLERANCE = 5e-6

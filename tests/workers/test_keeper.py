@@ -23,18 +23,18 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.test_pool import wait_until_gone
-from trainhouse.workers import keeper
-from trainhouse.workers.config import Claim, KeptAt, ServedModel, WorkerConfig
-from trainhouse.workers.group import Group
-from trainhouse.workers.keeper import Keeper, KeptGroup
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import NoPlace, PerRank, PoolSpec, WorkerDied
-from trainhouse.workers.pools.kept import fingerprint
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.pools.remote import RemotePool, describe
-from trainhouse.workers.pools.sealed import NotSealed, Sealed, read_secret
-from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.shares import PassLimits
+from trainhouse.workers.pools.remote.pool import RemotePool, describe
+from trainhouse.workers.pools.remote.protocol import fingerprint
+from trainhouse.workers.pools.remote.secure_channel import NotSealed, Sealed, read_secret
+from trainhouse.workers.protocol.config import Claim, KeptAt, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler import keeper
+from trainhouse.workers.scheduler.fair_queue import PassLimits
+from trainhouse.workers.scheduler.group import Group
+from trainhouse.workers.scheduler.keeper import Keeper, KeptGroup
+from trainhouse.workers.scheduler.ranks import Ranks
 
 ROOT = Path(__file__).parents[2]
 
@@ -497,16 +497,16 @@ def num_open_files() -> int:
 # Of one trainhouse and another
 
 EDITS = {
-    "nothing": ("workers/worker.py", "", ""),
-    "how a verb does it": ("workers/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
-    "a verb's signature": ("workers/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
-    "a verb's name": ("workers/worker.py", "def begin_snapshot(", "def start_snapshot("),
-    "what is said": ("workers/pools/kept.py", "    method: str\n", "    method: str\n    patience: str\n"),
-    "a landmark": ("workers/landmark.py", "    words: str\n", "    words: bytes\n"),
+    "nothing": ("workers/worker/worker.py", "", ""),
+    "how a verb does it": ("workers/worker/worker.py", "self._snapshots.wait()", "self._snapshots.wait"),
+    "a verb's signature": ("workers/worker/worker.py", "directory: str, optimizer: bool)", "directory: str)"),
+    "a verb's name": ("workers/worker/worker.py", "def begin_snapshot(", "def start_snapshot("),
+    "what is said": ("workers/pools/remote/protocol.py", "    method: str\n", "    method: str\n    patience: str\n"),
+    "a landmark": ("workers/protocol/shared_fs.py", "    words: str\n", "    words: bytes\n"),
     "an answer": ("workers/pools/base.py", "    value: object = None\n", "    result: object = None\n"),
     "an error's arguments": ("workers/pools/base.py", "remote_traceback: str)", "remote_traceback: str, rank: int)"),
-    "a knob": ("workers/config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
-    "a layout": ("workers/parallel/spec.py", "    fsdp: int", "    zero: int"),
+    "a knob": ("workers/protocol/config.py", "    adapter_slots: int", "    num_adapter_slots: int"),
+    "a layout": ("workers/protocol/parallel_spec.py", "    fsdp: int", "    zero: int"),
 }
 ASK = """
 import sys
@@ -514,7 +514,7 @@ for directory in sys.argv[1:]:
     for name in [name for name in sys.modules if name.partition(".")[0] == "trainhouse"]:
         del sys.modules[name]
     sys.path[0] = directory
-    from trainhouse.workers.pools.kept import fingerprint
+    from trainhouse.workers.pools.remote.protocol import fingerprint
     print(fingerprint())
 """
 
@@ -628,7 +628,7 @@ def test_a_secret_that_others_may_read_is_refused(mode: int, tmp_path: Path) -> 
 SOMEBODY = 4321
 READ = f"""
 import os, pathlib, sys
-from trainhouse.workers.pools.sealed import read_secret
+from trainhouse.workers.pools.remote.secure_channel import read_secret
 os.setgroups([])
 os.setgid({SOMEBODY})
 os.setuid({SOMEBODY})

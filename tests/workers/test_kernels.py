@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import silu
-from trainhouse.workers import kernels as kernels_module
-from trainhouse.workers.kernels import Groups, Kernels, kernels_for, load_kernels
+from trainhouse.workers.ops import kernels as kernels_module
+from trainhouse.workers.ops.kernels import Groups, Kernels, kernels_for, load_kernels
 
 TOLERANCE = 3e-6
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.attention import Packing, pack_lengths
-from trainhouse.workers.kernels import Groups
-from trainhouse.workers.kv_cache import CachedRow, Chunk, DecodeStep, Shelf, Storing
+from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.ops.kernels import Groups
+from trainhouse.workers.ops.kv_cache import CachedRow, Chunk, DecodeStep, Shelf, Storing
 
 from .test_attention import HEAD_DIM, HEADS, KV_HEADS, LENGTHS, attend, naive, rows, split
 

@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 import pytest
-from trainhouse.workers import landmark
-from trainhouse.workers.landmark import Landmark
+from trainhouse.workers.protocol import shared_fs as landmark
+from trainhouse.workers.protocol.shared_fs import Landmark
 
 
 @pytest.fixture(autouse=True)

@@ -14,10 +14,10 @@ import pytest
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.lanes import Lanes, current_lane
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.ops.lanes import Lanes, current_lane
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.worker.worker import Worker
 
 from .requests import supervised
 

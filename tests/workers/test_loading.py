@@ -14,7 +14,7 @@ from .test_sampler_groups import LLAMA
 SCRIPT = """
 import asyncio, sys
 from pathlib import Path
-from trainhouse.workers.config import DispatchConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.config import DispatchConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
 
 async def main():

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.workers.lora import Segment
-from trainhouse.workers.product import mkldnn_linear, torch_linear
+from trainhouse.workers.ops.linear import mkldnn_linear, torch_linear
 
 from ..tiny import KINDS, tiny_model
 from .adapted import (
@@ -37,7 +37,7 @@ def test_forward_and_gradients_equal_peft(kind: str, tiny_models: dict[str, Path
 
 @pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="torch without oneDNN")
 def test_they_do_where_mkl_is_slow_too(tiny_models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.product._mkl_is_slow", lambda device, dtype: True)
+    monkeypatch.setattr("trainhouse.workers.ops.linear._mkl_is_slow", lambda device, dtype: True)
     assert_equal_to_peft(Adapted(tiny_models["qwen2"]))
 
 

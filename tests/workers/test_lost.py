@@ -15,9 +15,9 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.verbs import RunSpec, SampleJob, Step, WorkerLost
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step, WorkerLost
 
 MOST_STRIKES = 3
 

@@ -9,20 +9,20 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainhouse.workers import footprint
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.memory import bounded_memory, is_out_of_memory
-from trainhouse.workers.parallel.activations import activations
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.parameters import parameters
-from trainhouse.workers.parallel.shape import ModelShape, read_model
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.ops.memory import bounded_memory, is_out_of_memory
+from trainhouse.workers.planner import footprint
+from trainhouse.workers.planner.activations import activations
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.parameters import parameters
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.worker.worker import Worker
 
 COUNT_FAULTS = """
 import resource, sys
 import torch
-from trainhouse.workers.allocator import tune_allocator
+from trainhouse.workers.ops.allocator import tune_allocator
 if sys.argv[1] == "tuned" and not tune_allocator():
     print("other allocator")
     sys.exit()
@@ -51,7 +51,7 @@ COUNT_KEPT = """
 import sys
 import torch
 from trainhouse.tests.benchmarks.resident import resident_bytes
-from trainhouse.workers.allocator import tune_allocator
+from trainhouse.workers.ops.allocator import tune_allocator
 if sys.argv[1] == "tuned":
     tune_allocator()
 weight = torch.ones(256, 256)
@@ -103,8 +103,8 @@ GIVE_BACK = """
 import ctypes, sys
 import torch
 from trainhouse.workers import footprint
-from trainhouse.workers.allocator import trim, tune_allocator
-from trainhouse.workers.memory import bounded_memory
+from trainhouse.workers.ops.allocator import trim, tune_allocator
+from trainhouse.workers.ops.memory import bounded_memory
 tune_allocator()
 blocks = [ctypes.create_string_buffer(1 << 20) for _ in range(2000)]
 pins = blocks[::50]

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.messages import Incoming, Outgoing, Piece, decode, encode
+from trainhouse.workers.protocol.messages import Incoming, Outgoing, Piece, decode, encode
 
 
 def frame_of(pieces: list[Piece]) -> memoryview:

@@ -14,21 +14,21 @@ from pathlib import Path
 
 import fsspec
 import pytest
-from trainhouse.server import plan
-from trainhouse.server.base_models import with_models_here
-from trainhouse.server.claim import StartError
-from trainhouse.server.config import ServerConfig
-from trainhouse.server.values import ConfigError
+from trainhouse.server.cli import plan
+from trainhouse.server.config.knobs import ServerConfig
+from trainhouse.server.config.values import ConfigError
+from trainhouse.server.replication.state_lock import StartError
+from trainhouse.server.serving.base_models import with_models_here
 from trainhouse.tests.server.s3 import BUCKET, S3, s3_server
 from trainhouse.tests.tiny import tiny_model
-from trainhouse.workers import model_cache
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.model_cache import ModelCache, NoModel
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.models import model_cache
+from trainhouse.workers.models.model_cache import ModelCache, NoModel
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.worker.worker import Worker
 
 from .credentialed_worker import CREDENTIALED, leave_environment
 
@@ -38,7 +38,7 @@ FILES = {
     "model-1.safetensors": b"one" * 999,
     "model-2.safetensors": b"2",
 }
-BRING = "import sys; from trainhouse.workers.model_cache import *; c = ModelCache(sys.argv[2]); "
+BRING = "import sys; from trainhouse.workers.models.model_cache import *; c = ModelCache(sys.argv[2]); "
 BRING += "print(c.bring(c.newest(sys.argv[1]), print))"
 
 

@@ -15,11 +15,11 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers import rank_memory
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.offload import Offload
-from trainhouse.workers.verbs import Part, Pass, RunSpec, Slice
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Slice
+from trainhouse.workers.state.offload import Offload
+from trainhouse.workers.worker import rank_memory
+from trainhouse.workers.worker.worker import Worker
 
 from ..tiny import tiny_model
 from .jobs import answers, job

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.operation import read_operation
-from trainhouse.workers.verbs import Share
+from trainhouse.workers.batch.validated import read_operation
+from trainhouse.workers.protocol.verbs import Share
 
 from .requests import LIMITS, read, sampled, supervised
 

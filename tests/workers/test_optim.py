@@ -8,11 +8,11 @@ import torch
 from torch.nn.utils import clip_grad_norm_
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.optim import apply_steps, global_norms
-from trainhouse.workers.verbs import Failure, Step
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.state.optim import apply_steps, global_norms
 
 from .adapted import Adapted, copied, created, in_peft, peft_logits, peft_parameters, probe, relative_error, sequences
 

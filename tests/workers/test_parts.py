@@ -10,13 +10,13 @@ import pytest
 import torch
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter
 from trainhouse.workers.losses import LOSSES, LossOutput
-from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.passes.rounds import rounds
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.training.rounds import rounds
+from trainhouse.workers.worker.worker import Worker
 
 LORA = LoraConfig(rank=4, seed=1)
 SIZES = (2, 3, 1)

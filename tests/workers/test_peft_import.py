@@ -15,11 +15,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError, RequestError
 from trainhouse.schemas.models import LoraConfig
-from trainhouse.server import peft_config
+from trainhouse.server.checkpoints import peft_config
 from trainhouse.workers.checkpoint import read_new
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.peft_import import import_adapter
-from trainhouse.workers.verbs import Failure, RunSpec
+from trainhouse.workers.checkpoint.peft_import import import_adapter
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Failure, RunSpec
 from transformers import AutoModelForCausalLM
 
 from ..tiny import tiny_model

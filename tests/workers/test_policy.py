@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.batch.validated import ModelLimits
 from trainhouse.workers.lora import Adapter, Adapters
 from trainhouse.workers.losses import LOSSES
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.models import Models
-from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.passes.runner import PassRunner
-from trainhouse.workers.verbs import Failure, Part
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part
+from trainhouse.workers.registry.models import Models
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.training.runner import PassRunner
 from transformers import AutoModelForCausalLM
 
 from ..tiny import KINDS

@@ -20,8 +20,8 @@ from trainhouse.schemas.training import Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.workers.pools.base import PerRank, Pool, PoolSpec, WorkerDied, WorkerError
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.pools.ray import RayPool
-from trainhouse.workers.pools.ray_cluster import RayCluster
+from trainhouse.workers.pools.ray.cluster import RayCluster
+from trainhouse.workers.pools.ray.pool import RayPool
 
 NewPool = Callable[[PoolSpec], Pool]
 

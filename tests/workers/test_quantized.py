@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
-from trainhouse.workers import quantized
-from trainhouse.workers.config import Quantization, ServedModel, WorkerConfig
-from trainhouse.workers.verbs import RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.ops import quantized
+from trainhouse.workers.protocol.config import Quantization, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
 from ..tiny import tiny_model

@@ -15,10 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
-from trainhouse.workers.queue import Piece, Queue
-from trainhouse.workers.shares import PassLimits
-from trainhouse.workers.verbs import Step
-from trainhouse.workers.work import Item, PassWork, Verb, Work
+from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.scheduler.fair_queue import PassLimits
+from trainhouse.workers.scheduler.queue import Piece, Queue
+from trainhouse.workers.scheduler.work import Item, PassWork, Verb, Work
 
 TOKENS = 1600
 """Of a pass: turns are of 400, and operations of up to 100 are short."""

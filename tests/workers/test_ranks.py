@@ -7,11 +7,11 @@ import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.parallel.training import reinforced, supervised
 from trainhouse.tests.workers.test_pool import NewPool, new_pool, ray_cluster, ray_in_full
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools import children
 from trainhouse.workers.pools.base import PoolSpec, WorkerDied
-from trainhouse.workers.ranks import Ranks, shared_out
-from trainhouse.workers.verbs import Part, Pass
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Part, Pass
+from trainhouse.workers.scheduler.ranks import Ranks, shared_out
 
 __all__ = ["new_pool", "ray_cluster"]
 

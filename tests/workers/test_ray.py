@@ -15,10 +15,10 @@ import pytest
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.pools.ray_cluster import RayCluster
-from trainhouse.workers.verbs import RunSpec
+from trainhouse.workers.pools.ray.cluster import RayCluster
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec
 
 
 @pytest.fixture

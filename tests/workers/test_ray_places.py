@@ -11,10 +11,10 @@ import psutil
 import pytest
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
 from trainhouse.tests.workers.ray_nodes import RayNodes, ray_nodes
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import NoPlace, PoolSpec
-from trainhouse.workers.pools.ray import RayPool
-from trainhouse.workers.pools.ray_cluster import RayCluster
+from trainhouse.workers.pools.ray.cluster import RayCluster
+from trainhouse.workers.pools.ray.pool import RayPool
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 TOKEN = 40 * "t"
 

@@ -16,14 +16,14 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapter, Adapters
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.optim import apply_steps
-from trainhouse.workers.pages import Page, PageFile
-from trainhouse.workers.residency import Residency
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.state.optim import apply_steps
+from trainhouse.workers.state.page_file import Page, PageFile
+from trainhouse.workers.state.residency import Residency
+from trainhouse.workers.worker.worker import Worker
 
 from .adapted import copied, created
 

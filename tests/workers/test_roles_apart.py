@@ -15,11 +15,11 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.sources import groups_of, with_threads
-from trainhouse.workers.verbs import RunSpec, Step, WorkerLost
+from trainhouse.workers.protocol.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, Step, WorkerLost
+from trainhouse.workers.scheduler.pool_factory import groups_of, with_threads
 
 from .test_dispatch import operation, sample_job, write_header
 
@@ -258,7 +258,7 @@ def config_of(*role_groups: RoleGroup, sampling: SamplingConfig | None = None, *
 
 
 def test_each_base_model_has_its_groups_and_all_share_the_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.sources.num_cores", lambda: 24)
+    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
     references = RoleGroup(("reference",), SINGLE, ("cpu",))
     critics = RoleGroup(("critic",), ParallelSpec(tp=2), ("cuda:2", "cuda:4"))
     config = config_of(references, critics, sampling=SamplingConfig(1))
@@ -296,7 +296,7 @@ def test_devices_that_are_not_there_or_half_anothers_are_refused(
     role_groups: tuple[RoleGroup, ...], reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
-    monkeypatch.setattr("trainhouse.workers.sources.check_cuda", lambda device: None)
+    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.check_cuda", lambda device: None)
     models = (WorkerConfig(ServedModel("a", "M"), device="cuda", parallel=ParallelSpec(tp=2)),)
     dispatch = WorkerDispatch(DispatchConfig(models, role_groups=role_groups))
     with pytest.raises(ValueError) as refused:

@@ -14,14 +14,14 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from torch import Tensor
 from trainhouse.schemas.sampling import SampledSequence, SampleResponse, SamplingParams
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.passes.runner import PassRunner
-from trainhouse.workers.sampler.choice import Choice, Settings, choose
-from trainhouse.workers.sampler.native import NativeSampler
-from trainhouse.workers.sampler.noise import noise_key, uniforms
-from trainhouse.workers.sampler.stopping import StopStrings
-from trainhouse.workers.verbs import Failure, Part, SampleJob, Slice
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, SampleJob, Slice
+from trainhouse.workers.sampler.engine import NativeSampler
+from trainhouse.workers.sampler.logits.choice import Choice, Settings, choose
+from trainhouse.workers.sampler.logits.noise import noise_key, uniforms
+from trainhouse.workers.sampler.requests.stopping import StopStrings
+from trainhouse.workers.training.runner import PassRunner
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from ..tiny import KINDS, tiny_model

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SamplingParams
-from trainhouse.workers.sampler.native import NativeSampler
+from trainhouse.workers.sampler.engine import NativeSampler
 from transformers import AutoTokenizer
 
 from .adapted import Adapted, copied

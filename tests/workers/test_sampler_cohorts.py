@@ -6,10 +6,10 @@ from unittest import mock
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.operation import ModelLimits
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import SampleJob, Slice
 from trainhouse.workers.sampler import SAMPLERS
-from trainhouse.workers.verbs import SampleJob, Slice
 
 from .adapted import Adapted
 from .test_sampler import BYTES_PER_TOKEN, CONTEXT, VOCAB, adapted, answer, job, new_sampler, prompt, tokens_of

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.sampler.native import NativeSampler
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.sampler.engine import NativeSampler
 from transformers import AutoModelForCausalLM
 
 from ..tiny import tiny_model

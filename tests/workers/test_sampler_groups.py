@@ -17,11 +17,11 @@ from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.workers.recording_worker import RECORDING
-from trainhouse.workers.config import SamplingConfig, ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.group import Backoff
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
+from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, SampledPart, SampleJob, Step
+from trainhouse.workers.scheduler.group import Backoff
 
 LLAMA = Path(__file__).parent / "parallel" / "configs" / "Llama-3.1-8B.json"
 TOKENS = np.array([1, 5, 9, 13, 17, 21, 25, 29], np.int32)

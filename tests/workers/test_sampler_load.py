@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.operation import ModelLimits
-from trainhouse.workers.sampler.native import NativeSampler
-from trainhouse.workers.verbs import SampleJob, Slice, SliceResult
+from trainhouse.workers.batch.validated import ModelLimits
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import SampleJob, Slice, SliceResult
+from trainhouse.workers.sampler.engine import NativeSampler
 
 from .adapted import Adapted
 from .jobs import MOST_SLICES, answers, job, slices

@@ -18,9 +18,9 @@ from peft import PeftModel
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import Constraint, SampledSequence, SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 
 from ..letters import letter_tokenizer

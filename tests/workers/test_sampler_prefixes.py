@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.sampler.prefixes import BLOCK
-from trainhouse.workers.verbs import Slice
+from trainhouse.workers.protocol.verbs import Slice
+from trainhouse.workers.sampler.cache.prefixes import BLOCK
 
 from .adapted import Adapted, copied
 from .test_sampler import BYTES_PER_TOKEN, adapted, answer, finish, job, new_sampler, prompt, tokens_of

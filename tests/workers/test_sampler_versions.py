@@ -16,11 +16,11 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.config import SamplingConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.verbs import AdapterWeights, RunSpec, SampledPart
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import SamplingConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampledPart
+from trainhouse.workers.worker.worker import Worker
 
 from ..tiny import tiny_model
 from .parallel.live_bytes import LiveBytes

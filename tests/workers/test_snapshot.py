@@ -12,10 +12,10 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step, WorkerLost
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step, WorkerLost
+from trainhouse.workers.worker.worker import Worker
 
 NUM_RUNS = 6
 

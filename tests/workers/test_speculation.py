@@ -11,14 +11,15 @@ import torch
 from trainhouse.schemas.models import DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.sampler import native, speculation
-from trainhouse.workers.sampler.cache import Cache
-from trainhouse.workers.sampler.schedule import Schedule
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.sampler import engine as native
+from trainhouse.workers.sampler import speculation
+from trainhouse.workers.sampler.cache.cache import Cache
+from trainhouse.workers.sampler.rank_sync import Verified
+from trainhouse.workers.sampler.scheduler import Schedule
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
-from trainhouse.workers.sampler.together import Verified
-from trainhouse.workers.verbs import Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.worker.worker import Worker
 
 from ..tiny import tiny_model
 from .jobs import answers, job, slices

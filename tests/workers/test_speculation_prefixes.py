@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import FullConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.sampler import draft_caches
-from trainhouse.workers.sampler.cache import Cache
-from trainhouse.workers.sampler.prefixes import BLOCK
+from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Slice
+from trainhouse.workers.sampler.cache import draft_caches
+from trainhouse.workers.sampler.cache.cache import Cache
+from trainhouse.workers.sampler.cache.prefixes import BLOCK
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
-from trainhouse.workers.verbs import RunSpec, SampleJob, Slice
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.worker.worker import Worker
 
 from .jobs import job
 from .test_speculation import Target, assert_alike, run, tokens

@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers import attention, plain
-from trainhouse.workers import model as model_module
-from trainhouse.workers.attention import pack_lengths
-from trainhouse.workers.batch import MicroBatch
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.parallel.families import BY_TRANSFORMERS, FAMILIES
-from trainhouse.workers.parallel.shape import refusal_of
-from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.batch.micro_batch import MicroBatch
+from trainhouse.workers.models import model as model_module
+from trainhouse.workers.models import packing_checks as plain
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.ops import attention
+from trainhouse.workers.ops.attention import pack_lengths
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.shapes.families import BY_TRANSFORMERS, FAMILIES
+from trainhouse.workers.shapes.model_shape import refusal_of
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoConfig, AutoModelForCausalLM, Gemma3Config, Gemma3ForConditionalGeneration
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from trainhouse.workers.suspects import Suspects
+from trainhouse.workers.scheduler.quarantine import Suspects
 
 
 def test_who_was_in_the_fatal_call_is_a_suspect_until_it_has_come_past_it() -> None:
@@ -23,7 +23,7 @@ def test_who_was_in_the_fatal_call_is_a_suspect_until_it_has_come_past_it() -> N
 
 def test_whose_position_nobody_knows_is_a_suspect_for_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("trainhouse.workers.suspects.time.monotonic", lambda: now)
+    monkeypatch.setattr("trainhouse.workers.scheduler.quarantine.time.monotonic", lambda: now)
     suspects = Suspects()
     suspects.accuse({"a": None, "b": 7})
     suspects.passed("a", 100)
@@ -37,7 +37,7 @@ def test_whose_position_nobody_knows_is_a_suspect_for_a_while(monkeypatch: pytes
 
 def test_who_never_comes_back_is_forgotten_in_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 1000.0
-    monkeypatch.setattr("trainhouse.workers.suspects.time.monotonic", lambda: now)
+    monkeypatch.setattr("trainhouse.workers.scheduler.quarantine.time.monotonic", lambda: now)
     suspects = Suspects()
     suspects.accuse({"a": 1})
     now += 1800

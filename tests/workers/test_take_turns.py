@@ -11,11 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
-from trainhouse.workers.config import RoleGroup, SamplingConfig
 from trainhouse.workers.dispatch import WorkerDispatch
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.sources import with_threads
-from trainhouse.workers.verbs import RunSpec, WorkerLost
+from trainhouse.workers.protocol.config import RoleGroup, SamplingConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, WorkerLost
+from trainhouse.workers.scheduler.pool_factory import with_threads
 
 from .jobs import job
 from .moving_worker import MOVING, stays
@@ -225,7 +225,7 @@ def test_a_status_tells_who_has_the_device(tiny_models: dict[str, Path]) -> None
 
 
 def test_ranks_that_take_turns_have_all_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainhouse.workers.sources.num_cores", lambda: 24)
+    monkeypatch.setattr("trainhouse.workers.scheduler.pool_factory.num_cores", lambda: 24)
     critics = RoleGroup(("critic",), ParallelSpec(tp=3))
     for shared_devices, threads in (("together", 24 // 8), ("turns", 24 // 3)):
         config = config_of(critics, shared_devices=shared_devices)

@@ -8,9 +8,9 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SamplingParams
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import AdapterWeights, RunSpec, SampleJob, Slice
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampleJob, Slice
+from trainhouse.workers.worker.worker import Worker
 
 
 @pytest.fixture

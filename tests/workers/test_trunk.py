@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from trainhouse.workers.attention import Packing, pack_lengths
 from trainhouse.workers.lora import Adapter, Segment
-from trainhouse.workers.trunk import fused_trunk
+from trainhouse.workers.models.fused_decoder import fused_trunk
+from trainhouse.workers.ops.attention import Packing, pack_lengths
 from transformers import AutoModelForCausalLM, GemmaConfig, LlamaConfig, MistralConfig, PreTrainedConfig, Qwen2Config
 
 from ..tiny import LLAMA3_ROPE, TINY_SHAPE, tiny_config

@@ -17,11 +17,11 @@ from trainhouse.schemas.sampling import Constraint, SampleResponse, SamplingPara
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardRequest
 from trainhouse.tests.live import save_byte_tokenizer
 from trainhouse.tests.tiny import tiny_model
-from trainhouse.workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines import vllm
-from trainhouse.workers.engines.vllm_process import VllmProcess
-from trainhouse.workers.verbs import RunSpec, SampledPart, SampleJob, Step
+from trainhouse.workers.engines.vllm import engine as vllm
+from trainhouse.workers.engines.vllm.process import VllmProcess
+from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.verbs import RunSpec, SampledPart, SampleJob, Step
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(600)]
 

@@ -26,16 +26,16 @@ from trainhouse.tests.workers import vllm_stand_in
 from trainhouse.tests.workers.recording_worker import RECORDING
 from trainhouse.tests.workers.slow_loader import LOADING_SECONDS, SLOW_LOADER
 from trainhouse.tests.workers.vllm_stand_in import FATAL
-from trainhouse.workers.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
 from trainhouse.workers.dispatch import DispatchConfig, WorkerDispatch
-from trainhouse.workers.engines import lifeline
-from trainhouse.workers.engines.copies import AdapterCopies
-from trainhouse.workers.engines.underway import Told
-from trainhouse.workers.engines.vllm_api import Ask, VllmApi
-from trainhouse.workers.engines.vllm_process import VllmProcess
-from trainhouse.workers.engines.vllm_server import VllmAt
-from trainhouse.workers.group import Backoff, OnProgress
-from trainhouse.workers.verbs import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.engines.groups.copies import AdapterCopies
+from trainhouse.workers.engines.in_flight import Told
+from trainhouse.workers.engines.vllm import watchdog as lifeline
+from trainhouse.workers.engines.vllm.api import Ask, VllmApi
+from trainhouse.workers.engines.vllm.process import VllmProcess
+from trainhouse.workers.engines.vllm.server import VllmAt
+from trainhouse.workers.protocol.config import SamplingConfig, ServedModel, VllmConfig, WorkerConfig
+from trainhouse.workers.protocol.verbs import AdapterWeights, RunSpec, SampledPart, SampleJob
+from trainhouse.workers.scheduler.group import Backoff, OnProgress
 
 JOB = SampleJob("job", None, np.array([1, 5], np.int32), SamplingParams(max_tokens=1, seed=0), (), ())
 

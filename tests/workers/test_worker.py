@@ -16,9 +16,9 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, Step
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM, GptOssConfig
 
 from ..tiny import KINDS, LLAMA3_ROPE, tiny_model

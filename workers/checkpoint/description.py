@@ -7,9 +7,9 @@ from typing import Any
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig, TrainingConfig, training_of
-from ..learner import Learner, Window
 from ..programs.policy import POLICY
 from ..registry.programs import program_of
+from ..state.trainable import Learner, Window
 
 _NAME = "trainhouse.json"
 

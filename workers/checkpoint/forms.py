@@ -2,8 +2,8 @@
 
 from ..drafts.model import DraftModel
 from ..full import FullWeights
-from ..learner import Learner
 from ..lora import Adapter
+from ..state.trainable import Learner
 from .draft import Draft
 from .form import Form
 from .hugging_face import HuggingFace

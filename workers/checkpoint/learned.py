@@ -6,11 +6,11 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ..layout import Layout
-from ..learner import LEARNED, Learner, Window
 from ..lora import Adapter
-from ..memory import is_out_of_memory
+from ..ops.memory import is_out_of_memory
 from ..parallel.mesh import Mesh
+from ..state.flat_params import Layout
+from ..state.trainable import LEARNED, Learner, Window
 
 
 class Tensors(Protocol):

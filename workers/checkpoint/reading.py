@@ -10,11 +10,11 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..drafts.programs import DRAFT_PROGRAMS
-from ..learner import ADAMW, Learner, Window
-from ..models import Models
-from ..program import Program
+from ..drafts.algorithms.programs import DRAFT_PROGRAMS
 from ..programs.policy import POLICY
+from ..registry.models import Models
+from ..state.program import Program
+from ..state.trainable import ADAMW, Learner, Window
 from .description import Description
 from .forms import form_of
 from .saving import TARGET

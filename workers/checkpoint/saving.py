@@ -11,7 +11,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from ...schemas.errors import OperationError
-from ..learner import ADAMW
+from ..state.trainable import ADAMW
 from .description import Description, write_json
 from .forms import form_of
 from .learned import Learned

@@ -5,9 +5,9 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..parallel.draft_spec import check_draft_spec, default_draft_spec
 from ..parallel.mesh import Mesh, Team
-from ..parallel.spec import SINGLE, ParallelSpec
+from ..protocol.parallel_spec import SINGLE, ParallelSpec
+from ..shapes.draft_spec import check_draft_spec, default_draft_spec
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,18 +10,18 @@ from torch import Tensor
 
 from ...schemas.errors import OperationError
 from ...schemas.models import DraftConfig
-from ..layout import Layout
-from ..learner import SEED_MASK, Learner
-from ..model import BaseModel
-from ..moments import Moments
-from ..zero import Zero
+from ..models.model import BaseModel
+from ..state.flat_params import Layout
+from ..state.moments import Moments
+from ..state.trainable import SEED_MASK, Learner
+from ..state.zero import Zero
+from .algorithms.programs import DraftProgram
+from .algorithms.shape import DraftShape
+from .algorithms.strategy import Network
+from .algorithms.tensor import own_parameters
 from .groups import DraftGroups
-from .labels import Options
-from .programs import DraftProgram
-from .shape import DraftShape
-from .stored import FeatureKind
-from .strategy import Network
-from .tensor import own_parameters
+from .sequences.labels import Options
+from .sequences.stored import FeatureKind
 
 
 class DraftModel(Learner):

@@ -3,15 +3,15 @@
 from functools import cached_property
 
 from ...schemas.models import DraftConfig
-from ..config import OptimizerStates
-from ..holder import Holder
-from ..learner import Learner
-from ..model import BaseModel
-from ..moments import MOMENTS
-from ..residency import Residency
+from ..models.model import BaseModel
+from ..protocol.config import OptimizerStates
+from ..state.holder import Holder
+from ..state.moments import MOMENTS
+from ..state.residency import Residency
+from ..state.trainable import Learner
+from .algorithms.programs import DraftProgram
 from .groups import DraftGroups
 from .model import DraftModel
-from .programs import DraftProgram
 from .version import base_version, learned_version
 
 

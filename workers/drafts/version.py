@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..learner import Learner
-from ..model import BaseModel
-from ..parallel.shape import model_directory
+from ..models.model import BaseModel
+from ..shapes.model_shape import model_directory
+from ..state.trainable import Learner
 
 _DIGITS = 16
 _CHUNK = 1 << 22

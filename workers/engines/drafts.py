@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from ..group import Group
-from ..work import Verb
+from ..scheduler.group import Group
+from ..scheduler.work import Verb
 
 
 async def load_draft(group: Group, draft_id: str, directory: Path) -> None:

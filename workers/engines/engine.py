@@ -6,8 +6,8 @@ from typing import Protocol
 
 from ...schemas.errors import OperationError
 from ...schemas.sampling import SampleResponse
-from ..cohorts import OnProgress
-from ..verbs import SampleJob
+from ..protocol.verbs import SampleJob
+from ..scheduler.cohorts import OnProgress
 
 
 class Engine(Protocol):

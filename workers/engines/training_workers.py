@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ...schemas.sampling import SampleResponse
-from ..cohorts import OnProgress
-from ..group import Group
-from ..verbs import SampleJob
-from ..work import Verb
+from ..protocol.verbs import SampleJob
+from ..scheduler.cohorts import OnProgress
+from ..scheduler.group import Group
+from ..scheduler.work import Verb
 from .drafts import drop_draft, load_draft
 
 

@@ -2,13 +2,13 @@
 
 from ...schemas.errors import OperationError
 from ...schemas.models import FullConfig, TrainingConfig
-from ..config import OptimizerStates
-from ..holder import Holder
-from ..model import BaseModel
-from ..moments import MOMENTS
-from ..program import Program
+from ..models.model import BaseModel
 from ..programs.policy import POLICY
-from ..residency import Residency
+from ..protocol.config import OptimizerStates
+from ..state.holder import Holder
+from ..state.moments import MOMENTS
+from ..state.program import Program
+from ..state.residency import Residency
 from .weights import FullWeights
 
 

@@ -4,12 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from ..model import BaseModel
-from ..parallel.families import FAMILIES
-from ..parallel.spec import Unit
-from ..parallel.split import Split
-from ..parameter import Cut, ExpertParameter, Parameter
-from ..program import Program
+from ..models.model import BaseModel
+from ..protocol.parallel_spec import Unit
+from ..shapes.families import FAMILIES
+from ..shapes.split import Split
+from ..state.parameter import Cut, ExpertParameter, Parameter
+from ..state.program import Program
 
 # As they lie in experts of transformers, each below the other.
 _PACKED = {"gate_up_proj": slice(0, 2), "down_proj": slice(2, 3)}

@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers import PreTrainedConfig
 
 from ...schemas.models import FullConfig
-from ..layout import Layout
-from ..learner import SEED_MASK, Learner
-from ..model import BaseModel
-from ..moments import Moments
-from ..program import Program
+from ..models.model import BaseModel
+from ..state.flat_params import Layout
+from ..state.moments import Moments
+from ..state.program import Program
+from ..state.trainable import SEED_MASK, Learner
 from .parameters import parameters_of
 
 

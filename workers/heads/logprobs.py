@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ..lora import LoraPair, Segment
 from ..lora.segment import within
-from ..model import BaseModel
-from ..product import add_product
+from ..models.model import BaseModel
+from ..ops.linear import add_product
 
 
 class LogprobHead:

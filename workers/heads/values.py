@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor
 
-from ..learner import Learner
 from ..lora import Segment
-from ..model import BaseModel
+from ..models.model import BaseModel
 from ..programs.critic import BIAS, WEIGHT
+from ..state.trainable import Learner
 
 
 class ValueHead:

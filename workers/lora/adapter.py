@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ...schemas.models import LoraConfig
-from ..layout import Layout, Matrix
-from ..learner import SEED_MASK, Learner
-from ..model import BaseModel
-from ..program import Program
+from ..models.model import BaseModel
 from ..programs.policy import POLICY
+from ..state.flat_params import Layout, Matrix
+from ..state.program import Program
+from ..state.trainable import SEED_MASK, Learner
 from .pair import LoraPair
 from .target import Target
 

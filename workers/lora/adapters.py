@@ -10,13 +10,13 @@ from torch import nn
 
 from ...schemas.errors import OperationError
 from ...schemas.models import LoraConfig
-from ..experts import RoutedExperts
-from ..holder import Holder
-from ..model import BaseModel
-from ..parallel.split import Split
-from ..program import Program
+from ..models.experts import RoutedExperts
+from ..models.model import BaseModel
 from ..programs.policy import POLICY
-from ..residency import Residency
+from ..shapes.split import Split
+from ..state.holder import Holder
+from ..state.program import Program
+from ..state.residency import Residency
 from .adapter import Adapter
 from .experts import DOWN, GATE_UP
 from .linear import Active, LoraLinear, MergedLoraLinear

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ..grouped import GroupedRows
+from ..ops.grouped_gemm import GroupedRows
 from .adapter import Adapter
 from .segment import Segment
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..layer_inputs import Again
-from ..model import BaseModel
-from ..product import Product, add_product, laid_out
-from ..quantized import FrozenWeight, whole
+from ..models.layer_inputs import Again
+from ..models.model import BaseModel
+from ..ops.linear import Product, add_product, laid_out
+from ..ops.quantized import FrozenWeight, whole
 from .experts import ExpertPlan
 from .factors import Site
 from .plan import Plan

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ..learner import Learner
 from ..parallel.rows import overlap
+from ..state.trainable import Learner
 from .adapter import Adapter
 
 # A group's ranks are padded to its highest, which may be this many times their mean.

@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..parallel.split import Split
+from ..shapes.split import Split
 
 Group = Literal["attention", "mlp"]
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..drafts.scores import DraftScores
+from .draft_scores import DraftScores
 from .guesses import guess_ratios
 from .loss import Config, Loss, LossOutput
 

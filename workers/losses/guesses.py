@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ..drafts.scores import DraftScores
+from .draft_scores import DraftScores
 
 
 def guess_ratios(scores: DraftScores, weights: Tensor) -> dict[str, tuple[Tensor, Tensor]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 from torch.distributed.device_mesh import DeviceMesh
 
-from .spec import AXES, SINGLE, ParallelSpec, Unit
+from ..protocol.parallel_spec import AXES, SINGLE, ParallelSpec, Unit
 
 LOOPBACK = "127.0.0.1"
 

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fused import RmsNorm, rms_norm
+from ..ops.fused import RmsNorm, rms_norm
 from .mesh import Team
 
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..attention import AttentionKind, Packing, pack_lengths
-from ..attention_parts import Attended, attend_part, part_gradients
+from ..ops.attention import AttentionKind, Packing, pack_lengths
+from ..ops.attention_parts import Attended, attend_part, part_gradients
+from ..shapes.sequence_split import SequenceSplit
 from .mesh import Arriving, Team
-from .sequence_split import SequenceSplit
 
 _KEYS, _GRADIENTS = 0, 1  # what travels at the same time
 

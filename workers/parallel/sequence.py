@@ -10,12 +10,12 @@ from functools import cached_property
 
 from torch import Tensor
 
-from ..attention import AttentionKind, Group, Packing, attend
+from ..ops.attention import AttentionKind, Group, Packing, attend
+from ..shapes.sequence_split import SequenceSplit
 from .collectives import exchanged
 from .mesh import Team
 from .ring import Ring
 from .rows import TokenShare
-from .sequence_split import SequenceSplit
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..messages import Piece, decode, encode
+from ..protocol.messages import Piece, decode, encode
 
 logger = logging.getLogger(__name__)
 

@@ -20,8 +20,8 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from ..allocator import one_arena_for_those_started
-from ..messages import Incoming, Outgoing, Piece
+from ..ops.allocator import one_arena_for_those_started
+from ..protocol.messages import Incoming, Outgoing, Piece
 from .base import GRACE_SECONDS, Answer, Pool, PoolSpec, answer_in, settle
 from .shell import let_waiting_threads_sleep
 

@@ -3,7 +3,7 @@
 import asyncio
 import socket
 
-from ..messages import Incoming, Outgoing, Piece
+from ..protocol.messages import Incoming, Outgoing, Piece
 from .base import Answer, PoolSpec
 from .children import ChildrenPool, started
 from .shell import Shell

@@ -7,8 +7,8 @@ import traceback
 from typing import Any
 
 from ...schemas.errors import OperationError
-from ..allocator import Trimming
-from ..messages import Piece, decode, encode
+from ..ops.allocator import Trimming
+from ..protocol.messages import Piece, decode, encode
 from .base import Answer, PoolSpec, WorkerError
 
 

@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from ..layout import WholeMatrix
 from ..losses import VALUE_LOSSES
-from ..program import Base, Program
+from ..state.flat_params import WholeMatrix
+from ..state.program import Base, Program
 
 if TYPE_CHECKING:
-    from ..learner import Learner
+    from ..state.trainable import Learner
 
 # As transformers' models for the classification of sequences and tokens name their heads.
 WEIGHT, BIAS = "score.weight", "score.bias"

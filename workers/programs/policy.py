@@ -1,6 +1,6 @@
 """Policies: a causal LM, trained by losses on the log-probabilities of tokens."""
 
 from ..losses import LOSSES
-from ..program import Program
+from ..state.program import Program
 
 POLICY = Program("policy", "logprobs", LOSSES)

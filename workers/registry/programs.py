@@ -3,11 +3,11 @@
 from collections.abc import Mapping
 
 from ...schemas.models import DraftConfig, TrainingConfig
-from ..drafts.programs import DRAFT_PROGRAMS
-from ..program import Program
+from ..drafts.algorithms.programs import DRAFT_PROGRAMS
 from ..programs.critic import CRITIC
 from ..programs.policy import POLICY
 from ..programs.reference import REFERENCE
+from ..state.program import Program
 
 PROGRAMS: Mapping[str, Program] = {"policy": POLICY, "critic": CRITIC, "reference": REFERENCE, **DRAFT_PROGRAMS}
 

@@ -1,5 +1,5 @@
 """Sampling engines by name."""
 
-from .in_turn import InTurn
+from .multi_model import InTurn
 
 SAMPLERS = {"native": InTurn}

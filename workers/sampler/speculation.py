@@ -12,21 +12,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..drafts.drafting import Told
 from ..drafts.model import DraftModel
+from ..drafts.sequences.drafting import Told
 from ..heads import LogprobHead
-from ..kv_cache import Chunk
-from ..learner import Learner
 from ..lora import Segment
-from ..model import BaseModel
-from ..models import Models
-from .choice import Choice, Settings, chances, invert_cdf
-from .draft_caches import DraftCaches
-from .jobs import Guessed, Row
-from .noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
-from .prefixes import Stretch, length_of
-from .table import Table
-from .together import Together, Verified
+from ..models.model import BaseModel
+from ..ops.kv_cache import Chunk
+from ..registry.models import Models
+from ..state.trainable import Learner
+from .cache.draft_caches import DraftCaches
+from .cache.prefixes import Stretch, length_of
+from .logits.choice import Choice, Settings, chances, invert_cdf
+from .logits.noise import ACCEPT_STREAM, GUESS_STREAM, streams, uniforms
+from .rank_sync import Together, Verified
+from .requests.jobs import Guessed, Row
+from .requests.sequence_table import Table
 
 # Before it is seen whether guessing pays; and of a draft, before that is to be seen anew.
 _PASSES_TO_JUDGE_BY, _PASSES_TO_REMEMBER = 8, 128

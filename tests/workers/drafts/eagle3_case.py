@@ -6,13 +6,13 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.workers.attention import Packing, pack_lengths
-from trainhouse.workers.drafts.eagle3 import Eagle3, Eagle3Pass
-from trainhouse.workers.drafts.features import Features
-from trainhouse.workers.drafts.labels import Labels
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.drafts.scores import DraftScores, Slopes
-from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3, Eagle3Pass
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.algorithms.shape import DraftShape
+from trainhouse.workers.drafts.sequences.features import Features
+from trainhouse.workers.drafts.sequences.labels import Labels
+from trainhouse.workers.losses.draft_scores import DraftScores, Slopes
+from trainhouse.workers.ops.attention import Packing, pack_lengths
 from transformers import LlamaConfig
 
 from .naive_eagle3 import FIELDS, NaiveDraft, NaiveSequence, Rollout, naive_scores

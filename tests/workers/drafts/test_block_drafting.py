@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
-from trainhouse.workers.drafts.drafting import Told
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.kv_cache import Chunk, Shelf
+from trainhouse.workers.drafts.algorithms.dflash import DFlash, DFlashNetwork
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.sequences.drafting import Told
+from trainhouse.workers.ops.kv_cache import Chunk, Shelf
 
 from .test_dflash import (
     EMBEDDING,

@@ -8,11 +8,11 @@ from typing import Any, Literal
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.attention import Packing, pack_lengths
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.lora import Adapters
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.trunk import EMBEDDING
+from trainhouse.workers.models.fused_decoder import EMBEDDING
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.ops.attention import Packing, pack_lengths
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_config

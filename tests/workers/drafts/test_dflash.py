@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.workers.attention import Packing, pack_lengths
-from trainhouse.workers.drafts import block_attention
-from trainhouse.workers.drafts.block_attention import Memory, attend_blocks
-from trainhouse.workers.drafts.blocks import Blocks, Lots, drawn_anchors
-from trainhouse.workers.drafts.dflash import DFlash, DFlashNetwork
-from trainhouse.workers.drafts.features import Features
-from trainhouse.workers.drafts.labels import Labels, Options
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.drafts.scores import DraftScores, Slopes
-from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.drafts.algorithms.dflash import DFlash, DFlashNetwork
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.algorithms.shape import DraftShape
+from trainhouse.workers.drafts.sequences import block_attention
+from trainhouse.workers.drafts.sequences.block_attention import Memory, attend_blocks
+from trainhouse.workers.drafts.sequences.blocks import Blocks, Lots, drawn_anchors
+from trainhouse.workers.drafts.sequences.features import Features
+from trainhouse.workers.drafts.sequences.labels import Labels, Options
 from trainhouse.workers.losses.dflash import DFLASH
+from trainhouse.workers.losses.draft_scores import DraftScores, Slopes
+from trainhouse.workers.ops.attention import Packing, pack_lengths
 
 from ...tiny import tiny_config
 from .naive_dflash import NaiveDraft, NaiveLoss

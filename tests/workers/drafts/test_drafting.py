@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.attention import AttentionKind
-from trainhouse.workers.drafts.eagle3 import Eagle3
+from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
+from trainhouse.workers.ops.attention import AttentionKind
 
 from .eagle3_case import HEADS, Case, Told, naively_trained, some_case, trained
 

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.workers.drafts import eagle3
-from trainhouse.workers.drafts.eagle3 import Eagle3
-from trainhouse.workers.drafts.guesses import Distribution
-from trainhouse.workers.drafts.modules import rotated, rotation
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.drafts.scores import DraftScores
-from trainhouse.workers.drafts.shape import DraftShape
+from trainhouse.workers.drafts.algorithms import eagle3
+from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
+from trainhouse.workers.drafts.algorithms.guesses import Distribution
+from trainhouse.workers.drafts.algorithms.modules import rotated, rotation
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.algorithms.shape import DraftShape
+from trainhouse.workers.losses.draft_scores import DraftScores
 from trainhouse.workers.losses.eagle3 import EAGLE3
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec, Step
+from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..jobs import answers, job

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trainhouse.schemas.models import Algorithm
 from trainhouse.schemas.training import Datum, ForwardBackwardRequest
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.worker.worker import Worker
 
 from ..parallel.live_bytes import LiveBytes
 from .test_worker import ALGORITHMS, a_worker, created, request, run, some_data

@@ -7,12 +7,12 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
-from trainhouse.workers.drafts.dflash import DFlash
-from trainhouse.workers.drafts.eagle3 import Eagle3
-from trainhouse.workers.drafts.room import LogitRoom
-from trainhouse.workers.drafts.scores import Slopes
-from trainhouse.workers.drafts.shape import DraftShape
-from trainhouse.workers.drafts.strategy import DraftPass
+from trainhouse.workers.drafts.algorithms.dflash import DFlash
+from trainhouse.workers.drafts.algorithms.eagle3 import Eagle3
+from trainhouse.workers.drafts.algorithms.room import LogitRoom
+from trainhouse.workers.drafts.algorithms.shape import DraftShape
+from trainhouse.workers.drafts.algorithms.strategy import DraftPass
+from trainhouse.workers.losses.draft_scores import Slopes
 from transformers import LlamaConfig
 
 from ..parallel.live_bytes import LiveBytes

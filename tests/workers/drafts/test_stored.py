@@ -14,10 +14,10 @@ from safetensors.torch import load, save_file
 from torch import Tensor
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.drafts.stored import Stored
+from trainhouse.workers.drafts.sequences.stored import Stored
 from trainhouse.workers.drafts.version import sums_of
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec
+from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from ..adapted import relative_error

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
 from trainhouse.workers.drafts.model import DraftModel
-from trainhouse.workers.verbs import Part, Pass, RunSpec
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
+from trainhouse.workers.worker.worker import Worker
 from transformers import AutoModelForCausalLM
 from transformers.modeling_outputs import BaseModelOutputWithPast
 

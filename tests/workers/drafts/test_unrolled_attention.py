@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import Tensor
-from trainhouse.workers.attention import AttentionKind, Packing, attend, pack_lengths
-from trainhouse.workers.drafts.unrolled_attention import attend_unrolled
+from trainhouse.workers.drafts.sequences.unrolled_attention import attend_unrolled
+from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
 
 from ..adapted import relative_error
 from ..parallel.live_bytes import LiveBytes

@@ -11,9 +11,9 @@ import torch
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Step
+from trainhouse.workers.worker.worker import Worker
 
 LENGTHS = (9, 30, 4, 17)
 ADAM = AdamParams(learning_rate=3e-3, grad_clip_norm=1.0)

@@ -5,12 +5,12 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
-from trainhouse.workers.attention import AttentionKind, Packing, pack_lengths
+from trainhouse.workers.ops.attention import AttentionKind, Packing, pack_lengths
 from trainhouse.workers.parallel.mesh import Mesh
 from trainhouse.workers.parallel.rows import TokenShare
 from trainhouse.workers.parallel.sequence import SharedPacking
-from trainhouse.workers.parallel.sequence_split import SequenceSplit
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.shapes.sequence_split import SequenceSplit
+from trainhouse.workers.worker.worker import Worker
 
 HEAD_DIM = 8
 

@@ -4,9 +4,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
-from trainhouse.workers.config import ZeroStage
-from trainhouse.workers.parallel.sequence_split import SequenceSplit
-from trainhouse.workers.parallel.spec import ParallelSpec, Unit
+from trainhouse.workers.protocol.config import ZeroStage
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec, Unit
+from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 from ...tiny import tiny_model
 

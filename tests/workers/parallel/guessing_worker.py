@@ -8,11 +8,11 @@ import numpy as np
 import torch
 from torch import Tensor
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.learner import FORWARD
 from trainhouse.workers.parallel.mesh import Mesh
+from trainhouse.workers.protocol.verbs import Slice, SliceResult
+from trainhouse.workers.sampler.rank_sync import Together, Verified
 from trainhouse.workers.sampler.speculation import Guesses, Speculation
-from trainhouse.workers.sampler.together import Together, Verified
-from trainhouse.workers.verbs import Slice, SliceResult
+from trainhouse.workers.state.trainable import FORWARD
 
 from .watched_worker import ERRORS, WatchedWorker
 

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 from trainhouse.schemas.models import LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.verbs import Part, Pass, RunSpec
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Part, Pass, RunSpec
+from trainhouse.workers.scheduler.ranks import Ranks
 
 HANG_SECONDS = 600.0
 LORA = LoraConfig(rank=8, seed=0, train_unembed=False)

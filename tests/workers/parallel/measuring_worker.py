@@ -1,10 +1,10 @@
 """Workers that tell what they hold, and count what is alive during a pass."""
 
 from trainhouse.schemas.models import TrainingConfig
-from trainhouse.workers.config import WorkerConfig
-from trainhouse.workers.passes.progress import Answer
-from trainhouse.workers.verbs import AdapterWeights, Failure, Pass, RunInfo, RunSpec, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.config import WorkerConfig
+from trainhouse.workers.protocol.verbs import AdapterWeights, Failure, Pass, RunInfo, RunSpec, Step
+from trainhouse.workers.training.progress import Answer
+from trainhouse.workers.worker.worker import Worker
 
 from .live_bytes import LiveBytes
 

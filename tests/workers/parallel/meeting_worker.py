@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 from trainhouse.workers.parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 MEETING = "trainhouse.tests.workers.parallel.meeting_worker:MeetingWorker"
 SECONDS = 60.0

@@ -2,8 +2,8 @@
 
 import torch
 from torch import Tensor
-from trainhouse.workers.drafts import eagle3
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.drafts.algorithms import eagle3
+from trainhouse.workers.worker.worker import Worker
 
 SHORT_SIGHTED = "trainhouse.tests.workers.parallel.short_sighted_worker:ShortSightedWorker"
 

@@ -10,13 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainhouse.workers import sources
-from trainhouse.workers.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
-from trainhouse.workers.parallel.checks import check_layout, cuda_devices, valid_ep, valid_tp
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.shape import ModelShape, model_of, read_model
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.sources import groups_of, source_of
+from trainhouse.workers.planner.checks import check_layout, cuda_devices, valid_ep, valid_tp
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.protocol.config import DispatchConfig, RoleGroup, SamplingConfig, ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler import pool_factory as sources
+from trainhouse.workers.scheduler.pool_factory import groups_of, source_of
+from trainhouse.workers.shapes.model_shape import ModelShape, model_of, read_model
 
 CONFIGS = Path(__file__).parent / "configs"
 MOE, LLAMA = (str(CONFIGS / f"{name}.json") for name in ("Qwen3-30B-A3B", "Llama-3.1-8B"))

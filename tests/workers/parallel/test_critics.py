@@ -7,8 +7,8 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .training import ADAM, Layout, close, distance, largest_error, layout, supervised

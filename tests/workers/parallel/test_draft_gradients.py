@@ -10,8 +10,8 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
 from trainhouse.workers.checkpoint.description import Description
-from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE
+from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .short_sighted_worker import SHORT_SIGHTED

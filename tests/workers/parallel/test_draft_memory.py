@@ -6,8 +6,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import DraftConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .test_drafts import ALGORITHMS, guessed

@@ -1,8 +1,8 @@
 """Layouts of drafts, whatever the target's is."""
 
 import pytest
-from trainhouse.workers.parallel.draft_spec import check_draft_spec, default_draft_spec
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.shapes.draft_spec import check_draft_spec, default_draft_spec
 
 HEADS, KV_HEADS = 12, 4
 

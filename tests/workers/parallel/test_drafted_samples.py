@@ -9,9 +9,9 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import Algorithm, DraftConfig, LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.pools.base import WorkerDied
-from trainhouse.workers.verbs import RunSpec, SampleJob, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, SampleJob, Step
 
 from ..jobs import job
 from .case import Case

@@ -9,8 +9,8 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE
+from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from .case import Case
 from .training import ADAM, Layout, close, greedy, largest_error, layout

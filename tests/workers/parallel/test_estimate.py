@@ -10,15 +10,15 @@ from typing import Any
 import pytest
 import torch
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.activations import activations
-from trainhouse.workers.parallel.choice import lighter, remedies, smallest_layout, usable_bytes
-from trainhouse.workers.parallel.estimate import estimate, kv_cache_tokens
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.parameters import Parameters, adapter_size, num_parameters, parameters
-from trainhouse.workers.parallel.shape import ModelShape, read_model
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import Step
+from trainhouse.workers.planner.activations import activations
+from trainhouse.workers.planner.choice import lighter, remedies, smallest_layout, usable_bytes
+from trainhouse.workers.planner.estimate import estimate, kv_cache_tokens
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.parameters import Parameters, adapter_size, num_parameters, parameters
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
 from transformers import AutoModelForCausalLM
 
 from ...tiny import FAMILY_KINDS, KINDS, MORE_KINDS, tiny_config, tiny_model

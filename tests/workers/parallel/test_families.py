@@ -17,13 +17,13 @@ from torch import Tensor
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.parallel.checks import check_layout
-from trainhouse.workers.parallel.families import FAMILIES, Family
-from trainhouse.workers.parallel.shape import read_model
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.planner.checks import check_layout
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, Step
+from trainhouse.workers.shapes.families import FAMILIES, Family
+from trainhouse.workers.shapes.model_shape import read_model
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model

@@ -1,7 +1,7 @@
 """The memory that layers are gathered into; that what they compute stays right is test_layouts.py's."""
 
 import torch
-from trainhouse.workers.parallel.fsdp import Buffers
+from trainhouse.workers.models.fsdp import Buffers
 
 
 def test_what_a_layer_gives_back_is_taken_by_the_next_of_its_size() -> None:

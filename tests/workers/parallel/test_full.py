@@ -9,9 +9,9 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
 from trainhouse.workers.pools.base import WorkerError
-from trainhouse.workers.verbs import Failure, RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import Failure, RunSpec, Step
 from transformers import AutoModelForCausalLM
 
 from ...tiny import tiny_model

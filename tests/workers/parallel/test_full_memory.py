@@ -7,16 +7,16 @@ from typing import Any
 import pytest
 from trainhouse.schemas.models import FullConfig
 from trainhouse.schemas.training import AdamParams
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.parallel.activations import activations
-from trainhouse.workers.parallel.choice import smallest_layout, usable_bytes
-from trainhouse.workers.parallel.estimate import Memory, estimate
-from trainhouse.workers.parallel.learned import LearnedBytes, bytes_per_number
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.parameters import full_size, num_parameters, parameters
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.planner.activations import activations
+from trainhouse.workers.planner.choice import smallest_layout, usable_bytes
+from trainhouse.workers.planner.estimate import Memory, estimate
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.planner.parameters import full_size, num_parameters, parameters
+from trainhouse.workers.planner.trainable import LearnedBytes, bytes_per_number
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import Step
+from trainhouse.workers.worker.worker import Worker
 
 from ...tiny import tiny_model
 from .measuring import ACCOUNTING, Measured, measured

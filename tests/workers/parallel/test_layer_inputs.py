@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.layer_inputs import HostMemory, LayerInputs
-from trainhouse.workers.model import BaseModel
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.models.layer_inputs import HostMemory, LayerInputs
+from trainhouse.workers.models.model import BaseModel
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
 
 from ...tiny import tiny_model
 from .training import Layout, Numbers, layout, supervised, train

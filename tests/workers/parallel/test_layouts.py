@@ -14,9 +14,9 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import Datum, ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import SINGLE
 from trainhouse.workers.pools.base import WorkerDied, WorkerError
-from trainhouse.workers.verbs import Failure, RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE
+from trainhouse.workers.protocol.verbs import Failure, RunSpec, Step
 
 from .case import Case
 from .training import (

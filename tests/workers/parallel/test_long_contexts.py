@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.estimate import estimate
-from trainhouse.workers.parallel.load import Load
-from trainhouse.workers.parallel.sequence_split import SequenceSplit
-from trainhouse.workers.parallel.shape import ModelShape, read_model
-from trainhouse.workers.parallel.spec import ParallelSpec
+from trainhouse.workers.planner.estimate import estimate
+from trainhouse.workers.planner.load import Load
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.shapes.model_shape import ModelShape, read_model
+from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 from ...tiny import tiny_model
 from .measuring import HANG_SECONDS, LORA, measured

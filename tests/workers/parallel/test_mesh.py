@@ -6,10 +6,10 @@ import socket
 import pytest
 from trainhouse.tests.workers.parallel.meeting_worker import MEETING, MeetingConfig
 from trainhouse.workers.parallel.mesh import LOOPBACK, Meeting, interface_of, own_host
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.ranks import Ranks
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler.ranks import Ranks
 
 SECONDS = 60.0
 SPEC = ParallelSpec(replicas=2)

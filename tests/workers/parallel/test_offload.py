@@ -9,8 +9,8 @@ import pytest
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.verbs import Part, RunSpec, SampleJob, SliceResult
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Part, RunSpec, SampleJob, SliceResult
 
 from .case import Case
 from .test_full import Trained

@@ -9,8 +9,8 @@ from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
-from trainhouse.workers.verbs import AdapterWeights, Failure, RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.verbs import AdapterWeights, Failure, RunSpec, Step
 
 from .training import ADAM, Layout, close, greedy, layout, next_losses, supervised
 from .watched_worker import WATCHED

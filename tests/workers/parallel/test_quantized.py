@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.workers.parallel.spec import SINGLE, ParallelSpec
+from trainhouse.workers.protocol.parallel_spec import SINGLE, ParallelSpec
 
 from ...tiny import tiny_model
 from .training import close, largest_error, layout, train

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.training import ForwardBackwardOutput
-from trainhouse.workers.verbs import Step
+from trainhouse.workers.protocol.verbs import Step
 
 from .case import Case
 from .training import ADAM, Layout, close, distance, largest_error, layout, next_losses, supervised, train

@@ -11,17 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 from trainhouse.tests.workers.parallel.attending_worker import HEAD_DIM, Attending
-from trainhouse.workers.attention import AttentionKind, Packing, attend, pack_lengths
-from trainhouse.workers.attention_parts import attend_part, part_gradients
-from trainhouse.workers.config import ServedModel, WorkerConfig
+from trainhouse.workers.ops.attention import AttentionKind, Packing, attend, pack_lengths
+from trainhouse.workers.ops.attention_parts import attend_part, part_gradients
 from trainhouse.workers.parallel.mesh import Mesh, Team
 from trainhouse.workers.parallel.ring import Ring
 from trainhouse.workers.parallel.rows import TokenShare, number_of, overlap
-from trainhouse.workers.parallel.sequence_split import SequenceSplit
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.ranks import Ranks
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.scheduler.ranks import Ranks
+from trainhouse.workers.shapes.sequence_split import SequenceSplit
 
 HANG_SECONDS = 60.0
 
@@ -169,7 +169,7 @@ def test_stripes_come_back_in_order() -> None:
 @pytest.mark.parametrize("most_scores", [1, 1 << 10, 1 << 22])
 def test_chunks_are_the_whole(window: int | None, most_scores: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a kernel of torch's would do it."""
-    from trainhouse.workers import attention_parts
+    from trainhouse.workers.ops import attention_parts
 
     monkeypatch.setattr(attention_parts, "MOST_SCORES", most_scores)
     monkeypatch.setattr(attention_parts, "_fits_cpu", lambda *_: False)

@@ -10,8 +10,8 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import ParallelSpec
-from trainhouse.workers.verbs import RunSpec, Step
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import RunSpec, Step
 
 from ...tiny import tiny_model
 from .training import Layout, layout, reinforced, supervised

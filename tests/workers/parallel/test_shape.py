@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 from huggingface_hub import try_to_load_from_cache
-from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.families import FAMILIES
-from trainhouse.workers.parallel.parameters import num_parameters
-from trainhouse.workers.parallel.shape import (
+from trainhouse.workers.planner.parameters import num_parameters
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.shapes.families import FAMILIES
+from trainhouse.workers.shapes.model_shape import (
     Experts,
     ModelShape,
     Rope,

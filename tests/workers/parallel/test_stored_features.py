@@ -8,9 +8,9 @@ import pytest
 from safetensors.numpy import load_file
 from trainhouse.schemas.models import Algorithm, DraftConfig, FullConfig, LoraConfig, TrainingConfig
 from trainhouse.schemas.training import FeaturePlace, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.parallel.spec import SINGLE
-from trainhouse.workers.passes.progress import FEATURES
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, Share, Step
+from trainhouse.workers.protocol.parallel_spec import SINGLE
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, Share, Step
+from trainhouse.workers.training.progress import FEATURES
 
 from .case import Case
 from .test_drafts import SHAPES, guessed

@@ -3,11 +3,11 @@
 from pathlib import Path
 
 import pytest
-from trainhouse.workers.config import ServedModel
-from trainhouse.workers.parallel.checks import check_layout
-from trainhouse.workers.parallel.shape import read_model
-from trainhouse.workers.parallel.spec import ParallelSpec, Unit
-from trainhouse.workers.parallel.styles import PLAN, replicated_units
+from trainhouse.workers.planner.checks import check_layout
+from trainhouse.workers.protocol.config import ServedModel
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec, Unit
+from trainhouse.workers.shapes.model_shape import read_model
+from trainhouse.workers.shapes.styles import PLAN, replicated_units
 
 
 @pytest.mark.parametrize(

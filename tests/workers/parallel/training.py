@@ -13,14 +13,14 @@ from safetensors.numpy import load_file
 from trainhouse.schemas.models import LoraConfig
 from trainhouse.schemas.sampling import SampleResponse, SamplingParams
 from trainhouse.schemas.training import AdamParams, Datum, ForwardBackwardOutput, ForwardBackwardRequest
-from trainhouse.workers.config import ServedModel, WorkerConfig
-from trainhouse.workers.parallel.spec import ParallelSpec
 from trainhouse.workers.pools.base import PoolSpec
 from trainhouse.workers.pools.local import LocalPool
-from trainhouse.workers.ranks import Ranks
-from trainhouse.workers.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
+from trainhouse.workers.protocol.config import ServedModel, WorkerConfig
+from trainhouse.workers.protocol.parallel_spec import ParallelSpec
+from trainhouse.workers.protocol.verbs import Failure, Part, Pass, RunSpec, SampleJob, Slice, SliceResult, Step
+from trainhouse.workers.scheduler.ranks import Ranks
 
-WORKER = "trainhouse.workers.worker:Worker"
+WORKER = "trainhouse.workers.worker.worker:Worker"
 RUNS = {"a": LoraConfig(rank=4, seed=11), "b": LoraConfig(rank=8, seed=12)}
 # Beside an eps of almost nothing a step is the gradient's sign, also where that gradient is rounding alone.
 ADAM = AdamParams(learning_rate=1e-2, weight_decay=0.1, grad_clip_norm=1.0, eps=1e-2)

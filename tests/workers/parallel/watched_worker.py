@@ -12,15 +12,16 @@ from safetensors import SafetensorError
 from torch import Tensor
 from trainhouse.schemas.errors import OperationError
 from trainhouse.schemas.training import FeaturePlace, ForwardBackwardRequest
-from trainhouse.workers import optim, rank_memory
 from trainhouse.workers.checkpoint import Learned, tensor_files
-from trainhouse.workers.drafts.stored import Stored
+from trainhouse.workers.drafts.sequences.stored import Stored
 from trainhouse.workers.lora import Adapter, adapters
-from trainhouse.workers.optim import add_up
-from trainhouse.workers.pages import Page
 from trainhouse.workers.parallel.mesh import Mesh
-from trainhouse.workers.verbs import Failure, Step
-from trainhouse.workers.worker import Worker
+from trainhouse.workers.protocol.verbs import Failure, Step
+from trainhouse.workers.state import optim
+from trainhouse.workers.state.optim import add_up
+from trainhouse.workers.state.page_file import Page
+from trainhouse.workers.worker import rank_memory
+from trainhouse.workers.worker.worker import Worker
 
 WATCHED = "trainhouse.tests.workers.parallel.watched_worker:WatchedWorker"
 

@@ -1,0 +1,1 @@
+"""Checkpoints: their names, files, copies and imports."""

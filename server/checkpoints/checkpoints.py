@@ -1,0 +1,630 @@
+"""Checkpoints: names <-> files. Written aside, published by one row, aged, copied, given access to.
+
+A directory without a row is nothing and is swept at start: a torn checkpoint is never listed, and one saved over
+another is the new one or the old one. Where the files lie is CheckpointFiles', their copies are the Mirror's.
+"""
+
+import asyncio
+import hmac
+import logging
+import os
+import re
+import secrets
+import time
+from collections import defaultdict
+from collections.abc import (
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Collection,
+    Coroutine,
+    Iterator,
+    Mapping,
+    Sequence,
+    Set,
+)
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.models import TrainingConfig, training_of
+from ...workers.protocol.verbs import WorkerLost
+from ..files.config import PlaceConfig
+from ..files.directories import directory_name
+from ..files.manifest import read_manifest
+from ..files.object_store import PlaceError, Places
+from ..logs.repeated_errors import Trouble
+from ..store import (
+    CheckpointCopyRecord,
+    CheckpointKind,
+    CheckpointRecord,
+    DatabaseUnreachable,
+    RunRecord,
+    SessionRecord,
+    Store,
+    TenantRecord,
+)
+from ..tenants.auth import Auth, Tenant
+from .files import CLOSING_SECONDS, CheckpointFiles, link_files
+from .mirror import Mirror
+
+logger = logging.getLogger(__name__)
+
+MANIFEST_FORMAT = 1
+URL_LIFETIME_SECONDS = 3600
+_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,127}")
+_EXPIRY_PERIOD_SECONDS = 10.0
+_SECRET_BYTES = 32
+
+
+class Checkpoints:
+    """The owner may do everything; everyone reads what is public, and whoever shows the owner's key as access token."""
+
+    def __init__(
+        self,
+        store: Store,
+        auth: Auth,
+        state_dir: Path,
+        clock: Callable[[], float] = time.time,
+        config: PlaceConfig = PlaceConfig(),  # noqa: B008
+    ) -> None:
+        self._store = store
+        self._auth = auth
+        self._places = Places(config.pauses_seconds, config.mirrors)
+        self._mirror = Mirror(store, self._places, config)
+        self._files = CheckpointFiles(state_dir, config, self._places, self._mirror.copies)
+        self._secret_file = state_dir / "url_secret"
+        self._secret = b""
+        self._clock = clock
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def start(self) -> None:
+        """Sweeps what a crash left behind, and from now on deletes what expires."""
+        self._secret = await asyncio.to_thread(_load_secret, self._secret_file)
+        # Before the rows are read: what is published meanwhile has a row that is not among them.
+        found = await self._files.found()
+        published = await self._follow_moved_root(await self._store.list_checkpoint_directories())
+        published |= await self._take_back(await self._files.unlisted(found, published))
+        runs = {directory_name(run_id) for run_id in await self._store.list_run_ids()}
+        await self._files.sweep(found, runs, published)
+        await self._mirror.start(self._files, published)
+        self._tasks = [asyncio.create_task(self._expire_in_time()), asyncio.create_task(self._sweep_url(runs))]
+
+    def let_go(self) -> None:
+        """Of what is on its way to and from URLs: after a moment whoever waits for it is cancelled.
+
+        At the end of a process; the next one takes up what was not done.
+        """
+        asyncio.get_running_loop().call_later(CLOSING_SECONDS, self._places.close)
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, self._mirror.close(), self._files.close(), return_exceptions=True)
+        self._places.close()
+
+    @asynccontextmanager
+    async def writing(
+        self,
+        run: RunRecord,
+        kind: CheckpointKind,
+        name: str,
+        overwrite: bool,
+        ttl_seconds: int | None = None,
+        user_metadata: dict[str, str] | None = None,
+        has_optimizer: bool = False,
+        request_id: str | None = None,
+    ) -> AsyncIterator[Path]:
+        """An empty directory to write into; leaving the block publishes it, an exception leaves nothing.
+
+        request_id: of the save. Raises OperationError (user): a bad name, or one in use without `overwrite`. The run
+        must be in the store.
+        """
+        draft = self._draft(run, kind, check_name(name), ttl_seconds, user_metadata, has_optimizer)
+        if not overwrite:
+            await self._require_free(draft)
+
+        async with self._files.staging(draft.directory) as staging:
+            yield staging
+            about = await self._about(draft, request_id)
+            bring = partial(self._files.publish, staging, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, partial(self._insert, overwrite)))
+
+    async def was_saved(self, run: RunRecord, kind: CheckpointKind, name: str, request_id: str) -> bool:
+        """Whether this very save published it, before a crash took its answer. Raises OperationError (server)."""
+        record = await self._find(run.run_id, kind, name)
+        return record is not None and (await self._manifest(record)).get("request_id") == request_id
+
+    @asynccontextmanager
+    async def reading(self, checkpoint: CheckpointRecord) -> AsyncIterator[Path]:
+        """Its files in a local directory, as its manifest says, for as long as the block lasts.
+
+        Entering raises OperationError (server) where they are lost or damaged, and so is every copy.
+        """
+        async with AsyncExitStack() as held:
+            async with self._read_in_words(checkpoint):
+                here = await held.enter_async_context(self._files.reading(checkpoint.directory))
+            yield here
+
+    async def copies(self, checkpoints: Collection[CheckpointRecord]) -> Mapping[str, list[CheckpointCopyRecord]]:
+        """Directory -> its copies at mirrors."""
+        found: dict[str, list[CheckpointCopyRecord]] = defaultdict(list)
+        for copy in await self._store.list_copies([checkpoint.directory for checkpoint in checkpoints]):
+            found[copy.directory].append(copy)
+        return found
+
+    async def resolve(self, tenant: Tenant, path: str, access_token: str | None = None) -> CheckpointRecord:
+        """The checkpoint, for reading. Raises RequestError: 400 not a path, 404 not there or not for this tenant."""
+        return await self.readable(path, {tenant.id, await self.reader(access_token)})
+
+    async def reader(self, access_token: str | None) -> str | None:
+        """The id of the tenant whose checkpoints may be read by whoever shows this."""
+        shown = await self._auth.tenant_of(access_token) if access_token else None
+        return None if shown is None else shown.id
+
+    async def readable(self, path: str, readers: Collection[str | None]) -> CheckpointRecord:
+        """As `resolve`, for whoever may read the checkpoints of these tenants, by id."""
+        record = await self._find(*parse_path(path))
+        if record is None or not (record.public or record.tenant_id in readers):
+            raise _missing(path)
+        return record
+
+    async def known(self, path: str) -> CheckpointRecord | None:
+        """For whoever was allowed to read it before."""
+        return await self._find(*parse_path(path))
+
+    async def owned(self, tenant: Tenant, run_id: str, checkpoint_id: str) -> CheckpointRecord:
+        """The tenant's own, for changing it. checkpoint_id: KIND/NAME.
+
+        Raises RequestError 400, 404, and 403 for another tenant's that is public.
+        """
+        path = f"tinker://{run_id}/{checkpoint_id}"
+        record = await self.resolve(tenant, path)
+        if record.tenant_id != tenant.id:
+            raise RequestError(f"checkpoint {path} belongs to another tenant: it can be read, not changed", status=403)
+        return record
+
+    async def delete(self, checkpoint: CheckpointRecord) -> None:
+        """Its copies at mirrors go behind it."""
+        await self._files.condemn(checkpoint.directory)
+        async with self._mirror.forgetting(checkpoint.directory):
+            await self._store.delete_checkpoint(checkpoint)
+        await self._files.remove(checkpoint.directory)
+
+    async def set_public(self, checkpoint: CheckpointRecord, public: bool) -> None:
+        await self._store.set_checkpoint_public(checkpoint, public)
+
+    async def set_ttl(self, checkpoint: CheckpointRecord, ttl_seconds: int | None) -> None:
+        """From now on; None = for ever."""
+        await self._store.set_checkpoint_expiry(checkpoint, self._expiry(ttl_seconds))
+
+    async def copy(self, source: CheckpointRecord, to: SessionRecord, ttl_seconds: int | None) -> CheckpointRecord:
+        """A copy whose run is new and cannot be trained on: `to`, not in the store yet, has ended already.
+
+        The files are shared with the source where the file system can. The same idempotency key of the same tenant
+        answers the same copy. Raises RequestError 503 where the source cannot be read or the copy not be written.
+        """
+        if known := await self._store.find_copy(to):
+            return known
+        now = self._clock()
+        run = RunRecord(
+            run_id=f"{to.session_id}:train:0",
+            session_id=to.session_id,
+            tenant_id=to.tenant_id,
+            base_model=source.base_model,
+            training=source.training,
+            role=source.role,
+            target_path=source.target_path,
+            created_at=now,
+            last_request_at=now,
+            user_metadata={"copied_from": source.tinker_path},
+        )
+        draft = self._draft(run, source.kind, source.name, ttl_seconds, source.user_metadata, source.has_optimizer)
+        with _refusing():
+            await self._copy(source, draft, partial(self._store.insert_copy, to, run))
+        return await self.resolve(Tenant(to.tenant_id, ""), draft.tinker_path)
+
+    async def make(
+        self,
+        run: RunRecord,
+        session: SessionRecord,
+        name: str,
+        ttl_seconds: int | None,
+        write: Callable[[Path], Awaitable[TrainingConfig]],
+    ) -> CheckpointRecord:
+        """A checkpoint, without optimizer, of a run that cannot be trained on: neither it nor its session, which has
+        ended already, is in the store yet. write: fills an empty directory, and answers what of a model that is.
+
+        Idempotent as `copy`. Raises OperationError, also where `write` does.
+        """
+        if known := await self._store.find_copy(session):
+            return known
+        draft = self._draft(run, "weights", check_name(name), ttl_seconds, None, has_optimizer=False)
+        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        async with new_run, staging as staging:
+            try:
+                training = await write(staging)
+            except OperationError:
+                await self._files.drop_new_run(draft.directory)
+                raise
+            draft, run = replace(draft, training=training), replace(run, training=training)
+            bring = partial(self._files.publish, staging, draft.directory, await self._about(draft))
+            await _to_the_end(self._publish(draft, bring, partial(self._store.insert_copy, session, run)))
+        return await self.resolve(Tenant(session.tenant_id, ""), draft.tinker_path)
+
+    async def sign_files(self, checkpoint: CheckpointRecord) -> "list[SignedFile]":
+        """What can be downloaded without a key for the next URL_LIFETIME_SECONDS. RequestError 503."""
+        expires = int(self._clock()) + URL_LIFETIME_SECONDS
+        with _refusing():
+            files = (await self._manifest(checkpoint))["files"]
+        return [SignedFile(file, expires, self._signature(checkpoint, file, expires)) for file in files]
+
+    async def signed_file(self, path: str, signed: "SignedFile") -> Path:
+        """The file of a checkpoint that `sign_files` has signed, to be opened at once. Raises RequestError 403, 503."""
+        record = await self._find(*parse_path(path))
+        expected = "" if record is None else self._signature(record, signed.name, signed.expires)
+        if record is None or not hmac.compare_digest(expected.encode(), signed.signature.encode()):
+            raise RequestError("this download URL is not valid, or its checkpoint is gone: ask for new URLs", 403)
+        if signed.expires <= self._clock():
+            raise RequestError("this download URL has expired: ask for new URLs", 403)
+        with _refusing():
+            async with self._read_in_words(record):
+                return await self._files.file(record.directory, signed.name)
+
+    async def _manifest(self, checkpoint: CheckpointRecord) -> Mapping[str, Any]:
+        async with self._read_in_words(checkpoint):
+            return await self._files.manifest(checkpoint.directory)
+
+    @asynccontextmanager
+    async def _read_in_words(self, checkpoint: CheckpointRecord) -> AsyncIterator[None]:
+        """Where its files are is for the log alone."""
+        try:
+            yield
+        except OperationError as error:
+            now = await self._store.get_checkpoint(checkpoint.run_id, checkpoint.kind, checkpoint.name)
+            if now is None or now.directory != checkpoint.directory:
+                words = f"{checkpoint.tinker_path} was deleted or replaced while it was read: send this again"
+                raise OperationError(words, "user") from None
+            logger.error("%s: %s", checkpoint.tinker_path, error)
+            raise OperationError(
+                f"{checkpoint.tinker_path} cannot be read: its files are lost, damaged or out of reach, and the "
+                "server's log says why",
+                "server",
+            ) from None
+
+    async def expire(self) -> None:
+        """Deletes what has outlived its time to live; none of it was to be seen any more."""
+        for checkpoint in await self._store.list_expired_checkpoints(self._clock()):
+            logger.info("checkpoint %s has expired", checkpoint.tinker_path)
+            await self.delete(checkpoint)
+
+    def now(self) -> float:
+        """What is expired at this time is not there, deleted or not."""
+        return self._clock()
+
+    async def _take_back(self, unlisted: Sequence[Path]) -> Set[str]:
+        """The directories of those that have their rows again.
+
+        Only those that say whose they are: versions that did not write that did not mark what they deleted, either.
+        """
+        taken = set()
+        for directory in unlisted:
+            about = await asyncio.to_thread(read_manifest, directory)
+            path = await lost_path(self._store, str(directory), about, self._files.is_ours_alone(directory))
+            if path is not None and "tenant_id" in about:
+                await take_back(self._store, str(directory), about)
+                logger.warning("the database had lost %s, which is in %s: its row is made again", path, directory)
+                taken.add(str(directory))
+        return taken
+
+    async def _follow_moved_root(self, directories: Collection[str]) -> Set[str]:
+        """The state directory may lie elsewhere than when the rows were written. Answers the directories as of now."""
+        moves = await self._files.follow_moved_root(directories)
+        await self._mirror.follow(moves)
+        if moves:
+            await self._store.move_checkpoint_directories(moves)
+        return {moves.get(directory, directory) for directory in directories}
+
+    async def _sweep_url(self, runs: Collection[str]) -> None:
+        try:
+            await self._files.sweep_url(runs, self._store.list_checkpoint_directories)
+        except PlaceError as error:
+            logger.warning("what a crash may have left there could not be looked for: %s", error)
+
+    async def _expire_in_time(self) -> None:
+        trouble = Trouble(logger, "deleting expired checkpoints")
+        while True:
+            try:
+                await self.expire()
+            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+                trouble.failed(error)
+            else:
+                trouble.passed()
+            await asyncio.sleep(_EXPIRY_PERIOD_SECONDS)
+
+    async def _copy(
+        self,
+        source: CheckpointRecord,
+        draft: CheckpointRecord,
+        insert: Callable[[CheckpointRecord], Awaitable[None]],
+    ) -> None:
+        about = await self._about(draft)
+        if self._files.may_copy_there(source.directory, draft.directory):
+            bring = partial(self._files.copy_there, source.directory, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, insert))
+            return
+        new_run, staging = self._files.new_run(draft.directory), self._files.staging(draft.directory)
+        async with new_run, staging as staging, self.reading(source) as files:
+            await asyncio.to_thread(link_files, files, staging)
+            bring = partial(self._files.publish, staging, draft.directory, about)
+            await _to_the_end(self._publish(draft, bring, insert))
+
+    async def _insert(self, overwrite: bool, record: CheckpointRecord) -> None:
+        """In place of one of the same name."""
+        known = await self._store.get_checkpoint(record.run_id, record.kind, record.name) if overwrite else None
+        if known is not None:
+            await self._files.condemn(known.directory)
+        async with self._mirror.forgetting(known.directory) if known else nullcontext():
+            replaced = await self._store.put_checkpoint(record, overwrite)
+        if replaced is not None:
+            await self._files.remove(replaced.directory)
+
+    async def _publish(
+        self,
+        draft: CheckpointRecord,
+        bring: Callable[[], Awaitable[int]],
+        insert: Callable[[CheckpointRecord], Awaitable[None]],
+    ) -> None:
+        """bring: the files to where the draft says, answering their bytes."""
+        try:
+            record = replace(draft, size_bytes=await bring())
+            await insert(record)
+        except (PlaceError, OSError) as error:
+            await self._files.remove(draft.directory)
+            raise OperationError(f"checkpoint {draft.tinker_path} could not be saved: {error}", "server") from error
+        except IntegrityError:
+            await self._files.remove(draft.directory)
+            raise _taken(draft) from None
+        except DatabaseUnreachable:
+            raise  # the row may be there; the files of one that is not are swept
+        except Exception:
+            await self._files.remove(draft.directory)
+            raise
+        await self._mirror.add(record.directory)
+
+    def _draft(
+        self,
+        run: RunRecord,
+        kind: CheckpointKind,
+        name: str,
+        ttl_seconds: int | None,
+        user_metadata: dict[str, str] | None,
+        has_optimizer: bool,
+    ) -> CheckpointRecord:
+        return CheckpointRecord(
+            run_id=run.run_id,
+            tenant_id=run.tenant_id,
+            kind=kind,
+            name=name,
+            directory=self._files.directory(directory_name(run.run_id), kind, name),
+            size_bytes=0,
+            created_at=self._clock(),
+            expires_at=self._expiry(ttl_seconds),
+            public=False,
+            user_metadata=user_metadata,
+            base_model=run.base_model,
+            training=run.training,
+            role=run.role,
+            target_path=run.target_path,
+            has_optimizer=has_optimizer,
+        )
+
+    async def _about(self, draft: CheckpointRecord, request_id: str | None = None) -> Mapping[str, object]:
+        """What the manifest says beside the files: all that the row does, in case that is lost."""
+        tenant = await self._store.get_tenant(draft.tenant_id)
+        return {
+            "format": MANIFEST_FORMAT,
+            "tinker_path": draft.tinker_path,
+            "tenant_id": draft.tenant_id,
+            "tenant_name": draft.tenant_id if tenant is None else tenant.name,
+            "base_model": draft.base_model,
+            "training": draft.training.model_dump(),
+            "role": draft.role,
+            "target_path": draft.target_path,
+            "has_optimizer": draft.has_optimizer,
+            "user_metadata": draft.user_metadata,
+            "created_at": draft.created_at,
+            "expires_at": draft.expires_at,
+            "request_id": request_id,
+        }
+
+    async def _require_free(self, draft: CheckpointRecord) -> None:
+        if await self._find(draft.run_id, draft.kind, draft.name):
+            raise _taken(draft)
+        if expired := await self._store.get_checkpoint(draft.run_id, draft.kind, draft.name):
+            await self.delete(expired)
+
+    async def _find(self, run_id: str, kind: CheckpointKind, name: str) -> CheckpointRecord | None:
+        record = await self._store.get_checkpoint(run_id, kind, name)
+        if record is None or (record.expires_at is not None and record.expires_at <= self._clock()):
+            return None
+        return record
+
+    def _expiry(self, ttl_seconds: int | None) -> float | None:
+        return None if ttl_seconds is None else self._clock() + ttl_seconds
+
+    def _signature(self, checkpoint: CheckpointRecord, file: str, expires: int) -> str:
+        """Holds for this version of the checkpoint alone: a directory is never used twice."""
+        message = "\n".join((checkpoint.directory, file, str(expires)))
+        return hmac.new(self._secret, message.encode(), "sha256").hexdigest()
+
+
+@dataclass(frozen=True)
+class SignedFile:
+    """A file of a checkpoint, and what a download URL must carry to be answered without a key.
+
+    name: relative to the checkpoint. expires: seconds since the epoch.
+    """
+
+    name: str
+    expires: int
+    signature: str
+
+
+def check_name(name: str) -> str:
+    """Raises OperationError (user)."""
+    if not _NAME.fullmatch(name):
+        raise OperationError(
+            f"checkpoint name {name!r} is not allowed: use 1 to 128 of A-Z a-z 0-9 . _ - and no dot in front"
+        )
+    return name
+
+
+def parse_path(path: str) -> tuple[str, CheckpointKind, str]:
+    """Run id, kind, name. Raises RequestError 400."""
+    match path.removeprefix("tinker://").split("/"):
+        case [run_id, ("weights" | "sampler_weights" | "external_weights") as kind, name] if run_id and name:
+            return run_id, kind, name
+    raise RequestError(
+        f"{path!r} is not a checkpoint path: tinker://RUN_ID/weights/NAME (or sampler_weights, external_weights)"
+    )
+
+
+def full_path(path: str) -> str:
+    """With its scheme, which may be left out."""
+    return f"tinker://{path.removeprefix('tinker://')}"
+
+
+def _missing(path: str) -> RequestError:
+    return RequestError(f"there is no checkpoint {path}, or it is not yours to read", status=404)
+
+
+def _taken(checkpoint: CheckpointRecord) -> OperationError:
+    return OperationError(
+        f"checkpoint {checkpoint.tinker_path} exists: choose another name, delete it first, or save with overwrite=True"
+    )
+
+
+@contextmanager
+def loaded_as(name: str, directory: Path) -> Iterator[None]:
+    """For what workers do with files: what they say of these is told under the name that whoever asked knows. Where
+    the files are is for the log alone."""
+    try:
+        yield
+    except WorkerLost:
+        raise
+    except OperationError as error:
+        logger.warning("%s, which is in %s, cannot be loaded: %s", name, directory, error.message)
+        reason = error.message.replace(str(directory), "its directory")
+        raise OperationError(f"{name} cannot be loaded: {reason}", error.category) from None
+
+
+@contextmanager
+def _refusing() -> Iterator[None]:
+    """For requests that are answered at once."""
+    try:
+        yield
+    except OperationError as error:
+        raise RequestError(error.message, 409 if error.category == "user" else 503) from error
+
+
+async def _to_the_end(work: Coroutine[None, None, None]) -> None:
+    """A caller that is cancelled, however often, learns of it after `work` is done: it needs what the caller has made,
+    and a row and its directory come and go together."""
+    task, is_cancelled = asyncio.create_task(work), False
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            is_cancelled = True
+    if is_cancelled and not task.cancelled():
+        logger.info("what a save was cancelled in the midst of is done: %s", task.exception() or "published")
+        raise asyncio.CancelledError
+    task.result()
+
+
+async def lost_path(store: Store, directory: str, about: Mapping[str, Any], is_ours_alone: bool) -> str | None:
+    """The path of a whole checkpoint of which the database has lost the row, and which `take_back` brings back.
+
+    directory: or its URL. about: its manifest.
+
+    None where that does not say whose it is, where its name is another's now, and where it is of a run that is
+    unknown, in a place that others use, too (not is_ours_alone).
+    """
+    try:
+        run_id, kind, name = parse_path(about["tinker_path"])
+        training_of(about["training"] if "training" in about else about["lora"])
+    except (RequestError, KeyError, AttributeError, ValueError):
+        return None
+    if run_id.replace(":", "_") != PurePosixPath(directory).parts[-3] or await store.get_checkpoint(run_id, kind, name):
+        return None
+    is_known = await store.get_run(run_id) is not None or (is_ours_alone and "tenant_id" in about)
+    return about["tinker_path"] if is_known else None
+
+
+async def take_back(store: Store, directory: str, about: Mapping[str, Any]) -> str:
+    """Makes the row of a checkpoint that has a `lost_path`, and those that it needs; answers that path.
+
+    Nothing says whether it was public, so it is not.
+    """
+    run_id, kind, name = parse_path(about["tinker_path"])
+    run = await store.get_run(run_id) or await _take_run_back(store, run_id, about)
+    record = CheckpointRecord(
+        run_id=run_id,
+        tenant_id=run.tenant_id,
+        kind=kind,
+        name=name,
+        directory=directory,
+        size_bytes=sum(listed["size_bytes"] for listed in about["files"].values()),
+        created_at=about["created_at"],
+        expires_at=about.get("expires_at"),
+        public=False,
+        user_metadata=about.get("user_metadata"),
+        base_model=about["base_model"],
+        training=run.training,
+        has_optimizer=about["has_optimizer"],
+        role=run.role,
+        target_path=about.get("target_path"),
+    )
+    await store.put_checkpoint(record, overwrite=False)
+    return record.tinker_path
+
+
+async def _take_run_back(store: Store, run_id: str, about: Mapping[str, Any]) -> RunRecord:
+    """Of a run that cannot be trained on any more, with its session and its tenant."""
+    created_at = about["created_at"]
+    named = TenantRecord(about["tenant_id"], about["tenant_name"], created_at)
+    tenant = await store.get_tenant(named.tenant_id) or await store.find_tenant(named.name)
+    if tenant is None:
+        await store.ensure_tenant(tenant := named)
+    session_id = run_id.partition(":")[0]
+    if await store.get_session(session_id) is None:
+        ended = {"finished_at": created_at, "end": "interrupted", "end_detail": "the database had lost it"}
+        await store.insert_session(SessionRecord(session_id, tenant.tenant_id, created_at, created_at, **ended))
+    training, role, target_path = training_of(about["training"]), about["role"], about["target_path"]
+    run = RunRecord(
+        *(run_id, session_id, tenant.tenant_id, about["base_model"], training, created_at, created_at),
+        role=role,
+        target_path=target_path,
+    )
+    await store.insert_run(run)
+    return run
+
+
+def _load_secret(file: Path) -> bytes:
+    """Made once, readable by this user alone: URLs handed out stay valid over a restart."""
+    if not file.exists():
+        new = file.with_suffix(".new")
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as handle:
+            handle.write(secrets.token_bytes(_SECRET_BYTES))
+        new.rename(file)
+    secret = file.read_bytes()
+    if len(secret) != _SECRET_BYTES:
+        raise ValueError(f"{file} is damaged: delete it (download URLs handed out before become invalid)")
+    return secret

@@ -1,0 +1,74 @@
+"""PeftConfig: what an adapter_config.json says that decides what an adapter computes. What we do not do is refused by
+name: ignored, it would make other numbers of the same matrices.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ...schemas.errors import RequestError
+from ...schemas.models import GATE_UP_PATTERN
+
+_NEUTRAL = frozenset(
+    {
+        *("peft_type", "task_type", "peft_version", "auto_mapping", "base_model_name_or_path", "revision"),
+        *("inference_mode", "r", "lora_alpha", "use_rslora", "lora_dropout", "init_lora_weights"),
+        # Which layers have matrices is seen from the file of these.
+        *("target_modules", "target_parameters", "exclude_modules", "layers_to_transform", "layers_pattern"),
+        # Without effect but beside settings that are refused.
+        *("megatron_core", "qalora_group_size", "runtime_config", "ensure_weight_tying"),
+    }
+)
+_REMEDIES = {
+    "use_dora": "train without DoRA, or merge it into the base model",
+    "bias": 'train with bias="none"',
+    "modules_to_save": "train without: whole modules beside the adapter are no part of it here",
+    "fan_in_fan_out": "the base models served here have no such layers",
+    "rank_pattern": "give all layers one rank (rows of zeros fill a lower one up)",
+    "alpha_pattern": "give all layers one alpha (its ratio can go into lora_B)",
+}
+_KEEPING_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+"""Ways to begin that leave the base model as it is; PiSSA, OLoRA, LoftQ and others change it."""
+
+
+@dataclass(frozen=True)
+class PeftConfig:
+    """alpha: so that the scale is alpha / rank. base_model: as whoever trained it called it."""
+
+    rank: int
+    alpha: float
+    base_model: str | None
+
+    @staticmethod
+    def read(config: Mapping[str, object]) -> "PeftConfig":
+        """Raises RequestError naming what is not supported."""
+        if config.get("peft_type") != "LORA":
+            raise _refused("peft_type", config.get("peft_type"), "LORA is all that can be imported")
+        if config.get("task_type") not in (None, "CAUSAL_LM"):
+            raise _refused("task_type", config["task_type"], "CAUSAL_LM is all that can be imported")
+        if (init := config.get("init_lora_weights", True)) not in _KEEPING_BASE:
+            remedy = "it changes the base model: save with path_initial_model_for_weight_conversion"
+            raise _refused("init_lora_weights", init, f"{remedy}, and set it to true")
+        for key, value in config.items():
+            if value and key not in _NEUTRAL and (key, value) != ("bias", "none") and not _is_of_experts(key, config):
+                raise _refused(key, value, _REMEDIES.get(key, "it is not supported: train without it"))
+        rank, alpha = config.get("r"), config.get("lora_alpha")
+        if not isinstance(rank, int) or isinstance(rank, bool) or rank < 1:
+            raise _refused("r", rank, "expected a whole number of at least 1")
+        if not isinstance(alpha, int | float) or isinstance(alpha, bool) or not 0 < alpha < math.inf:
+            raise _refused("lora_alpha", alpha, "expected a finite number above 0")
+        base_model = config.get("base_model_name_or_path")
+        # rsLoRA's scale is lora_alpha / sqrt(r).
+        scaled = float(alpha) * math.sqrt(rank) if config.get("use_rslora") else float(alpha)
+        return PeftConfig(rank, scaled, base_model if isinstance(base_model, str) else None)
+
+
+def _is_of_experts(key: str, config: Mapping[str, object]) -> bool:
+    """True if a pattern says no more than that gate and up of an expert, as exported here, have a pair each."""
+    of_all = config.get({"rank_pattern": "r", "alpha_pattern": "lora_alpha"}.get(key, ""))
+    return isinstance(of_all, int | float) and config[key] == {GATE_UP_PATTERN: 2 * of_all}
+
+
+def _refused(key: str, value: object, remedy: str) -> RequestError:
+    shown = repr(value)
+    return RequestError(f"adapter_config.json has {key} {shown if len(shown) < 80 else shown[:77] + '...'}: {remedy}")

@@ -1,0 +1,214 @@
+"""backup: a copy of a state directory that a server can be started on, of one that runs or of one that does not.
+
+Files are shared with the original where the file system can: none of them is ever changed but the segment that is being
+written, which is copied. What the copy holds is ordered: the journal comes first and last, snapshots before results,
+results before the database, and what the database names behind it, beside what was there before. So whatever a part
+says of another is there, and what is too new to be known of is swept when a server starts.
+"""
+
+import shutil
+import sqlite3
+import time
+from collections.abc import Callable, Collection
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from ..checkpoints.files import link_or_copy, moves
+from ..config.values import is_url
+from ..files.directories import STAGING
+from ..files.object_store import key_of
+from ..files.wal import Place, cut, whole_bytes
+from ..journal.restore_marker import mark_copy
+from ..replication.leases import live_directory
+from ..replication.state_lock import OF_STATE, keep_private
+from ..store import DATABASE_NAME
+
+_SECRET = "url_secret"
+_MOST_ROUNDS = 5
+
+
+class BackupError(ValueError):
+    """No backup could be made; the message says why and what to do."""
+
+
+@dataclass(frozen=True)
+class Backup:
+    """source: the state directory. target: the copy. has_database: else that is a PostgreSQL."""
+
+    source: Path
+    target: Path
+    has_database: bool
+
+    @cached_property
+    def _live(self) -> Path:
+        return live_directory(self.source)
+
+    def run(self, say: Callable[[str], None]) -> None:
+        """Blocking. Raises BackupError."""
+        self._prepare()
+        for _ in range(_MOST_ROUNDS):
+            newest, began_at = _numbers(self._live / "journal")[-1:], time.time()
+            named = self._take_all()
+            if self._has_all_since(newest):
+                mark_copy(self._live, self._taken(self._live), began_at)
+                self._tell(named, say)
+                return
+            for path in self.target.iterdir():
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise BackupError("operations leave the journal faster than they can be copied: try again in a calmer moment")
+
+    def _take_all(self) -> Collection[str]:
+        """Answers the directories of the checkpoints in it."""
+        named = self._named(self.source)
+        self._take_segments("journal")
+        self._take_named(named)
+        self._take_trees()
+        self._take_segments("results")
+        if self.has_database:
+            named = self._take_database()
+        self._take_trees()
+        self._take_segments("recordings")
+        self._take_segments("journal")
+        shutil.copy2(self.source / _SECRET, self.target / _SECRET)
+        return named
+
+    def _has_all_since(self, newest: list[int]) -> bool:
+        """Whether no segment of the journal can have come and gone, from this one on."""
+        taken = _numbers(self._taken(self._live / "journal"))
+        return not newest or (
+            set(newest) <= set(_numbers(self._live / "journal"))
+            and taken[taken.index(newest[0]) :] == list(range(newest[0], taken[-1] + 1))
+        )
+
+    def _prepare(self) -> None:
+        if not (self.source / _SECRET).is_file():
+            raise BackupError(f"{self.source} is no state directory of a server that has run: name it with --state-dir")
+        if self.has_database and not (self.source / DATABASE_NAME).is_file():
+            raise BackupError(f"{self.source} has no {DATABASE_NAME}: name the server's database with --database-url")
+        if self.target.resolve().is_relative_to(self.source.resolve()):
+            raise BackupError(
+                f"{self.target} is inside of the state directory {self.source}: name a directory outside of it"
+            )
+        self.target.mkdir(mode=0o700, parents=True, exist_ok=True)
+        keep_private(self.target, OF_STATE)
+        if self.has_database and any(self.target.iterdir()):
+            raise BackupError(f"{self.target} is not empty: name a directory that is not there yet")
+
+    def _named(self, state_dir: Path) -> Collection[str]:
+        """The directories of the checkpoints that a database has."""
+        if not self.has_database:
+            return [str(path) for path in (state_dir / "checkpoints").glob("*/*/*")]
+        with closing(sqlite3.connect(state_dir / DATABASE_NAME)) as database:
+            return [directory for (directory,) in database.execute("SELECT directory FROM checkpoints")]
+
+    def _take_database(self) -> Collection[str]:
+        """Until the copy has all that it names: what is made and deleted between two steps might be missing."""
+        named = self._copy_database()
+        for _ in range(_MOST_ROUNDS):
+            self._take_named(named)
+            if all(is_url(one) or self._place_of(one).is_dir() for one in named):
+                break
+            named = self._copy_database()
+        self._drop_newer_results()
+        return named
+
+    def _copy_database(self) -> Collection[str]:
+        with (
+            closing(sqlite3.connect(self.source / DATABASE_NAME)) as source,
+            closing(sqlite3.connect(self.target / DATABASE_NAME)) as target,
+        ):
+            source.backup(target)
+        return self._named(self.target)
+
+    def _drop_newer_results(self) -> None:
+        """Those that came behind the copy of their files: their operations are carried out again."""
+        results = self._taken(self._live / "results")
+        sizes = {path.stem: path.stat().st_size for path in results.glob("*.segment")}
+        with closing(sqlite3.connect(self.target / DATABASE_NAME)) as database, database:
+            rows = database.execute("SELECT request_id, place FROM results").fetchall()
+            places = [(request_id, Place.parse(place)) for request_id, place in rows]
+            newer = [(request_id,) for request_id, at in places if at.offset >= sizes.get(f"{at.segment:08d}", 0)]
+            database.executemany("DELETE FROM results WHERE request_id = ?", newer)
+
+    def _take_named(self, named: Collection[str]) -> None:
+        """From where they lie, though their rows may say it only once a server has started there."""
+        moved = moves(named, (self.source.absolute() / "checkpoints",))
+        for directory in named:
+            if not is_url(directory):
+                _take_directory(Path(moved.get(directory, directory)), self._place_of(directory))
+
+    def _place_of(self, directory: str) -> Path:
+        return self.target / "checkpoints" / key_of(directory)
+
+    def _take_trees(self) -> None:
+        for pattern in ("snapshots/*/[0-9]*", "loaded/*/[0-9]*", "ephemeral/*/[0-9]*"):
+            for directory in self._live.glob(pattern):
+                _take_directory(directory, self._taken(directory))
+
+    def _taken(self, path: Path) -> Path:
+        return self.target / path.relative_to(self.source)
+
+    def _take_segments(self, name: str) -> None:
+        segments = sorted((self._live / name).glob("*.segment"))
+        self._taken(self._live / name).mkdir(parents=True, exist_ok=True)
+        for segment in segments:
+            taken = self._taken(segment)
+            try:
+                if segment == segments[-1]:
+                    _copy_whole_records(segment, taken)
+                elif not (taken.exists() and taken.stat().st_size == segment.stat().st_size):
+                    taken.unlink(missing_ok=True)
+                    link_or_copy(segment, taken)
+            except FileNotFoundError:  # it was not needed any more
+                continue
+
+    def _tell(self, named: Collection[str], say: Callable[[str], None]) -> None:
+        afar = [directory for directory in named if is_url(directory)]
+        if afar:
+            words = f"{len(afar)} checkpoints lie at URLs, such as {afar[0]}, and are not in the copy"
+            say(f"{words}: a server on it reads and deletes those very ones")
+        if self.has_database:
+            say(f"copied to {self.target}: whether it is whole says trainhouse verify --state-dir {self.target}")
+        else:
+            say(
+                f"the database is not in {self.target}: pg_dump it now, then call this once more with the same "
+                "directory, so that the files that the dump names are there"
+            )
+
+
+def _numbers(directory: Path) -> list[int]:
+    return sorted(int(path.stem) for path in directory.glob("*.segment"))
+
+
+def _copy_whole_records(segment: Path, taken: Path) -> None:
+    """One that may be written right now: without the record that is half there."""
+    taken.unlink(missing_ok=True)
+    shutil.copyfile(segment, taken)
+    num_bytes = whole_bytes(taken)
+    if num_bytes is not None and num_bytes < taken.stat().st_size:
+        cut(taken, num_bytes)
+
+
+def _take_directory(source: Path, target: Path) -> None:
+    """Whole or not at all: one that goes or is replaced meanwhile is tried again."""
+    if source.name.startswith(STAGING) or target.exists():
+        return
+    staging = target.with_name(f"{STAGING}{target.name}")
+    for _ in range(_MOST_ROUNDS):
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        try:
+            before = source.stat().st_ino
+            for path in source.rglob("*"):
+                if path.is_file():
+                    (staging / path.relative_to(source)).parent.mkdir(parents=True, exist_ok=True)
+                    link_or_copy(path, staging / path.relative_to(source))
+            is_same = source.stat().st_ino == before
+        except FileNotFoundError:
+            is_same = False
+        if is_same:
+            staging.rename(target)
+            return
+    shutil.rmtree(staging)

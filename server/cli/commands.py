@@ -1,0 +1,360 @@
+"""The command line of the server's commands: `trainhouse serve`, `workers`, `keys`, `backup` and `verify`. Parses,
+calls, says errors."""
+
+import argparse
+import asyncio
+import difflib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import Field, fields
+from pathlib import Path
+from typing import TypeAlias
+
+from ..config.knobs import (
+    ADDRESS,
+    ENVIRONMENT_PREFIX,
+    REPEATED,
+    ConfigError,
+    ServerConfig,
+    choices_of,
+    flag_of,
+    knob_of,
+    load_config,
+    place_config_of,
+    shown_default,
+    store_config_of,
+    worker_knobs,
+)
+from ..logs.setup import configure_logging
+from ..replication.state_lock import OF_STATE, StartError, check_database, check_kind, keep_private, private_files
+from ..store import DatabaseUnreachable, Store, StoreConfig, open_store
+from ..tenants.auth import create_key, list_keys, revoke_key
+from ..tenants.scopes import SCOPES, TENANT_SCOPES, parse_scopes
+from .backup import Backup
+from .verify import lock_to_verify, verify
+
+FAILED = 1
+WRONGLY_USED = 2
+
+_OF_ITS_USER = ("plan", "import", "export")
+"""Commands whose files are for whoever called them, not for a server."""
+
+_Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0, 1 when the command failed, 2 when it was wrongly used."""
+    options, unknown = _parser().parse_known_args(arguments)
+    try:
+        if unknown:
+            raise ConfigError(f"unknown argument {unknown[0]}{_nearest_flag(unknown[0])}")
+        with nullcontext() if options.command in _OF_ITS_USER else private_files():
+            return options.run(options)
+    except ConfigError as error:
+        return _say_error(options.command, error, WRONGLY_USED)
+    except (StartError, ValueError, DatabaseUnreachable) as error:
+        return _say_error(options.command, error, FAILED)
+
+
+def _say_error(command: str, error: Exception, status: int) -> int:
+    print(f"trainhouse {command}: error: {error}", file=sys.stderr)
+    return status
+
+
+def _nearest_flag(argument: str) -> str:
+    near = difflib.get_close_matches(argument.partition("=")[0], map(flag_of, fields(ServerConfig)), n=1)
+    return f": did you mean {near[0]}?" if near else ": see --help"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("trainhouse", allow_abbrev=False)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands)
+    _add_workers(commands)
+    _add_keys(commands)
+    _add_backup(commands)
+    _add_verify(commands)
+    return parser
+
+
+# trainhouse serve
+
+_SERVE_USAGE = "trainhouse serve --base-model NAME[=PATH_OR_HUB_ID] [FLAGS]"
+
+
+def _add_serve(commands: _Commands) -> None:
+    parser = commands.add_parser("serve", usage=_SERVE_USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action=_Print, text=serve_help, help=argparse.SUPPRESS)
+    parser.add_argument("--help-all", action=_Print, text=serve_help_all, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path)
+    for entry in fields(ServerConfig):
+        action = "append" if entry.name in REPEATED else "store"
+        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    parser.set_defaults(run=_serve)
+
+
+class _Print(argparse.Action):
+    """A flag that prints a text and ends the program."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, text: Callable[[], str], help: str) -> None:
+        super().__init__(option_strings, dest, nargs=0, help=help)
+        self.text = text
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
+        print(self.text())
+        parser.exit()
+
+
+def serve_help() -> str:
+    """One screen: 24 lines of 80 columns."""
+    common = [entry for entry in fields(ServerConfig) if knob_of(entry).common]
+    return f"""\
+usage: {_SERVE_USAGE}
+
+{_knob_table(common, ("--help-all", "every knob"))}
+
+A flag wins over TRAINHOUSE_<KNOB> in the environment, that over --config.
+Example: trainhouse serve --base-model Qwen/Qwen3-0.6B=/models/Qwen3-0.6B"""
+
+
+def serve_help_all() -> str:
+    return f"""\
+usage: {_SERVE_USAGE}
+
+{_knob_table(fields(ServerConfig))}
+
+Every knob is a flag, a key of the file with _ for - (base_models: a list), and an environment variable
+TRAINHOUSE_<KEY> (base models with commas between). A flag wins over the environment, that over the file.
+Sizes in bytes may be written 256MiB."""
+
+
+def _knob_table(entries: Sequence[Field], *more: tuple[str, str]) -> str:
+    rows = [(f"{flag_of(entry)} {_metavar(entry)}", _described(entry)) for entry in entries]
+    rows += [("--config FILE", "TOML: max_lora_rank = 64 is --max-lora-rank 64"), *more]
+    width = max(len(flag) for flag, _ in rows)
+    return "\n".join(f"  {flag:<{width}}  {text}" for flag, text in rows)
+
+
+def _described(entry: Field) -> str:
+    default = shown_default(entry)
+    return f"{knob_of(entry).help}{f' ({default})' if default else ''}"
+
+
+def _metavar(entry: Field) -> str:
+    if entry.name == "dtype":
+        return "TYPE"
+    named = {"base_models": "NAME[=SOURCE]", "state_dir": "DIR", "ready_file": "FILE", "host": "ADDRESS"}
+    named |= {"tls_certificate": "FILE", "tls_key": "FILE"}
+    named |= {"vllm_python": "FILE", "checkpoints": "URL", "mirrors": "URL", "shard": "PATTERN=STYLE"}
+    is_number = isinstance(entry.default, int | float) or entry.name == "max_context_length"
+    return "|".join(choices_of(entry)) or named.get(entry.name, "N" if is_number else entry.name.split("_")[-1].upper())
+
+
+def _serve(options: argparse.Namespace) -> int:
+    from ..serving.process import serve  # the whole application, which no other command needs
+
+    config = load_config(_knob_flags(options), os.environ, _config_file(options))
+    configure_logging(config.log_level)
+    check_kind(StoreConfig(config.state_dir, config.database_url))
+    serve(config)
+    return 0
+
+
+# trainhouse workers
+
+_WORKERS_USAGE = "trainhouse workers --base-model NAME[=PATH_OR_HUB_ID] --listen HOST:PORT [FLAGS]"
+
+
+def _add_workers(commands: _Commands) -> None:
+    parser = commands.add_parser("workers", usage=_WORKERS_USAGE, add_help=False, allow_abbrev=False)
+    parser.add_argument("--help", "-h", action=_Print, text=workers_help, help=argparse.SUPPRESS)
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("--listen", metavar="HOST:PORT")
+    for entry in worker_knobs():
+        action = "append" if entry.name in REPEATED else "store"
+        parser.add_argument(flag_of(entry), dest=entry.name, action=action, default=argparse.SUPPRESS)
+    parser.set_defaults(run=_workers)
+
+
+def workers_help() -> str:
+    listen = ("--listen HOST:PORT", "where servers attach, with --workers HOST:PORT")
+    return f"""\
+usage: {_WORKERS_USAGE}
+
+{_knob_table(worker_knobs(), listen)}
+
+Knobs are those of `trainhouse serve`, from its file and environment, too: the same file may be given to both."""
+
+
+def _workers(options: argparse.Namespace) -> int:
+    from .worker_daemon import keep
+
+    config = load_config(_knob_flags(options), os.environ, _config_file(options))
+    if not config.base_models:
+        raise ConfigError("--base-model is not given: expected at least one NAME[=PATH_OR_HUB_ID]")
+    listen = options.listen or config.workers
+    if listen is None or not ADDRESS.holds(listen):
+        given = "is not given" if listen is None else f"is {listen!r}"
+        raise ConfigError(f"--listen {given}: expected {ADDRESS.words}, such as 127.0.0.1:7000")
+    configure_logging(config.log_level)
+    keep(config, listen)
+    return 0
+
+
+def _knob_flags(options: argparse.Namespace) -> Mapping[str, str | Sequence[str]]:
+    given = vars(options)
+    return {entry.name: given[entry.name] for entry in fields(ServerConfig) if entry.name in given}
+
+
+def _config_file(options: argparse.Namespace) -> Path | None:
+    named = os.environ.get(f"{ENVIRONMENT_PREFIX}CONFIG")
+    return options.config or (Path(named) if named else None)
+
+
+# trainhouse keys
+
+
+def _add_keys(commands: _Commands) -> None:
+    parser = commands.add_parser("keys", allow_abbrev=False)
+    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB")
+    create = verbs.add_parser("create", help="make a key and print it, this once")
+    create.add_argument("name", help="whose it is; keys of one name see the same runs and checkpoints")
+    create.add_argument("--scopes", metavar="A,B", help=f"what it may do: {','.join(SCOPES)} (all but operator)")
+    create.add_argument("--requests-per-minute", metavar="N", help="beyond them it is answered 429 (any number)")
+    revoke = verbs.add_parser("revoke", help="refuse a key from now on")
+    revoke.add_argument("key_id", help="its number in `trainhouse keys list`")
+    for verb, command in (
+        (create, _create_key),
+        (verbs.add_parser("list", help="all keys"), _list_keys),
+        (revoke, _revoke_key),
+    ):
+        _add_place(verb, _with_store(command, makes=verb is create))
+
+
+def _with_store(
+    command: Callable[[Store, argparse.Namespace], Coroutine[object, object, None]], makes: bool
+) -> Callable[[argparse.Namespace], int]:
+    """makes: the database where there is none."""
+
+    def run(options: argparse.Namespace) -> int:
+        config = _store_config(options)
+        if config.database_url is None:  # else no directory matters
+            check_kind(config)
+            if makes:
+                keep_private(config.state_dir, OF_STATE)
+        if not makes:
+            check_database(config)
+        store = open_store(config)
+        try:
+            asyncio.run(command(store, options))
+        finally:
+            store.close()
+        return 0
+
+    return run
+
+
+async def _create_key(store: Store, options: argparse.Namespace) -> None:
+    scopes = None if options.scopes is None else _scopes(options.scopes)
+    per_minute = None if options.requests_per_minute is None else _per_minute(options.requests_per_minute)
+    is_first = (await store.count_keys()).made == 0
+    print(await create_key(store, options.name, scopes, per_minute))
+    print("keep it: only its hash is stored, so it cannot be shown again", file=sys.stderr)
+    if is_first:
+        where = "database" if _store_config(options).database_url else "state directory"
+        print(f"it is the first: on this {where} made-up tml- keys no longer work", file=sys.stderr)
+
+
+def _scopes(text: str) -> tuple[str, ...]:
+    try:
+        return parse_scopes(text)
+    except ValueError as error:
+        raise ConfigError(f"--scopes: {error}") from None
+
+
+def _per_minute(text: str) -> int:
+    if not text.isdecimal() or not 0 < int(text) < 2**31:
+        raise ConfigError(f"--requests-per-minute is {text!r}: expected an integer from 1 to {2**31 - 1}")
+    return int(text)
+
+
+async def _list_keys(store: Store, _: argparse.Namespace) -> None:
+    keys = await list_keys(store)
+    print(f"{'KEY':>4}  {'CREATED':<16}  {'REVOKED':<16}  {'SCOPES':<23}  {'A MINUTE':>8}  NAME")
+    for key in keys:
+        scopes = ",".join(key.scopes or TENANT_SCOPES)
+        times = f"{_day(key.created_at):<16}  {_day(key.revoked_at):<16}"
+        print(f"{key.key_id:>4}  {times}  {scopes:<23}  {key.requests_per_minute or 'any':>8}  {key.name}")
+
+
+def _day(timestamp: float | None) -> str:
+    return "-" if timestamp is None else time.strftime("%Y-%m-%d %H:%M", time.localtime(timestamp))
+
+
+async def _revoke_key(store: Store, options: argparse.Namespace) -> None:
+    key_id = _key_id(options.key_id)
+    await revoke_key(store, key_id)
+    print(f"key {key_id} is revoked")
+
+
+def _key_id(text: str) -> int:
+    if not text.isdecimal():
+        raise ConfigError(f"{text!r} is not the number of a key: give the one that `trainhouse keys list` shows")
+    return int(text)
+
+
+# trainhouse backup, trainhouse verify
+
+
+def _add_backup(commands: _Commands) -> None:
+    parser = commands.add_parser("backup", allow_abbrev=False)
+    parser.add_argument("target", metavar="DIR", type=Path, help="the copy; on the same file system it takes no time")
+    _add_place(parser, _backup)
+
+
+def _add_verify(commands: _Commands) -> None:
+    parser = commands.add_parser("verify", allow_abbrev=False)
+    parser.add_argument("--repair", action="store_true", help="what is safe to; not beside a running server")
+    parser.add_argument("--checkpoints", default=argparse.SUPPRESS, help="that of the server, where it has one")
+    _add_place(parser, _verify)
+
+
+def _add_place(parser: argparse.ArgumentParser, command: Callable[[argparse.Namespace], int]) -> None:
+    """Where a command finds the state of a server."""
+    parser.add_argument("--state-dir", default=argparse.SUPPRESS, help="that of the server (.trainhouse)")
+    parser.add_argument("--database-url", default=argparse.SUPPRESS, help="that of the server, where it has one")
+    parser.add_argument("--config", type=Path, help="the server's TOML file, where that names the directory")
+    parser.set_defaults(run=command)
+
+
+def _store_config(options: argparse.Namespace) -> StoreConfig:
+    return store_config_of(_knob_flags(options), os.environ, _config_file(options))
+
+
+def _backup(options: argparse.Namespace) -> int:
+    store_config = _store_config(options)
+    check_kind(store_config)
+    Backup(store_config.state_dir, options.target, store_config.database_url is None).run(print)
+    return 0
+
+
+def _verify(options: argparse.Namespace) -> int:
+    given = (_knob_flags(options), os.environ, _config_file(options))
+    store_config, place_config = store_config_of(*given), place_config_of(*given)
+    check_kind(store_config)
+    check_database(store_config)
+    logging.disable()  # whatever it finds is said once, by itself
+    try:
+        with lock_to_verify(store_config.state_dir, options.repair) as is_running:
+            store = open_store(store_config)
+            try:
+                work = verify(store, store_config.state_dir, place_config, is_running, options.repair, print)
+                return FAILED if asyncio.run(work) else 0
+            finally:
+                store.close()
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,420 @@
+"""`trainhouse plan`: what each rank of a layout would have in memory, from a model's config.json alone.
+
+Loads neither weights nor torch nor the server, so that what is impossible is said at once.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from ...workers.planner.checks import check_layout, cuda_devices, nothing_known
+from ...workers.planner.choice import (
+    Choice,
+    Remedy,
+    layout_that_fits,
+    lighter,
+    micro_batch_tokens,
+    remedies,
+    usable_bytes,
+)
+from ...workers.planner.estimate import Memory, estimate, kv_cache_tokens, num_learned
+from ...workers.planner.footprint import gigabytes
+from ...workers.planner.load import Load, Training
+from ...workers.planner.parameters import Parameters, num_parameters, parameters
+from ...workers.planner.trainable import bytes_per_number
+from ...workers.protocol.config import ServedModel
+from ...workers.protocol.parallel_spec import SINGLE, ParallelSpec
+from ...workers.shapes.families import FAMILIES
+from ...workers.shapes.model_shape import Model, ModelShape, model_of, read_model
+from ..config.values import AUTO, NO_SHARD_OF_AUTO, ConfigError, is_url, parse_bytes, parse_layout, parse_served_model
+
+DOES_NOT_FIT = 1
+WRONGLY_USED = 2
+
+_LEAST_DEVICE_BYTES = 1 << 20
+
+_NUMBERS = ("micro_batch_tokens", "head_chunk_tokens", "adapter_slots", "full_slots", "lora_rank")
+
+# By what is trained: knobs that say nothing then, and what they are about.
+_OF_OTHERS = {
+    "lora": (("full_slots", "optimizer_states"), "models with weights of their own"),
+    "full": (("lora_rank", "adapter_slots", "base_quantization"), "adapters"),
+}
+
+
+class NotPlanned(Exception):
+    """A model that is served with this layout, and of which nothing more is known."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """device_bytes: None = not compared with any. choice: of `--parallel auto`."""
+
+    shape: ModelShape
+    spec: ParallelSpec
+    load: Load
+    memory: Memory
+    device_bytes: int | None
+    num_devices: int | None
+    choice: Choice | None
+
+    @property
+    def fits(self) -> bool | None:
+        """None where no device is given."""
+        return None if self.device_bytes is None else self.memory.total <= usable_bytes(self.device_bytes)
+
+    @property
+    def micro_batch_tokens(self) -> int | None:
+        """Those of serve's default, once the base is on the device."""
+        if self.device_bytes is None:
+            return None
+        free = max(0, self.device_bytes - self.memory.base)
+        return micro_batch_tokens(self.shape, self.spec, self.load, free)
+
+    @property
+    def least(self) -> int:
+        """Bytes that a rank has with one slot in use and no pass running."""
+        return self.memory.base + estimate(self.shape, self.spec, self.load.with_slots(1)).learned.total
+
+    @property
+    def filling(self) -> ParallelSpec | None:
+        """The same with as many replicas as there are devices for."""
+        num_copies = (self.num_devices or 0) // self.spec.num_ranks
+        return replace(self.spec, replicas=self.spec.replicas * num_copies) if num_copies > 1 else None
+
+    @property
+    def remedies(self) -> list[Remedy]:
+        if self.device_bytes is None or self.fits:
+            return []
+        return remedies(self.shape, self.spec, self.load, self.device_bytes, self.num_devices)
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The exit status: 0, 1 where the layout is impossible or does not fit, 2 when the command was wrongly used."""
+    options = _parser().parse_args(arguments)
+    try:
+        plan = plan_of(options)
+    except NotPlanned as served:
+        print(json.dumps({"fits": None, "note": str(served)}, indent=2) if options.json else served)
+        return 0
+    except ValueError as error:
+        print(f"trainhouse plan: error: {error}", file=sys.stderr)
+        if options.json:
+            print(json.dumps({"fits": False, "error": str(error)}, indent=2))
+        return WRONGLY_USED if isinstance(error, ConfigError) else DOES_NOT_FIT
+    print(json.dumps(as_json(plan), indent=2) if options.json else "\n".join(_text(plan)))
+    return DOES_NOT_FIT if plan.fits is False else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "trainhouse plan",
+        description="What each rank of a layout has in memory, from a model's config.json alone.",
+        usage="trainhouse plan --base-model NAME[=SOURCE] [--parallel LAYOUT] [--device-memory BYTES] [FLAGS]",
+        allow_abbrev=False,
+    )
+    knobs = (
+        ("base-model", "NAME[=SOURCE]", "as of serve; SOURCE, or what lies at a URL, may be a config.json"),
+        ("parallel", "LAYOUT", "such as tp=2 or fsdp=4,tp=8; auto: the smallest that fits (single)"),
+        ("shard", "PATTERN=STYLE", "of weights, otherwise than by the layout: replicate; repeatable"),
+        ("device-memory", "BYTES", "of each device, such as 80GB"),
+        ("num-devices", "N", "that there are, one for each rank"),
+        ("max-context-length", "N", "longest sequence in tokens (the model's)"),
+        ("micro-batch-tokens", "N", f"as of serve ({Load.micro_batch_tokens})"),
+        ("head-chunk-tokens", "N", f"as of serve ({Load.head_chunk_tokens})"),
+        ("training", "lora|full", f"what is trained: adapters, or all weights ({Load.training})"),
+        ("dtype", "TYPE", "of the base model: bfloat16, float32 (auto: bfloat16)"),
+        ("lora-rank", "N", f"of each adapter ({Load.lora_rank})"),
+        ("adapter-slots", "N", f"adapters in use at a time ({Load.adapter_slots})"),
+        ("full-slots", "N", f"as of serve, with --training full ({Load.full_slots})"),
+        ("base-quantization", "none|nf4", f"as of serve ({Load.base_quantization})"),
+        ("optimizer-states", "float32|8bit", f"as of serve, with --training full ({Load.optimizer_states})"),
+        ("kv-cache-bytes", "BYTES", f"as of serve ({Load.kv_cache_bytes >> 20}MiB)"),
+        ("tp-activations", "sharded|whole", f"as of serve ({Load.tp_activations})"),
+        ("zero-stage", "3|2", f"as of serve ({Load.zero_stage})"),
+        ("activations", "keep|recompute|offload", f"as of serve ({Load.activations})"),
+    )
+    for name, metavar, words in knobs:
+        action = "append" if name in ("base-model", "shard") else "store"
+        parser.add_argument(f"--{name}", metavar=metavar, help=words, action=action)
+    parser.add_argument("--train-only", action="store_true", help="samples are drawn elsewhere (docs/samplers.md)")
+    parser.add_argument("--json", action="store_true", help="for programs: one object, sizes in bytes")
+    return parser
+
+
+def plan_of(options: argparse.Namespace) -> Plan:
+    """Raises ConfigError on a value that is none, ValueError on a layout that cannot work, and NotPlanned."""
+    if options.base_model is None:
+        raise ConfigError("--base-model is not given: expected NAME[=DIRECTORY, config.json or hub id]")
+    if len(options.base_model) > 1:
+        raise ConfigError("--base-model is given twice: one model is planned at a time")
+    device_bytes, num_devices = _bytes(options, "device_memory"), _number(options, "num_devices")
+    if device_bytes is not None and device_bytes < _LEAST_DEVICE_BYTES:
+        raise ConfigError(f"--device-memory {options.device_memory} is {device_bytes} bytes: give a unit, such as 80GB")
+    is_auto = options.parallel == AUTO
+    shard = options.shard or ()
+    if is_auto and shard:
+        raise ConfigError(NO_SHARD_OF_AUTO)
+    spec = SINGLE if is_auto else parse_layout(options.parallel or str(SINGLE), shard)
+    model = _model(parse_served_model(options.base_model[0]))
+    dtype, longest = options.dtype or "auto", _number(options, "max_context_length")
+    quantization = options.base_quantization or Load.base_quantization
+    check_layout(spec, model, num_devices, longest, dtype, options.activations or Load.activations, quantization)
+    if not isinstance(model, ModelShape):
+        if is_auto:
+            raise ValueError(nothing_known(model))
+        raise NotPlanned(
+            f"{model.name} ({model.model_type}) is served by transformers' own forward, with replicas alone; memory is "
+            f"planned for models of type {', '.join(FAMILIES)}"
+        )
+    load = _load(options, model, longest, dtype)
+    if options.zero_stage == "2" and spec.fsdp == 1 and not is_auto:
+        raise ConfigError(f"--zero-stage 2 is about fsdp, which the layout {spec} has none of: leave it out")
+    choice = None
+    if is_auto:
+        loads = [load] if options.activations else [load, *lighter(load)]
+        choice = _choice(model, loads, device_bytes, num_devices)
+        spec, load = choice.spec, choice.load
+    return Plan(model, spec, load, estimate(model, spec, load), device_bytes, num_devices, choice)
+
+
+def _model(served: ServedModel) -> Model:
+    if not is_url(served.source):
+        return read_model(served)
+    try:  # it takes time to load, and for most models nothing is needed
+        from ...workers.models.model_cache import read_config
+    except ModuleNotFoundError as error:
+        raise ValueError(f"{served.source} is read with the package {error.name}: pip install fsspec") from None
+    return model_of(served.name, read_config(served.source))
+
+
+def as_json(plan: Plan) -> dict[str, object]:
+    shape, spec, memory = plan.shape, plan.spec, plan.memory
+    return {
+        "model": {"name": shape.name, "type": shape.model_type, "parameters": num_parameters(shape)},
+        "max_positions": shape.max_positions,
+        "rope": str(shape.rope),
+        "load": asdict(plan.load),
+        "parallel": spec.axes,
+        "replicated": list(spec.replicated),
+        "ranks": spec.num_ranks,
+        "parameters": [asdict(each) | {"bytes": each.kept * plan.load.number_bytes} for each in _table(plan)],
+        "memory": {
+            "base": memory.base,
+            "learned": asdict(memory.learned) | {"total": memory.learned.total},
+            "kv_cache": memory.kv_cache,
+            "kv_cache_tokens": kv_cache_tokens(shape, spec, plan.load),
+            "activations": asdict(memory.activations) | {"total": memory.activations.total},
+            "gathered": memory.gathered,
+            "arriving": memory.arriving,
+            "gathered_gradients": memory.gathered_gradients,
+            "gathered_head": memory.gathered_head,
+            "sampling": memory.sampling,
+            "saving": memory.saving,
+            "step": memory.step,
+            "work": memory.work,
+            "least": plan.least,
+            "total": memory.total,
+        },
+        "usable": None if plan.device_bytes is None else usable_bytes(plan.device_bytes),
+        "fits": plan.fits,
+        "default_micro_batch_tokens": plan.micro_batch_tokens,
+        "filling": None if plan.filling is None else str(plan.filling),
+        "remedies": [remedy.words for remedy in plan.remedies],
+    }
+
+
+def _load(options: argparse.Namespace, shape: ModelShape, longest: int | None, dtype: str) -> Load:
+    length = longest or shape.max_positions
+    if length is None:
+        raise ConfigError(f"the config.json of {shape.name} names no longest context: give --max-context-length")
+    given = {name: _number(options, name) for name in _NUMBERS}
+    given["kv_cache_bytes"] = _bytes(options, "kv_cache_bytes")
+    return Load(
+        longest=length,
+        dtype="bfloat16" if dtype == "auto" else dtype,
+        tp_activations=_one_of(options, "tp_activations", ("sharded", "whole")),
+        zero_stage=_one_of(options, "zero_stage", ("3", "2")),
+        activations=_one_of(options, "activations", ("keep", "recompute", "offload")),
+        base_quantization=_one_of(options, "base_quantization", ("none", "nf4")),
+        optimizer_states=_one_of(options, "optimizer_states", ("float32", "8bit")),
+        samples=not options.train_only,
+        training=_training(options),
+        **{name: value for name, value in given.items() if value is not None},
+    )
+
+
+def _training(options: argparse.Namespace) -> Training:
+    training: Training = "full" if _one_of(options, "training", ("lora", "full")) == "full" else "lora"
+    knobs, things = _OF_OTHERS[training]
+    for knob in knobs:
+        if getattr(options, knob) is not None:
+            raise ConfigError(f"{_flag(knob)} is about {things}, which --training {training} has none of: leave it out")
+    return training
+
+
+def _choice(shape: ModelShape, loads: list[Load], device_bytes: int | None, num_devices: int | None) -> Choice:
+    """With the first of the loads under which some layout fits."""
+    if device_bytes is None:
+        raise ConfigError("--parallel auto needs the memory of a device: give --device-memory, such as 80GB")
+    return layout_that_fits(shape, loads, device_bytes, num_devices)
+
+
+def _number(options: argparse.Namespace, name: str) -> int | None:
+    text = getattr(options, name)
+    if text is None:
+        return None
+    if not (text.isascii() and text.isdigit()) or not int(text):
+        raise ConfigError(f"{_flag(name)} is {text!r}: expected a whole number of at least 1")
+    return int(text)
+
+
+def _bytes(options: argparse.Namespace, name: str) -> int | None:
+    text = getattr(options, name)
+    try:
+        return None if text is None else parse_bytes(text)
+    except ValueError:
+        raise ConfigError(f"{_flag(name)} is {text!r}: expected a number of bytes, such as 80GB or 1GiB") from None
+
+
+def _one_of(options: argparse.Namespace, name: str, choices: tuple[str, ...]) -> str:
+    """The first where none is given."""
+    chosen = getattr(options, name) or choices[0]
+    if chosen not in choices:
+        raise ConfigError(f"{_flag(name)} is {chosen!r}: expected {', '.join(choices[:-1])} or {choices[-1]}")
+    return chosen
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+# What a person reads
+
+
+def _text(plan: Plan) -> Iterator[str]:
+    yield from _head(plan)
+    yield ""
+    yield from _aligned(
+        ("parameters", "how many", "whole", "style", "on a rank", "kept of it", "bytes"),
+        [_row(each, plan.load.number_bytes) for each in _table(plan)],
+    )
+    yield ""
+    yield from _aligned(("memory of each rank", "bytes", ""), list(_memory_rows(plan)))
+    yield ""
+    yield from _verdict(plan)
+
+
+def _head(plan: Plan) -> Iterator[str]:
+    shape, load = plan.shape, plan.load
+    experts = shape.experts
+    of_experts = "" if experts is None else f", {experts.num} experts of which a token takes {experts.per_token}"
+    yield (
+        f"{shape.name} ({shape.model_type}): {num_parameters(shape) / 1e9:.2f} billion parameters in {load.dtype}; "
+        f"{shape.num_layers} layers, {shape.heads} query and {shape.kv_heads} key/value heads{of_experts}"
+    )
+    yield f"context: {load.longest} tokens of the {shape.max_positions} that the model has ({shape.rope})"
+    yield f"layout: {plan.spec}, {plan.spec.num_ranks} rank{'s' if plan.spec.num_ranks > 1 else ''}"
+    if load.activations != "keep":
+        yield f"layers run once more on the way back: --activations {load.activations}"
+    found = cuda_devices()
+    if plan.num_devices is None and found is not None:
+        yield f"this machine has {found} CUDA device{'s' if found > 1 else ''} (--num-devices compares with so many)"
+
+
+def _table(plan: Plan) -> list[Parameters]:
+    return parameters(plan.shape, plan.spec)
+
+
+def _row(each: Parameters, number_bytes: int) -> tuple[str, ...]:
+    whole, own = (" x ".join(map(str, shape)) for shape in (each.shape, each.own_shape))
+    kept = f"1/{each.fsdp}" if each.fsdp > 1 else "all"
+    return each.pattern, str(each.count), whole, each.style, own, kept, gigabytes(each.kept * number_bytes)
+
+
+def _memory_rows(plan: Plan) -> Iterator[tuple[str, ...]]:
+    memory, load = plan.memory, plan.load
+    learned, activations = memory.learned, memory.activations
+    yield "base parameters", gigabytes(memory.base), ""
+    of_learned = f"weights {gigabytes(learned.weights)}, gradients {gigabytes(learned.gradients)}, "
+    of_learned += f"optimizer {gigabytes(int(learned.optimizer))}, copies {gigabytes(learned.copies)}"
+    yield _learned(plan), gigabytes(learned.total), of_learned
+    tokens = kv_cache_tokens(plan.shape, plan.spec, load)
+    yield (
+        "key/value cache",
+        gigabytes(memory.kv_cache),
+        f"{tokens} tokens" if load.samples else "samples are elsewhere",
+    )
+    of_pass = f"kept {gigabytes(activations.kept)}, the last layer {gigabytes(activations.working)}, "
+    of_pass += f"logits {gigabytes(activations.head)}"
+    yield f"activations of {-(-load.tokens // plan.spec.sp)} tokens", gigabytes(activations.total), of_pass
+    if activations.host:
+        yield "in host memory, beside that", gigabytes(activations.host), "inputs of layers (--activations offload)"
+    if memory.gathered:
+        what = "a layer" if load.zero_stage == "3" else "all layers"
+        yield f"{what} gathered along fsdp", gigabytes(memory.gathered + memory.arriving), "and the next one's weights"
+    if memory.gathered_gradients:
+        yield "its gradients", gigabytes(memory.gathered_gradients), "and another layer's, on their way"
+    if memory.gathered_head:
+        what = "with its gradient, " if load.training == "full" else ""
+        yield "the output head gathered", gigabytes(memory.gathered_head), f"{what}as it scores, when no layer runs"
+    if memory.sampling:
+        yield "the model gathered to sample", gigabytes(memory.sampling), "when no pass runs"
+    if memory.saving:
+        yield "a matrix put together to save", gigabytes(memory.saving), "when no pass runs"
+    if memory.step:
+        yield "gradients added up", gigabytes(memory.step), "at a step, when no pass runs"
+    yield "at least, between passes", gigabytes(plan.least), "the base, and one that learns"
+    yield "at most at a time", gigabytes(memory.total), ""
+
+
+def _learned(plan: Plan) -> str:
+    load = plan.load
+    plural = "s" if load.slots > 1 else ""
+    if load.training == "lora":
+        return f"{load.slots} adapter{plural} of rank {load.lora_rank}"
+    billions = num_learned(plan.shape, plan.spec, load) / load.slots / 1e9
+    return f"{load.slots} model{plural} of {billions:.2f} billion weights, {bytes_per_number(load).total} bytes each"
+
+
+def _verdict(plan: Plan) -> Iterator[str]:
+    if plan.device_bytes is None:
+        least, most = gigabytes(plan.least), gigabytes(plan.memory.total)
+        yield f"from {least} to {most} on each rank; --device-memory compares the latter with a device"
+        return
+    usable = usable_bytes(plan.device_bytes)
+    room = f"{gigabytes(plan.device_bytes)}, of which {gigabytes(plan.device_bytes - usable)} are left to CUDA and gaps"
+    if plan.fits:
+        spare = usable - plan.memory.total
+        more = spare // (plan.memory.learned.total // plan.load.slots)
+        further = f", enough for {more} more adapters of that rank" if plan.load.training == "lora" else ""
+        yield f"fits {room}: {gigabytes(spare)} to spare{further}"
+        yield from _reason(plan)
+    else:
+        yield f"does not fit {room}: {gigabytes(plan.memory.total - usable)} too much"
+        yield from (f"it would with {remedy.words}" for remedy in plan.remedies)
+    if plan.micro_batch_tokens is not None and plan.micro_batch_tokens < plan.load.micro_batch_tokens:
+        yield (
+            f"serve makes micro-batches of at most {plan.micro_batch_tokens} tokens there: a third of what the base"
+            " leaves free holds no more (--micro-batch-tokens sets another bound)"
+        )
+    if plan.filling is not None:
+        yield f"with {plan.filling.num_ranks} of the {plan.num_devices} devices: {plan.filling}"
+
+
+def _reason(plan: Plan) -> Iterator[str]:
+    """Why this one, of those that `--parallel auto` had."""
+    if plan.choice is None:
+        return
+    smaller = plan.choice.smaller
+    if smaller is not None:
+        yield f"no fewer ranks do: {smaller.spec} would need {gigabytes(smaller.memory.total)} on each"
+    yield "of as many ranks it exchanges least: tp within a node, then ep, then sp; fsdp gathers weights for every pass"
+
+
+def _aligned(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+    for row in (head, *rows):
+        yield "  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip()

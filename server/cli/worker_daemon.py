@@ -1,0 +1,88 @@
+"""`trainhouse workers`: one process that starts ranks and keeps them, for servers that come and go."""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+from ...workers.pools.remote.secure_channel import read_secret
+from ...workers.protocol.config import DispatchConfig, SamplingConfig
+from ...workers.scheduler.keeper import Keeper, KeptGroup
+from ...workers.scheduler.pool_factory import Source, groups_of, source_of
+from ..config.knobs import ServerConfig
+from ..replication.attached import knobs_of_workers
+from ..replication.state_lock import StartError
+from ..serving.auto_layout import settled
+from ..serving.base_models import with_models_here
+from ..serving.process import allow_many_connections, bound, left_soon, ready_file, say, until_signal
+
+_WAITING = 1024
+"""Connections that the system holds until they are taken; where there are more, it has callers try again."""
+
+
+def keep(config: ServerConfig, listen: str) -> None:
+    """Keeps workers until SIGINT or SIGTERM; a second one ends the process on the spot. Raises StartError.
+
+    listen: HOST:PORT, port 0 = a free one.
+    """
+    if config.workers_secret_file is None:
+        raise StartError("--workers-secret-file is not given: make one with `openssl rand -hex 32`, for servers, too")
+    allow_many_connections()
+    host, _, port = listen.rpartition(":")
+    try:
+        secret = read_secret(config.workers_secret_file)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    with bound(host.strip("[]"), int(port), "--listen", "--listen") as listener:
+        listener.listen(_WAITING)
+        listener.setblocking(False)
+        with left_soon():
+            asyncio.run(until_signal(partial(_keep, config, secret, listener)))
+
+
+async def _keep(config: ServerConfig, secret: bytes, listener: socket.socket, on_ready: Callable[[], None]) -> None:
+    config = await _settled(await with_models_here(config, say))
+    host, port, *_ = listener.getsockname()
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    of_all = _ranks_alone(config)
+    source = source_of(of_all)
+    groups = {name: KeptGroup(name, model, partial(source.new_pool, name, model)) for name, model in groups_of(of_all)}
+    keeper = Keeper(groups, knobs_of_workers(config), secret)
+    with ready_file(config.ready_file) as write_ready:
+        receiving = asyncio.create_task(keeper.receive(listener))
+        try:
+            await _started(source, keeper)
+            on_ready()
+            write_ready(address)
+            say(f"ready: workers at {address} for `trainhouse serve --workers {address}`")
+            await receiving
+        finally:
+            receiving.cancel()
+            await asyncio.wait({receiving})
+            await keeper.close()
+            await source.close()
+
+
+async def _settled(config: ServerConfig) -> ServerConfig:
+    """With its layout. Raises StartError."""
+    try:
+        return await asyncio.to_thread(settled, config, say)
+    except ValueError as error:
+        raise StartError(str(error)) from None
+
+
+async def _started(source: Source, keeper: Keeper) -> None:
+    try:
+        await source.open()
+        await keeper.start(say)
+    except (ValueError, OSError) as error:
+        raise StartError(str(error)) from None
+
+
+def _ranks_alone(config: ServerConfig) -> DispatchConfig:
+    """Whatever else is configured is the servers', and so are directories."""
+    of_all = config.dispatch_config()
+    models = tuple(replace(model, page_directory=None, shared_directories=()) for model in of_all.models)
+    sampling = SamplingConfig() if config.sampler == "vllm" else of_all.sampling
+    return replace(of_all, models=models, sampling=sampling, shared_devices="together")

@@ -1,0 +1,1 @@
+"""The knobs of a server."""

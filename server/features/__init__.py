@@ -1,0 +1,1 @@
+"""What was captured of the targets of drafts: kept, counted, released."""

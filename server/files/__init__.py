@@ -1,0 +1,1 @@
+"""Files: append-only logs, directories that are whole or absent, object stores."""

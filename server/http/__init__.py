@@ -1,0 +1,1 @@
+"""Requests before they are decoded: limits, bodies, decoding."""

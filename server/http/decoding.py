@@ -1,0 +1,141 @@
+"""Decoding in a process of its own: parsers of JSON and protobuf keep the interpreter to themselves, for seconds where
+a body is large, and all others would wait. One process decodes one body, with bounds to its memory and time.
+
+`main` is what runs there.
+"""
+
+import asyncio
+import contextlib
+import ctypes
+import gc
+import os
+import pickle
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeVar
+
+from ...schemas.codec import decompress
+from ...schemas.errors import RequestError
+from ...workers.protocol.messages import Incoming, Outgoing, decode, encode
+
+Decoded = TypeVar("Decoded")
+
+_AT_ONCE = ThreadPoolExecutor(2, thread_name_prefix="decode-apart")
+"""So many such processes there are at most; threads of their own, since those that wait are nobody else's."""
+
+_FIXED_BYTES = 512 << 20
+_BYTES_PER_BYTE = 10
+_PROCESSOR_SECONDS = 120
+_GRACE_SECONDS = 5
+_NICENESS = 5
+_PR_SET_PDEATHSIG = 1
+_RETRY_SECONDS = 5.0
+
+
+async def decode_apart(decoder: Callable[[bytes], Decoded], body: bytes, encoding: str | None, limit: int) -> Decoded:
+    """The body decompressed, of `limit` bytes at most, and decoded. Both ways only what can be pickled goes.
+
+    Raises RequestError: what `decoder` raises, 413 where it takes too much memory or time, or 503 where the machine has
+    no room for such a process.
+    """
+    work = _Work(decoder, encoding, limit, pickle.PickleBuffer(body))
+    answer = await asyncio.get_running_loop().run_in_executor(_AT_ONCE, _done_apart, work)
+    if isinstance(answer, Exception):
+        raise answer
+    return answer  # pyright: ignore[reportReturnType]
+
+
+class _Work(NamedTuple):
+    decoder: Callable[[bytes], object]
+    encoding: str | None
+    limit: int
+    body: pickle.PickleBuffer | memoryview
+
+    @property
+    def num_bytes(self) -> int:
+        return memoryview(self.body).nbytes
+
+
+def _done_apart(work: _Work) -> object:
+    """What comes of it, or the exception."""
+    try:
+        pipe, process = _start()
+    except OSError as error:
+        return _no_room(f"no process can be started for it ({error.strerror})")
+    with pipe, process:
+        try:
+            Outgoing(encode(work)).send(pipe)
+            frame = Incoming().receive(pipe)
+        except (EOFError, OSError):
+            if process.wait() == -signal.SIGKILL:  # not of its bounds: these end it otherwise
+                return _no_room("the process that decoded it was killed, probably since the machine ran out of memory")
+            return _too_much(work.num_bytes)
+        finally:
+            process.kill()
+    assert frame is not None, "the pipe blocks"
+    return decode(frame)
+
+
+def _start() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """Returns the pipe to a new process, and the process. Raises OSError."""
+    with contextlib.ExitStack() as opened:
+        ours, theirs = (opened.enter_context(end) for end in socket.socketpair())
+        number = theirs.fileno()
+        command = [sys.executable, "-P", "-c", f"from {__name__} import main; main()", str(number)]
+        # What its parsers print when memory runs out would be the client's to put into our log.
+        process = subprocess.Popen(command, pass_fds=[number], start_new_session=True, stderr=subprocess.DEVNULL)
+        opened.pop_all()
+    theirs.close()
+    return ours, process
+
+
+def _no_room(reason: str) -> RequestError:
+    return RequestError(f"the body cannot be decoded now: {reason}: send it again", 503, _RETRY_SECONDS)
+
+
+def _too_much(num_bytes: int) -> RequestError:
+    return RequestError(
+        f"to decode the body of {num_bytes} bytes took too much memory or time: send less in one request, or protobuf",
+        413,
+    )
+
+
+def main() -> None:
+    """Decodes the one body that comes through the pipe."""
+    os.nice(_NICENESS)
+    gc.disable()
+    if sys.platform == "linux":
+        # Its server's threads that start such processes end with the server, and so does this one then.
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        # Where the machine runs out of memory this is to go, and neither the server nor its workers.
+        with contextlib.suppress(OSError):
+            Path("/proc/self/oom_score_adj").write_text("1000")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # it would hold a tenant's data
+    with socket.socket(fileno=int(sys.argv[1])) as pipe:
+        frame = Incoming().receive(pipe)
+        assert frame is not None, "the pipe blocks"
+        Outgoing(encode(_decoded(frame))).send(pipe)
+
+
+def _decoded(frame: memoryview) -> object:
+    work = decode(frame)
+    assert isinstance(work, _Work)
+    try:
+        whole = decompress(bytes(work.body), work.encoding, work.limit)
+        most_bytes = _FIXED_BYTES + _BYTES_PER_BYTE * len(whole)
+        resource.setrlimit(resource.RLIMIT_DATA, (most_bytes, most_bytes))
+        resource.setrlimit(resource.RLIMIT_CPU, (_PROCESSOR_SECONDS, _PROCESSOR_SECONDS + _GRACE_SECONDS))
+        return work.decoder(whole)
+    except RequestError as error:
+        return error
+    except MemoryError:
+        return _too_much(work.num_bytes)
+    except Exception:
+        return RuntimeError(traceback.format_exc())

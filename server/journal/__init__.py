@@ -1,0 +1,1 @@
+"""What survives a crash: accepted operations, their results, snapshots."""

@@ -1,0 +1,424 @@
+"""Futures: the results of accepted operations: created, resolved or failed, waited for, and kept for a time.
+
+A result goes to a file before anybody is answered with it, so that kill -9 takes nothing back. Where it is there the
+store hears later, in batches; after that memory may let go of it.
+"""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Literal, cast
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ...schemas.errors import Category, RequestError
+from ...schemas.futures import Pending, RequestFailed
+from ..files.wal import MOST_BODY_BYTES, Guard, Place, Segments, read_segment
+from ..logs.repeated_errors import Trouble
+from ..store import ResultRecord, Store
+from .journal import Header
+from .quarantine import STRIKES
+
+logger = logging.getLogger(__name__)
+
+_SEGMENT_BYTES = 64 << 20
+_MEMORY_BYTES = 64 << 20
+_BYTES_BESIDE_BODY = 2048
+"""Of a future in memory, about: what it is found by, and what waits for it."""
+_MOST_PER_WRITE = 500
+_RETRY_SECONDS = 1.0
+_SUM_SHARE = 0.02
+"""Of the time, that summing up what is kept may take of the database."""
+
+_RECORD_BYTES = 512
+"""Of a kept result beside its body: its header, and its row in the store."""
+_LINGER_SECONDS = 0.25
+"""What comes within this time of the first result is told to the store together with it."""
+
+Encoding = Literal["json", "forward_backward", "sample", "user_error", "server_error"]
+
+_ERRORS = ("user_error", "server_error")
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """encoding: what the body is: JSON to send as it is, of an error, too, or protobuf that can be sent either way."""
+
+    body: bytes
+    encoding: Encoding = "json"
+
+    @property
+    def is_error(self) -> bool:
+        return self.encoding in _ERRORS
+
+    @property
+    def is_json(self) -> bool:
+        return self.encoding == "json" or self.is_error
+
+
+def failure(message: str, category: Category) -> Result:
+    encoding = "server_error" if category == "server" else "user_error"
+    return Result(RequestFailed(error=message, category=category).model_dump_json().encode(), encoding)
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """What of a result is known without its body. num_bytes: of that."""
+
+    request_id: str
+    is_error: bool
+    num_bytes: int
+
+
+@dataclass(eq=False, slots=True)
+class Future:
+    """One accepted operation's result, or the place for it.
+
+    pending: why there is no result yet. on_stored: called once the store knows the result's place.
+    """
+
+    request_id: str
+    tenant_id: str
+    pending: Callable[[], Pending]
+    on_stored: Callable[[], None]
+    result: Result | None = None
+    place: Place | None = None
+    resolved_at: float = 0.0
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def let_go(self) -> None:
+        """Releases the operation, once nobody is called about it any more."""
+        self.pending, self.on_stored = Pending, _nothing
+
+
+class Futures:
+    """By request id; `open` before anything else, `close` writes what is not written yet."""
+
+    def __init__(
+        self,
+        directory: Path,
+        store: Store,
+        ttl_seconds: float,
+        memory_bytes: int = _MEMORY_BYTES,
+        sync: bool = False,
+        guard: Guard = lambda: None,
+    ) -> None:
+        self._segments = Segments(directory, _SEGMENT_BYTES, sync, guard)
+        self._store = store
+        self._ttl_seconds = ttl_seconds
+        self._memory_bytes = memory_bytes
+        self._live: dict[str, Future] = {}
+        self._stored: OrderedDict[str, Future] = OrderedDict()
+        self._stored_bytes = 0
+        self._appending: set[Future] = set()  # on their way to the file
+        self._unstored: list[Future] = []  # in the file, in its order; the store does not know them yet
+        self._has_unstored = asyncio.Event()
+        self._deadlines: set[asyncio.Timeout] = set()
+        # Held while a large result is encoded or decoded: each step of that keeps the event loop waiting for a moment.
+        self.one_at_a_time = asyncio.Lock()
+        self._kept_bytes: Counter[str] = Counter()
+        self._sum_again_at = 0.0
+        self._writer: asyncio.Task[None] | None = None
+        self._closing = asyncio.Event()
+        self._writing = Trouble(logger, f"writing results to {directory}")
+        self._storing = Trouble(logger, "storing the places of results")
+
+    async def open(self) -> None:
+        await self._tell_store_of_those_after(await self._store.newest_result())
+        await self._sum_up()
+        self._writer = asyncio.create_task(self._write_behind())
+
+    async def lose(self, headers: Iterable[Header]) -> None:
+        """Answers what an earlier process accepted and nobody takes up."""
+        waited_for = [one for one in headers if one.refused is None and one.kind not in STRIKES]
+        by_id = {header.request_id: header for header in waited_for if header.request_id not in self._live}
+        answered = await self.earlier(list(by_id))
+        for request_id, header in by_id.items():
+            if request_id not in answered:
+                self.fail(self.create(request_id, header.tenant_id), _lost(header), "server")
+
+    async def has_result(self, request_id: str) -> bool:
+        """Of a request that is not being worked on."""
+        return await self._store.get_result(request_id) is not None
+
+    async def earlier(self, request_ids: Sequence[str]) -> dict[str, Encoding]:
+        """How those of them were answered that an earlier process answered, or was about to."""
+        return {one.request_id: cast(Encoding, one.encoding) for one in await self._store.get_results(request_ids)}
+
+    async def ended(self, prefix: str) -> list[Ended]:
+        """Of the requests whose ids begin so, those that have a result, of earlier processes, too."""
+        here = [future for request_id, future in self._live.items() if request_id.startswith(prefix) and future.result]
+        stored = await self._store.list_results(prefix)
+        known = {one.request_id: Ended(one.request_id, one.encoding in _ERRORS, one.size_bytes) for one in stored}
+        known |= {one.request_id: Ended(one.request_id, one.result.is_error, _size(one)) for one in here if one.result}
+        return list(known.values())
+
+    @property
+    def num_stored(self) -> int:
+        """Results that are durable and in memory."""
+        return len(self._stored)
+
+    def create(
+        self,
+        request_id: str,
+        tenant_id: str,
+        pending: Callable[[], Pending] = Pending,
+        on_stored: Callable[[], None] = lambda: None,
+    ) -> Future:
+        assert request_id not in self._live, f"{request_id} is there already"
+        future = self._live[request_id] = Future(request_id, tenant_id, pending, on_stored)
+        return future
+
+    def resolve(self, future: Future, result: Result) -> None:
+        if future.result is not None:
+            return
+        if len(result.body) > MOST_BODY_BYTES:
+            words = (
+                f"the result has {len(result.body)} bytes, and at most {MOST_BODY_BYTES} can be stored: ask for less"
+            )
+            result = failure(words, "user")
+        future.result, future.resolved_at = result, time.time()
+        self._kept_bytes[future.tenant_id] += _kept_size(future)
+        self._append(future)
+
+    def fail(self, future: Future, message: str, category: Category) -> None:
+        self.resolve(future, failure(message, category))
+
+    def forget(self, future: Future) -> None:
+        """For one that was not accepted after all."""
+        del self._live[future.request_id]
+
+    async def require(self, request_id: str, tenant_id: str) -> None:
+        """Raises RequestError 404 unless it is there and the tenant's."""
+        future = self._live.get(request_id) or await self._store.get_result(request_id)
+        if future is None or future.tenant_id != tenant_id:
+            raise _unknown(request_id)
+
+    async def wait(
+        self, request_id: str, tenant_id: str, seconds: float, claim: Callable[[int], None] = lambda num_bytes: None
+    ) -> Result | Pending:
+        """The result, as soon as it is there; what it waits for, if it is not there in time. RequestError 404.
+
+        claim: called with its bytes before it is read, and raises RequestError where there is no room for it.
+        """
+        future = self._live.get(request_id)
+        if future is None:
+            return await self._load(request_id, tenant_id, claim)
+        if future.tenant_id != tenant_id:
+            raise _unknown(request_id)
+        if not await self.long_poll(future.done, seconds):
+            return future.pending()
+        assert future.result is not None
+        claim(_size(future))
+        return future.result
+
+    async def long_poll(self, event: asyncio.Event, seconds: float) -> bool:
+        """Whether the event came in time; a server that stops ends the wait."""
+        deadline = asyncio.timeout(seconds)
+        try:
+            async with deadline:
+                self._deadlines.add(deadline)
+                await event.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self._deadlines.discard(deadline)
+        return True
+
+    def stop_waiting(self) -> None:
+        """Ends all waits as if their time had come."""
+        now = asyncio.get_running_loop().time()
+        for deadline in self._deadlines:
+            if not deadline.expired():
+                deadline.reschedule(now)
+
+    def kept_bytes(self, tenant_id: str) -> int:
+        """Returns about how many bytes the tenant's results take on disk."""
+        return self._kept_bytes[tenant_id]
+
+    async def _sum_up(self) -> None:
+        """Counts what the store knows, and what it does not know yet."""
+        began_at = time.monotonic()
+        if began_at < self._sum_again_at:
+            return
+        sums = await self._store.sum_results()
+        kept = Counter({tenant_id: num * _RECORD_BYTES + size for tenant_id, (num, size) in sums.items()})
+        for future in (*self._unstored, *self._appending):
+            kept[future.tenant_id] += _kept_size(future)
+        self._kept_bytes, now = kept, time.monotonic()
+        self._sum_again_at = now + (now - began_at) / _SUM_SHARE
+
+    async def expire(self) -> None:
+        """Lets go of results that are older than the time they are kept for."""
+        oldest = time.time() - self._ttl_seconds
+        await self._store.delete_results(oldest)
+        await asyncio.to_thread(self._segments.delete_older_than, self._ttl_seconds)
+        while self._stored and next(iter(self._stored.values())).resolved_at < oldest:
+            self._forget_oldest()
+        await self._sum_up()
+
+    async def close(self) -> None:
+        self._closing.set()
+        self._has_unstored.set()
+        try:
+            if self._writer is not None:
+                await self._writer
+        finally:
+            await self._segments.close()
+
+    async def _load(self, request_id: str, tenant_id: str, claim: Callable[[int], None]) -> Result:
+        record = await self._store.get_result(request_id)
+        if record is None or record.tenant_id != tenant_id:
+            raise _unknown(request_id)
+        claim(record.size_bytes)
+        try:
+            return await self._read(record)
+        except FileNotFoundError:
+            raise _unknown(request_id) from None
+        except ValueError as error:
+            logger.error("the result of %s is lost: %s", request_id, error)
+            return failure(f"the result of {request_id} is damaged on the server's disk", "server")
+
+    async def _read(self, record: ResultRecord) -> Result:
+        stored = await self._segments.read(Place.parse(record.place))
+        return Result(stored.body, cast(Encoding, record.encoding))
+
+    def _append(self, future: Future) -> None:
+        self._appending.add(future)
+        written = self._append_to_file(future)
+        if written.done():
+            self._appended(future, written)
+        else:
+            written.add_done_callback(partial(self._appended, future))
+
+    def _append_to_file(self, future: Future) -> "asyncio.Future[Place]":
+        assert future.result is not None
+        return self._segments.append(_header(future, future.result), future.result.body)
+
+    def _appended(self, future: Future, written: "asyncio.Future[Place]") -> None:
+        future.done.set()
+        if error := written.exception():
+            # Nothing is lost while this process lives: the result stays in memory, and the write is tried again.
+            if not self._closing.is_set():
+                self._writing.failed(cast(Exception, error))
+                asyncio.get_running_loop().call_later(_RETRY_SECONDS, self._append, future)
+                return
+            logger.error("result %s cannot be written (%s)", future.request_id, error)
+        else:
+            self._writing.passed()
+            future.place = written.result()
+            self._unstored.append(future)
+        self._appending.discard(future)
+        self._has_unstored.set()
+
+    async def _write_behind(self) -> None:
+        while self._unstored or self._appending or not self._closing.is_set():
+            if not self._unstored:
+                self._has_unstored.clear()
+                await self._has_unstored.wait()
+                await self._linger(_LINGER_SECONDS)
+                continue
+            batch = self._unstored[:_MOST_PER_WRITE]
+            try:
+                await self._store.put_results([_record(future) for future in batch])
+            except SQLAlchemyError as error:
+                if self._closing.is_set():
+                    raise
+                self._storing.failed(error)
+                await self._linger(_RETRY_SECONDS)
+                continue
+            self._storing.passed()
+            del self._unstored[: len(batch)]
+            for future in batch:
+                future.on_stored()
+                future.let_go()
+                self._keep(future)
+            self._shrink()
+
+    async def _linger(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+
+    async def _tell_store_of_those_after(self, newest: ResultRecord | None) -> None:
+        """Results of an earlier process that were in its file when it ended, but not in the store."""
+        start = Place(-1, 0) if newest is None else Place.parse(newest.place)
+        await self._put(await asyncio.to_thread(lambda: list(self._records_after(start))))
+
+    async def _put(self, records: list[ResultRecord]) -> None:
+        for first in range(0, len(records), _MOST_PER_WRITE):
+            await self._store.put_results(records[first : first + _MOST_PER_WRITE])
+
+    def _records_after(self, start: Place) -> Iterator[ResultRecord]:
+        for segment in self._segments.earlier:
+            if segment < start.segment:
+                continue
+            for stored in read_segment(self._segments.path(segment)):
+                if (segment, stored.offset) > (start.segment, start.offset) and "tenant_id" in stored.header:
+                    place = str(Place(segment, stored.offset))
+                    yield ResultRecord(place=place, size_bytes=len(stored.body), **stored.header)  # pyright: ignore[reportArgumentType]
+
+    def _keep(self, future: Future) -> None:
+        self._stored[future.request_id] = future
+        self._stored_bytes += _size(future) + _BYTES_BESIDE_BODY
+
+    def _shrink(self) -> None:
+        while self._stored_bytes > self._memory_bytes:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        request_id, future = self._stored.popitem(last=False)
+        self._stored_bytes -= _size(future) + _BYTES_BESIDE_BODY
+        del self._live[request_id]
+
+
+def _nothing() -> None:
+    """See Future.let_go."""
+
+
+def _size(future: Future) -> int:
+    return len(future.result.body) if future.result else 0
+
+
+def _kept_size(future: Future) -> int:
+    return _size(future) + _RECORD_BYTES
+
+
+def _header(future: Future, result: Result) -> dict[str, object]:
+    """Together with its place, all that the store knows of a result."""
+    return {
+        "request_id": future.request_id,
+        "tenant_id": future.tenant_id,
+        "encoding": result.encoding,
+        "created_at": future.resolved_at,
+    }
+
+
+def _record(future: Future) -> ResultRecord:
+    assert future.result is not None and future.place is not None
+    return ResultRecord(
+        request_id=future.request_id,
+        tenant_id=future.tenant_id,
+        place=str(future.place),
+        size_bytes=len(future.result.body),
+        encoding=future.result.encoding,
+        created_at=future.resolved_at,
+    )
+
+
+def _lost(header: Header) -> str:
+    remedy = "send it again"
+    if header.kind != "sample":
+        remedy = "create a new client from the last saved checkpoint and go on from there"
+    return f"the server restarted before {header.kind} {header.request_id} was done: {remedy}"
+
+
+def _unknown(request_id: str) -> RequestError:
+    return RequestError(
+        f"request {request_id} is unknown: it was never accepted for this API key, or its result is no longer kept", 404
+    )

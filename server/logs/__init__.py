@@ -1,0 +1,1 @@
+"""Log lines of a server."""

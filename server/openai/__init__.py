@@ -1,0 +1,1 @@
+"""OpenAI's API in the words of our samplers."""

@@ -1,0 +1,125 @@
+"""/v1/chat/completions: the next message of a chat, by the model's chat template."""
+
+import json
+import reprlib
+from collections.abc import Iterator
+
+from pydantic import JsonValue
+
+from ...schemas.openai import ChatCompletionRequest, ChatMessage, OpenAiError
+from ...schemas.openai_answers import AnswerMessage, ChatChoice, ChatLogprobs, TokenLogprob
+from ..sampling.prompts import Prompt
+from ..text.tokenizer import Chat, Tokenizer, UnreadTools
+from .answer import Answer, Told, alternatives
+from .choices import Fragment, Scored
+from .kind import Kind
+
+
+def check(asked: ChatCompletionRequest) -> None:
+    if asked.top_logprobs and not asked.logprobs:
+        raise OpenAiError(f"top_logprobs {asked.top_logprobs} needs logprobs: true", param="top_logprobs")
+    wanted = reprlib.repr(asked.tool_choice)
+    if asked.tool_choice not in ("auto", "none"):
+        raise OpenAiError(f"tool_choice {wanted} is not supported: send auto or none", param="tool_choice")
+
+
+def prompts_of(asked: ChatCompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+    chat = Chat(
+        messages=[_template_message(number, message) for number, message in enumerate(asked.messages)],
+        tools=asked.tools if asked.tools and asked.tool_choice != "none" else None,
+        add_generation_prompt=asked.add_generation_prompt,
+        variables=asked.chat_template_kwargs,
+    )
+    try:
+        return [Prompt(tokenizer.encode_chat(chat, most_tokens))]
+    except UnreadTools:
+        raise OpenAiError(
+            f"tools are not read by the chat template of {asked.model}, so it would never hear of them: leave them out "
+            "and describe them in a message, or take a model that was trained to call tools",
+            param="tools",
+            code="unsupported_parameter",
+        ) from None
+
+
+def _template_message(number: int, message: ChatMessage) -> dict[str, JsonValue]:
+    """As chat templates read it: the parts of its content are one text, in lines; a call without any has an empty one,
+    which many templates join to others."""
+    fields = message.model_dump()
+    if message.role == "assistant" and message.content is None:
+        fields["content"] = ""
+    if isinstance(message.content, list):
+        if wrong := next((part for part in message.content if part.type != "text"), None):
+            raise OpenAiError(
+                f"messages.{number}.content has a part of type {wrong.type!r}, which is not supported: send text",
+                param=f"messages.{number}.content",
+            )
+        fields["content"] = "\n".join(part.text for part in message.content)
+    if message.tool_calls is not None:
+        fields["tool_calls"] = [_template_call(number, call) for call in message.tool_calls]
+    return fields
+
+
+def _template_call(number: int, call: dict[str, JsonValue]) -> dict[str, JsonValue]:
+    """Clients send the arguments as JSON in a string, templates read what is in it."""
+    function = call.get("function")
+    if not isinstance(function, dict) or not isinstance(text := function.get("arguments"), str):
+        return call
+    try:
+        # In their order, which templates may print.
+        return {**call, "function": {**function, "arguments": json.loads(text or "{}")}}
+    except ValueError as error:
+        place = f"messages.{number}.tool_calls"
+        raise OpenAiError(f"{place} has arguments that are not valid JSON: {error}", param=place) from None
+
+
+class ChatAnswer(Answer):
+    kind = "chat.completion"
+    chunk_kind = "chat.completion.chunk"
+    id_prefix = "chatcmpl"
+
+    def choices(self, told: Told) -> Iterator[ChatChoice]:
+        for fragment in told.fragments:
+            choice = self._choice(fragment)
+            choice["message"] = _message(fragment)
+            yield choice
+
+    def part(self, fragment: Fragment) -> ChatChoice:
+        choice = self._choice(fragment)
+        choice["delta"] = _message(fragment)
+        return choice
+
+    def beside(self, first: bool) -> dict[str, JsonValue]:
+        return {"prompt_token_ids": list(self.prompts[0].token_ids)} if first and self.asked.return_token_ids else {}
+
+    def _choice(self, fragment: Fragment) -> ChatChoice:
+        choice: ChatChoice = {
+            "index": fragment.index,
+            "logprobs": None if fragment.scored is None else self._logprobs(fragment.scored),
+            "finish_reason": fragment.finish_reason,
+        }
+        if self.asked.return_token_ids:
+            choice["token_ids"] = fragment.token_ids
+        return choice
+
+    def _logprobs(self, scored: Scored) -> ChatLogprobs:
+        columns = zip(scored.token_ids, scored.logprobs.tolist(), alternatives(scored), strict=True)
+        return {
+            "content": [
+                {
+                    **self._token(token_id, logprob),
+                    "top_logprobs": [self._token(*likely) for likely in top.items()],
+                }
+                for token_id, logprob, top in columns
+            ]
+        }
+
+    def _token(self, token_id: int, logprob: float) -> TokenLogprob:
+        spelled = list(self.tokenizer.token_bytes(token_id))
+        return {"token": self.tokenizer.name_of(token_id), "logprob": logprob, "bytes": spelled}
+
+
+def _message(fragment: Fragment) -> AnswerMessage:
+    return {"role": "assistant", "content": fragment.text} if fragment.first else {"content": fragment.text}
+
+
+CHATS = Kind(ChatCompletionRequest, check, prompts_of, ChatAnswer)

@@ -1,0 +1,99 @@
+"""/v1/completions: texts and tokens, continued."""
+
+import math
+from collections.abc import Iterator
+
+from ...schemas.openai import CompletionRequest, OpenAiError
+from ...schemas.openai_answers import CompletionChoice, CompletionLogprobs
+from ..sampling.prompts import Prompt
+from ..sampling.sampling_job import MOST_SAMPLES
+from ..text.tokenizer import Tokenizer
+from .answer import Answer, Told, alternatives
+from .choices import Fragment, Scored
+from .kind import Kind
+
+
+def check(asked: CompletionRequest) -> None:
+    if not asked.num_prompts:
+        raise OpenAiError("prompt is an empty list: send at least one", param="prompt")
+    if (num_choices := asked.num_prompts * asked.n) > MOST_SAMPLES:
+        raise OpenAiError(
+            f"{asked.num_prompts} prompts with n {asked.n} ask for {num_choices} choices, and {MOST_SAMPLES} are the "
+            "most: send several requests",
+            param="prompt",
+        )
+    if asked.samples_nothing and not asked.echo:
+        raise OpenAiError("max_tokens 0 leaves nothing to answer: raise it, or ask for echo", param="max_tokens")
+    if asked.stream and asked.echo and asked.logprobs is not None:
+        raise OpenAiError("echo with logprobs cannot be streamed: leave out stream", param="stream")
+
+
+def prompts_of(asked: CompletionRequest, tokenizer: Tokenizer, most_tokens: int) -> list[Prompt]:
+    return [
+        Prompt(tokenizer.encode(one, most_tokens), one) if isinstance(one, str) else Prompt(one)
+        for one in asked.prompts
+    ]
+
+
+class CompletionAnswer(Answer):
+    kind = "text_completion"
+    chunk_kind = kind
+    id_prefix = "cmpl"
+
+    def choices(self, told: Told) -> Iterator[CompletionChoice]:
+        echoed = self._logprobs(told.echo.scored)
+        for fragment in told.fragments:
+            logprobs = _joined(echoed, self._logprobs(fragment.scored))
+            yield self._choice(fragment, told.echo.text + fragment.text, logprobs)
+
+    def part(self, fragment: Fragment) -> CompletionChoice:
+        return self._choice(fragment, fragment.text, self._logprobs(fragment.scored))
+
+    def _choice(self, fragment: Fragment, text: str, logprobs: CompletionLogprobs | None) -> CompletionChoice:
+        choice: CompletionChoice = {
+            "index": fragment.index,
+            "text": text,
+            "logprobs": logprobs,
+            "finish_reason": fragment.finish_reason,
+        }
+        if self.asked.return_token_ids:
+            choice["token_ids"] = fragment.token_ids
+            if fragment.first:
+                choice["prompt_token_ids"] = list(self.prompts[fragment.index // self.asked.n].token_ids)
+        return choice
+
+    def _logprobs(self, scored: Scored | None) -> CompletionLogprobs | None:
+        if scored is None:
+            return None
+        logprobs = [None if math.isnan(logprob) else logprob for logprob in scored.logprobs.tolist()]
+        tops = zip(scored.token_ids, logprobs, alternatives(scored), strict=True)
+        return {
+            "tokens": [self.tokenizer.name_of(token_id) for token_id in scored.token_ids],
+            "token_logprobs": logprobs,
+            "top_logprobs": [
+                None if logprob is None else self._likeliest(top | {token_id: logprob})
+                for token_id, logprob, top in tops
+            ],
+            "text_offset": list(scored.offsets),
+        }
+
+    def _likeliest(self, logprobs: dict[int, float]) -> dict[str, float]:
+        """Of two tokens with the same text, the likelier."""
+        by_text: dict[str, float] = {}
+        for token_id, logprob in logprobs.items():
+            by_text.setdefault(self.tokenizer.name_of(token_id), logprob)
+        return by_text
+
+
+def _joined(first: CompletionLogprobs | None, second: CompletionLogprobs | None) -> CompletionLogprobs | None:
+    if first is None or second is None:
+        return first or second
+    return {
+        "tokens": first["tokens"] + second["tokens"],
+        "token_logprobs": first["token_logprobs"] + second["token_logprobs"],
+        "top_logprobs": first["top_logprobs"] + second["top_logprobs"],
+        "text_offset": first["text_offset"] + second["text_offset"],
+    }
+
+
+COMPLETIONS = Kind(CompletionRequest, check, prompts_of, CompletionAnswer)

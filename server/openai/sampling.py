@@ -1,0 +1,112 @@
+"""OpenAI's requests in the words of our samplers.
+
+A field of SamplingParams that OpenAI's or vLLM's clients send takes a field in `schemas/openai.py`, out of its table of
+what cannot be done, and a line in `sampling_params`.
+"""
+
+from collections.abc import Sequence
+
+from ...schemas.errors import OperationError
+from ...schemas.openai import Asking, ChatCompletionRequest, OpenAiError, ResponseFormat
+from ...schemas.sampling import Constraint, ModelInput, SampleRequest, SamplingParams
+from ..sampling.drafts import DraftNotLoaded, NoDraft
+from ..sampling.prompts import Prompt
+from ..sampling.sampling_job import Stops
+
+MOST_ECHOED = 1 << 21
+"""Tokens of prompts in one answer, each counted with its alternatives."""
+
+
+def sampling_params(asked: Asking) -> SamplingParams:
+    """But for max_tokens, which may be another for each prompt."""
+    return SamplingParams(
+        seed=asked.seed,
+        temperature=asked.temperature,
+        top_k=asked.top_k or -1,  # vLLM's 0 is off, too
+        top_p=asked.top_p,
+        min_p=asked.min_p,
+        min_tokens=asked.min_tokens,
+        repetition_penalty=asked.repetition_penalty,
+        presence_penalty=asked.presence_penalty,
+        frequency_penalty=asked.frequency_penalty,
+        logit_bias=asked.logit_bias or None,
+        constraint=_constraint(asked.response_format),
+    )
+
+
+def _constraint(answer: ResponseFormat) -> Constraint | None:
+    match answer.type:
+        case "text":
+            return None
+        case "json_object":
+            return Constraint(json_schema={"type": "object"})
+        case "json_schema":
+            if answer.json_schema is None:
+                raise OpenAiError("response_format.json_schema is missing", param="response_format.json_schema")
+            return Constraint(json_schema=answer.json_schema.json_schema)
+
+
+def sample_requests(asked: Asking, prompts: Sequence[Prompt], context: int) -> list[SampleRequest]:
+    """They share what is in their params, which may be large. context: tokens. Raises OpenAiError."""
+    _check_echo(asked, prompts)
+    params = sampling_params(asked)
+    scores_prompt = asked.echoes and asked.num_top is not None
+    num_top = asked.num_top or 0
+    return [
+        SampleRequest(
+            prompt=ModelInput.from_ints(prompt.token_ids),
+            sampling_params=params.model_copy(update={"max_tokens": _max_tokens(asked, prompt, context)}),
+            num_samples=asked.n,
+            draft_path=asked.draft_path,
+            num_draft_tokens=asked.num_draft_tokens,
+            topk_sample_logprobs=num_top,
+            prompt_logprobs=scores_prompt,
+            topk_prompt_logprobs=num_top if scores_prompt else 0,
+        )
+        for prompt in prompts
+    ]
+
+
+def check_alternatives(asked: Asking, most: int) -> None:
+    """Raises OpenAiError where more of them are asked for at a token than --max-logprobs allows."""
+    if (count := asked.num_top or 0) > most:
+        param = "top_logprobs" if isinstance(asked, ChatCompletionRequest) else "logprobs"
+        raise OpenAiError(
+            f"{param} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+            f"with --max-logprobs {count}",
+            param=param,
+        )
+
+
+def _check_echo(asked: Asking, prompts: Sequence[Prompt]) -> None:
+    num_tokens = asked.n * sum(len(prompt.token_ids) for prompt in prompts)
+    num_echoed = num_tokens * (1 + (asked.num_top or 0)) if asked.echoes else 0
+    if num_echoed > MOST_ECHOED:
+        raise OpenAiError(
+            f"echo of {num_tokens} tokens, each with {asked.num_top or 0} alternatives, makes {num_echoed}, and "
+            f"{MOST_ECHOED} are the most: lower n or logprobs, or send several requests",
+            param="echo",
+        )
+
+
+def _max_tokens(asked: Asking, prompt: Prompt, context: int) -> int | None:
+    most = asked.most_tokens(context - len(prompt.token_ids))
+    # One token is sampled, and dropped, where only the prompt is to be scored.
+    return None if most is None else max(1, most)
+
+
+def refusal(asked: Asking, error: OperationError | NoDraft) -> OpenAiError:
+    """What is said of jobs, whose drafts the request named or its sampler; workers know constraints and no
+    response_format."""
+    if isinstance(error, NoDraft):
+        return OpenAiError(error.message, error.status, "draft_path")
+    status = 400 if error.category == "user" else 503
+    if asked.response_format.type != "text" and "constraint" in error.message:
+        return OpenAiError(f"response_format: {error.message}", status, "response_format")
+    return OpenAiError(error.message, status, "draft_path" if isinstance(error, DraftNotLoaded) else None)
+
+
+def stops_of(asked: Asking, end_token_ids: Sequence[int]) -> Stops:
+    """end_token_ids: the model's, which end a sample whatever else does."""
+    ends = () if asked.ignore_eos else tuple(end_token_ids)
+    return Stops((*ends, *asked.stop_token_ids), asked.stop_strings)

@@ -1,0 +1,55 @@
+"""Direct: the routes that clients call at every operation, without FastAPI on the way.
+
+Resolving their dependencies takes FastAPI longer than all of their work takes us. They stay registered there, for the
+OpenAPI document and for whatever is not a plain call of theirs.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+from fastapi import APIRouter, Request, Response
+from fastapi.routing import APIRoute
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..tenants.auth import Tenant, current_tenant
+from .services import Services, current_services
+
+Endpoint = Callable[[Request, Services, Tenant], Awaitable[Response]]
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+def endpoints(routers: Sequence[APIRouter], names: Sequence[str]) -> Mapping[str, Endpoint]:
+    """Path -> endpoint, of the POST routes of these names, whose only parameters are the request and who sent it."""
+    routes = [route for router in routers for route in router.routes if isinstance(route, APIRoute)]
+    found = {route.path: route.endpoint for route in routes if route.path.rpartition("/")[2] in names}
+    assert len(found) == len(names), f"of {names} there are only {list(found)}"
+    return found
+
+
+class Direct:
+    """ASGI middleware. error_handlers: what the application has registered for the errors that the endpoints raise."""
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        endpoints: Mapping[str, Endpoint],
+        error_handlers: Mapping[type[Exception], ErrorHandler],
+    ) -> None:
+        self._app = app
+        self._endpoints = endpoints
+        self._error_handlers = error_handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_post = scope["type"] == "http" and scope["method"] == "POST"
+        endpoint = self._endpoints.get(scope["path"]) if is_post else None
+        if endpoint is None:
+            await self._app(scope, receive, send)
+            return
+        response = await self._answer(endpoint, Request(scope, receive, send))
+        await response(scope, receive, send)
+
+    async def _answer(self, endpoint: Endpoint, request: Request) -> Response:
+        try:
+            return await endpoint(request, await current_services(request), await current_tenant(request, None))
+        except tuple(self._error_handlers) as error:
+            handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
+            return await next(handlers)(request, error)

@@ -1,0 +1,55 @@
+"""Services: the parts of a server that routes hand over to, at `app.state.services`."""
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from fastapi import Depends, Request
+
+from ...workers.dispatch import WorkerDispatch
+from ..checkpoints.checkpoints import Checkpoints
+from ..config.knobs import ServerConfig
+from ..features.captured import Features
+from ..journal.futures import Futures
+from ..journal.journal import Journal
+from ..journal.recordings import Recordings
+from ..replication.leases import Tenure
+from ..runs.runs import Runs
+from ..sampling.adapters import Adapters
+from ..sampling.drafts import Drafts
+from ..sampling.samplers import Samplers
+from ..sampling.sampling import Sampling
+from ..store.base import Store
+from ..tenants.auth import Auth
+from ..tenants.quotas import Quotas
+from ..tenants.sessions import Sessions
+from ..text.tokenizer import Tokenizers
+
+
+@dataclass(frozen=True)
+class Services:
+    config: ServerConfig
+    dispatch: WorkerDispatch
+    store: Store
+    auth: Auth
+    sessions: Sessions
+    checkpoints: Checkpoints
+    runs: Runs
+    adapters: Adapters
+    drafts: Drafts
+    features: Features
+    samplers: Samplers
+    sampling: Sampling
+    futures: Futures
+    journal: Journal
+    recordings: Recordings
+    quotas: Quotas
+    tokenizers: Tokenizers
+    tenure: Tenure | None
+
+
+async def current_services(request: Request) -> Services:
+    """Async although it awaits nothing: FastAPI would run a plain function in a thread, at each request."""
+    return request.app.state.services
+
+
+ServicesDependency = Annotated[Services, Depends(current_services)]

@@ -1,0 +1,1 @@
+"""Models being trained: their order, their operations, their recovery."""

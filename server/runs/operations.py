@@ -1,0 +1,569 @@
+"""What each operation of a run does when its turn has come. Their order, and what a failure means for the next ones,
+is Run's; the reasons for failing are the dispatch's, the checkpoints' and the recordings'.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+from pydantic import BaseModel
+
+from ...schemas.checkpoints import (
+    LoadWeightsRequest,
+    LoadWeightsResponse,
+    SaveWeightsExternalRequest,
+    SaveWeightsExternalResponse,
+    SaveWeightsForSamplerRequest,
+    SaveWeightsForSamplerResponse,
+    SaveWeightsRequest,
+    SaveWeightsResponse,
+)
+from ...schemas.codec import encode_forward_backward_output
+from ...schemas.drafts import BuildVocabMapRequest, CaptureRequest, SetTargetRequest, SetTargetResponse
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.models import CreateModelRequest, CreateModelResponse, draft_of
+from ...schemas.sampling import SampleRequest
+from ...schemas.training import (
+    AdamParams,
+    Datum,
+    FeaturePlace,
+    ForwardBackwardOutput,
+    ForwardBackwardRequest,
+    OptimStepRequest,
+    OptimStepResponse,
+)
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.verbs import RunInfo, RunSpec, Step, WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, full_path, loaded_as
+from ..checkpoints.encryption import encrypt_files, parse_recipients
+from ..features.captured import FEATURES, Features, check_captures, for_draft
+from ..files.wal import Place
+from ..http.bodies import LARGE_BYTES, Received
+from ..journal.futures import Result
+from ..journal.journal import Journal
+from ..journal.journaled import Request, decode_entry
+from ..journal.recordings import Recordings
+from ..journal.seeds import with_drawn
+from ..logs.repeated_errors import room_for
+from ..sampling.samplers import Samplers
+from ..store import CheckpointKind, CheckpointRecord, RunRecord, Store
+from ..tenants.auth import Tenant
+from ..tenants.sessions import Sessions
+from .compatibility import check_loadable, check_target
+from .pinned_checkpoints import Loaded, Part
+from .replay_log import Outcome
+from .vocabulary import most_frequent
+
+logger = logging.getLogger(__name__)
+
+Find = Callable[[], Awaitable[CheckpointRecord]]
+
+
+@dataclass(frozen=True)
+class CreateRun:
+    """Always a run's first operation, seq_id 0. path: of the checkpoint it starts from; optimizer: its state, too.
+    target_path: of the checkpoint that a draft model guesses."""
+
+    path: str | None = None
+    optimizer: bool = False
+    target_path: str | None = None
+
+
+@dataclass(frozen=True)
+class LoadWeights:
+    """Into a live run, in place of what it has. reader: another tenant, by id, in whose name it may be read."""
+
+    path: str
+    optimizer: bool
+    reader: str | None = None
+
+
+Operation = CreateRun | LoadWeights | Request
+
+
+async def read_operation(journal: Journal, place: Place) -> Operation:
+    """As it was accepted. Raises OSError, ValueError; RequestError where this version would not accept it."""
+    entry = await journal.read(place)
+    header = entry.header
+    match await decode_entry(entry):
+        case CreateModelRequest():
+            return CreateRun(target_path=header.target_path)
+        case LoadWeightsRequest(path=path, optimizer=optimizer) if header.kind == "load_weights":
+            return LoadWeights(path, optimizer, header.reader)
+        case LoadWeightsRequest(path=path, optimizer=optimizer):
+            return CreateRun(path, optimizer, header.target_path)
+        case ForwardBackwardRequest() as request:
+            return replace(with_drawn(request, header.drawn), has_room=header.feature_bytes is not None)
+        case SampleRequest():
+            raise ValueError(f"the journal's entry at {place} is a sampling request")
+        case request:
+            return request
+
+
+async def read_again(journal: Journal, place: Place, outcome: Outcome | None) -> Operation:
+    """As it is to be done once more. outcome: of the time before, None where nobody knows it. Raises as
+    `read_operation`."""
+    operation = await read_operation(journal, place)
+    if isinstance(operation, ForwardBackwardRequest) and outcome is Outcome.DONE:
+        # What it captured was answered for, and is there or gone. One that failed is to fail once more.
+        return replace(operation, capture_for=None)
+    return operation
+
+
+def kind_of(operation: Operation) -> str:
+    match operation:
+        case CreateRun():
+            return "create_model" if operation.path is None else "create_model_from_checkpoint"
+        case LoadWeights():
+            return "load_weights"
+        case ForwardBackwardRequest():
+            return "forward" if operation.forward_only else "forward_backward"
+        case _:
+            return operation.type
+
+
+def loads_files(operation: Operation) -> bool:
+    """Of a checkpoint, which are kept until snapshots hold what it did with them."""
+    match operation:
+        case CreateRun():
+            return operation.path is not None or operation.target_path is not None
+        case LoadWeights() | SetTargetRequest():
+            return operation.path is not None
+        case _:
+            return False
+
+
+@dataclass(frozen=True)
+class Size:
+    """num_bytes: that it holds in memory until it is done. num_tokens: that are to be trained or scored."""
+
+    num_bytes: int
+    num_tokens: int = 0
+
+
+def size_of(operation: Operation, received: Received) -> Size:
+    if isinstance(operation, CaptureRequest):
+        return Size(len(received.body), sum(len(each.tokens) for each in operation.data))
+    if not isinstance(operation, ForwardBackwardRequest):
+        return Size(len(received.body))
+    num_tokens = sum(len(datum.tokens) for datum in operation.data)
+    arrays = (array for datum in operation.data for array in datum.loss_fn_inputs.values())
+    num_bytes = sum(array.nbytes for array in arrays) + 4 * num_tokens
+    return Size(max(num_bytes, len(received.body)), num_tokens)
+
+
+def has_room(operation: Operation) -> bool:
+    """For what it captures, if it captures anything."""
+    return not isinstance(operation, ForwardBackwardRequest) or operation.has_room
+
+
+def is_chained(operation: Operation) -> bool:
+    """Whether it can be handed to the dispatch, which keeps a run's order, before what comes before it is done.
+
+    stable_reinforce reads what earlier samples recorded first, and capture_for waits for room.
+    """
+    if isinstance(operation, ForwardBackwardRequest):
+        return operation.loss_fn != "stable_reinforce" and operation.capture_for is None
+    return isinstance(operation, OptimStepRequest)
+
+
+class Operations:
+    """infos: of the live runs."""
+
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        store: Store,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        samplers: Samplers,
+        recordings: Recordings,
+        loaded: Loaded,
+        features: Features,
+    ) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._samplers = samplers
+        self._recordings = recordings
+        self._loaded = loaded
+        self._features = features
+        self.infos: dict[str, RunInfo] = {}
+
+    async def perform(self, run: RunRecord, operation: Operation, seq_id: int) -> Result:
+        """The same seq_id again = once more after a crash, which may have come when all but the answer was done.
+
+        Raises OperationError, or RequestError where the reason is one of access.
+        """
+        match operation:
+            case CreateRun():
+                return await self._create(run, operation)
+            case ForwardBackwardRequest():
+                return await self._forward_backward(run, replace(operation, seq_id=seq_id))
+            case OptimStepRequest():
+                return await self._optim_step(run, operation, seq_id)
+            case SaveWeightsRequest():
+                return await self._save_weights(run, operation, run.request_id(seq_id))
+            case SaveWeightsForSamplerRequest():
+                return await self._save_for_sampler(run, operation, seq_id)
+            case SaveWeightsExternalRequest():
+                return await self._save_external(run, operation, run.request_id(seq_id))
+            case LoadWeights():
+                return await self._load_weights(run, operation, seq_id)
+            case SetTargetRequest():
+                return await self._set_target(run, operation, seq_id)
+            case BuildVocabMapRequest():
+                return await self._build_vocab_map(run, operation, seq_id)
+            case CaptureRequest():
+                return await self._capture(run, operation, seq_id)
+
+    async def repeat(self, run: RunRecord, operation: Operation, seq_id: int) -> None:
+        """As `perform`, for a run that is made again: who could read a checkpoint then need not be able to now.
+        operation: see `read_again`."""
+        match operation:
+            case LoadWeights(path=path):
+                await self._load(run, operation, seq_id, partial(self._known, path), again=True)
+            case SetTargetRequest(path=path):
+                await self._move_target(run, path, seq_id, self._known, again=True)
+            case _:
+                await self.perform(run, operation, seq_id)
+
+    async def recorded(self, run: RunRecord) -> RunRecord:
+        """As the store has it, of one that was created: with what the workers have made of what it left open."""
+        stored = await self._store.get_run(run.run_id)
+        assert stored is not None
+        return replace(run, training=stored.training, target_path=stored.target_path)
+
+    async def share(self, run: RunRecord, adapter_id: str) -> None:
+        """Its own weights with a sampler, where these are shared. Raises OperationError."""
+        await self._dispatch.copy_adapter(run.run_id, adapter_id)
+
+    async def clear_gradients(self, run: RunRecord, seq_id: int) -> None:
+        """Of the operations before this one."""
+        await self._dispatch.clear_gradients(run.run_id)
+        await self._features.stepped(run, seq_id, were_used=False)
+
+    async def drop(self, run: RunRecord) -> None:
+        """At the end of its session. Raises OperationError."""
+        # Its last operation may have made one more.
+        await self._samplers.end_session(run.session_id)
+        self.infos.pop(run.run_id, None)
+        await self._features.end_run(run)
+        await self._dispatch.drop_run(run.run_id)
+
+    async def make(self, run: RunRecord, operation: CreateRun, *, again: bool) -> RunInfo:
+        """In the workers, as it is created, or as it once was. Raises OperationError."""
+        tenant = await self._store.get_tenant(run.tenant_id)
+        assert tenant is not None
+        # Weights are given by name, to tenants who may come later.
+        spec = RunSpec(run.run_id, run.training, run.role, is_new=not again and operation.path is None)
+        info = await self._dispatch.create_run(run.base_model, spec, tenant.name)
+        if operation.path is not None:
+            await self._load(run, operation, 0, partial(self._known, operation.path), again=again)
+        if operation.target_path is not None:
+            await self._move_target(run, operation.target_path, 0, self._known, again=again)
+        self.infos[run.run_id] = info
+        return info
+
+    async def discard(self, run: RunRecord) -> None:
+        """What the workers may still have of it. Raises OperationError."""
+        await self._dispatch.drop_run(run.run_id)
+
+    async def restore(self, run: RunRecord, snapshot: Path) -> None:
+        """Of a run that has been made. Raises OperationError."""
+        with loaded_as(f"snapshot {snapshot.name}", snapshot):
+            await self._dispatch.load_run(run.run_id, snapshot, optimizer=True)
+
+    async def snapshot(self, run: RunRecord, directory: Path) -> None:
+        """The state behind what was handed over before, into an empty directory. Raises OperationError."""
+        await self._dispatch.snapshot_run(run.run_id, directory)
+
+    async def _create(self, run: RunRecord, operation: CreateRun) -> Result:
+        await self.discard(run)  # of an earlier try, for which the database had no room
+        try:
+            info = await self.make(run, operation, again=False)
+        except WorkerLost:
+            raise
+        except (OperationError, RequestError):
+            await self.discard(run)  # it may be there without its checkpoint, and hold memory until its session ends
+            raise
+        if await self._store.get_run(run.run_id) is None:  # else it was there before a crash
+            await self._store.insert_run(replace(run, training=info.training))
+        if operation.path is not None:
+            return _json(LoadWeightsResponse(path=full_path(operation.path), model_id=run.run_id))
+        draft = draft_of(info.training)
+        answer = CreateModelResponse(
+            model_id=run.run_id,
+            adapted=info.num_adapted,
+            not_adapted=info.num_not_adapted,
+            draft=draft,
+            target_path=operation.target_path,
+        )
+        return _json(answer)
+
+    async def _forward_backward(self, run: RunRecord, operation: ForwardBackwardRequest) -> Result:
+        if operation.loss_fn == "stable_reinforce":
+            operation = await self._recordings.fill_in(run.tenant_id, operation)
+        try:
+            told = self._features.told(run, operation)
+            if operation.capture_for is None:
+                output = await self._dispatch.forward_backward(told)
+            else:
+                output = await self._captured_beside(run, told, operation.capture_for)
+        except WorkerLost:
+            raise
+        except OperationError:
+            await self._features.let_go(run, operation.seq_id)
+            raise
+        if operation.forward_only:
+            await self._features.let_go(run, operation.seq_id)
+        arrays = (array for datum in output.loss_fn_outputs for array in datum.values())
+        if sum(array.nbytes for array in arrays) < LARGE_BYTES:
+            return Result(encode_forward_backward_output(output), "forward_backward")
+        return Result(await asyncio.to_thread(encode_forward_backward_output, output), "forward_backward")
+
+    async def _captured_beside(
+        self, run: RunRecord, operation: ForwardBackwardRequest, draft_id: str
+    ) -> ForwardBackwardOutput:
+        """A pass of a policy, and references for one use by the draft: none to what there was no room for or could not
+        be kept, for which the policy learns no less."""
+        draft = await self._store.get_run(draft_id)
+        check_captures(run, draft, draft_id)
+        assert draft is not None
+        self._check_live(draft)
+        if not operation.has_room:
+            return await self._uncaptured(operation)
+        async with AsyncExitStack() as held:
+            try:
+                place = for_draft(await self._capturing(run, held), draft)
+            except OperationError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
+                return await self._uncaptured(operation)
+            output = await self._dispatch.forward_backward(replace(operation, features=place))
+            kept = tuple(each for each in output.loss_fn_outputs if FEATURES in each)
+            request_id = f"{run.run_id}:{operation.seq_id}"
+            try:
+                found = await self._features.keep(draft, request_id, replace(output, loss_fn_outputs=kept), uses=1)
+            except OSError as error:
+                logger.error("run %s captures nothing for %s: %s", run.run_id, draft_id, error)
+                found = None
+        if found is not None and not self._sessions.is_open(draft.session_id):  # its end may have come before these
+            await self._features.release(draft, found.feature_refs)
+            found = None
+        # Where some are gone already, none is told of.
+        refs = iter(found.feature_refs if found is not None else [None] * len(kept))
+        told = [{name: each for name, each in one.items() if name != FEATURES} for one in output.loss_fn_outputs]
+        of_each = tuple(next(refs) if FEATURES in one else None for one in output.loss_fn_outputs)
+        return replace(output, loss_fn_outputs=tuple(told), feature_refs=of_each)
+
+    async def _uncaptured(self, operation: ForwardBackwardRequest) -> ForwardBackwardOutput:
+        output = await self._dispatch.forward_backward(replace(operation, capture_for=None))
+        return replace(output, feature_refs=(None,) * len(operation.data))
+
+    def _check_live(self, draft: RunRecord) -> None:
+        """Raises OperationError."""
+        if not self._sessions.is_open(draft.session_id):
+            raise OperationError(
+                f"draft {draft.run_id}, to be captured for, has ended with its session: create one, and name its"
+                " model_id"
+            )
+
+    async def _optim_step(self, run: RunRecord, operation: OptimStepRequest, seq_id: int) -> Result:
+        if operation.optimizer_params is not None:
+            raise OperationError(
+                f"optimizer {operation.optimizer_params.get('type')!r} is not supported: send adam_params (AdamW)"
+            )
+        params = operation.adam_params or AdamParams()
+        try:
+            metrics = await self._dispatch.optim_step(Step(run.run_id, params, operation.gradient_scale, seq_id=seq_id))
+        except WorkerLost:
+            raise
+        except OperationError as error:
+            if error.category == "user":  # the gradients are cleared
+                await self._features.stepped(run, seq_id, were_used=False)
+            raise
+        await self._features.stepped(run, seq_id, were_used=True)
+        return _json(OptimStepResponse(metrics=metrics))
+
+    async def _save_weights(self, run: RunRecord, operation: SaveWeightsRequest, request_id: str) -> Result:
+        """The state after the last optimizer step; gradients that wait for the next one stay where they are."""
+        path = await self._save(run, "weights", operation.path, request_id, operation, operation.overwrite)
+        return _json(SaveWeightsResponse(path=path))
+
+    async def _save_for_sampler(self, run: RunRecord, operation: SaveWeightsForSamplerRequest, seq_id: int) -> Result:
+        if run.role not in ("policy", "draft"):
+            raise OperationError(f"a {run.role} draws no tokens: sample from a policy")
+        if run.role == "draft" and operation.path is None:
+            raise OperationError("a draft draws no tokens by itself: give a path, under which its weights are saved")
+        if operation.path is None:
+            sampler_id = await self._samplers.create_ephemeral(run, operation, seq_id)
+            return _json(SaveWeightsForSamplerResponse(sampling_session_id=sampler_id))
+        path = await self._save(run, "sampler_weights", operation.path, run.request_id(seq_id), operation)
+        return _json(SaveWeightsForSamplerResponse(path=path))
+
+    async def _save_external(self, run: RunRecord, operation: SaveWeightsExternalRequest, request_id: str) -> Result:
+        """PEFT files, or a full model's, to be downloaded through the checkpoint's external_weights_urls."""
+        path = await self._save(run, "external_weights", operation.path, request_id, operation)
+        saved = await self._checkpoints.resolve(Tenant(run.tenant_id, ""), path)
+        return _json(SaveWeightsExternalResponse(path=path, size_bytes=saved.size_bytes))
+
+    async def _save(
+        self,
+        run: RunRecord,
+        kind: CheckpointKind,
+        name: str,
+        request_id: str,
+        operation: SaveWeightsRequest | SaveWeightsForSamplerRequest | SaveWeightsExternalRequest,
+        overwrite: bool = False,
+    ) -> str:
+        """Publishes a checkpoint, unless this very request has; returns its path. Only `weights` have the optimizer."""
+        if run.role == "reference":
+            raise OperationError("a reference has nothing of its own to save: it is what it was loaded from")
+        if not await self._checkpoints.was_saved(run, kind, name, request_id):
+            optimizer = kind == "weights"
+            is_export = isinstance(operation, SaveWeightsExternalRequest)
+            recipients = parse_recipients(operation.age_encryption_recipients or ()) if is_export else ()
+            metadata = None if is_export else operation.user_metadata
+            writing = self._checkpoints.writing(
+                run,
+                kind,
+                name,
+                overwrite,
+                operation.ttl_seconds,
+                metadata,
+                has_optimizer=optimizer,
+                request_id=request_id,
+            )
+            with room_for("the checkpoint was"):
+                async with writing as staging:
+                    await self._dispatch.save_run(run.run_id, staging, optimizer=optimizer)
+                    await asyncio.to_thread(encrypt_files, staging, recipients)
+        return f"tinker://{run.run_id}/{kind}/{name}"
+
+    async def _load_weights(self, run: RunRecord, operation: LoadWeights, seq_id: int) -> Result:
+        """Replaces the weights and replaces or clears the optimizer's state; gradients that wait are dropped."""
+        readers = {run.tenant_id, operation.reader}
+        find = partial(self._checkpoints.readable, operation.path, readers)
+        await self._load(run, operation, seq_id, find, again=False)
+        return _json(LoadWeightsResponse(path=operation.path, model_id=run.run_id))
+
+    async def _known(self, path: str) -> CheckpointRecord:
+        """For whoever was allowed to read it when he asked."""
+        checkpoint = await self._checkpoints.known(path)
+        if checkpoint is None:
+            raise OperationError(f"checkpoint {path} is gone")
+        return checkpoint
+
+    async def _load(
+        self, run: RunRecord, operation: CreateRun | LoadWeights, seq_id: int, find: Find, *, again: bool
+    ) -> None:
+        """What is found; again: that very version, whatever has become of it."""
+
+        async def found() -> CheckpointRecord:
+            checkpoint = await find()
+            check_loadable(run, checkpoint, operation.optimizer)
+            return checkpoint
+
+        directory = await self._kept(run, seq_id, "weights", found, again=again)
+        assert operation.path is not None
+        with loaded_as(full_path(operation.path), directory):
+            await self._dispatch.load_run(run.run_id, directory, operation.optimizer)
+        await self._features.stepped(run, seq_id, were_used=False)
+
+    async def _set_target(self, run: RunRecord, operation: SetTargetRequest, seq_id: int) -> Result:
+        """Gradients that wait stay where they are, and so does what the draft has learned."""
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: set_target is of draft models")
+        find = partial(self._checkpoints.readable, readers={run.tenant_id})
+        path = operation.path and full_path(operation.path)
+        await self._move_target(run, path, seq_id, find, again=False)
+        await self._store.set_run_target(run.run_id, path)
+        return _json(SetTargetResponse(target_path=path))
+
+    async def _move_target(
+        self,
+        run: RunRecord,
+        path: str | None,
+        seq_id: int,
+        find: Callable[[str], Awaitable[CheckpointRecord]],
+        *,
+        again: bool,
+    ) -> None:
+        """path: None = to the bare base model. again: as `_load`."""
+        if path is None:
+            await self._dispatch.set_target(run.run_id, None)
+            return
+
+        async def found() -> CheckpointRecord:
+            checkpoint = await find(path)
+            check_target(checkpoint, run.base_model)
+            return checkpoint
+
+        directory = await self._kept(run, seq_id, "target", found, again=again)
+        with loaded_as(full_path(path), directory):
+            await self._dispatch.set_target(run.run_id, directory)
+
+    async def _build_vocab_map(self, run: RunRecord, operation: BuildVocabMapRequest, seq_id: int) -> Result:
+        draft = draft_of(run.training)
+        if draft is None:
+            raise OperationError(f"a {run.role} says all tokens of its base model: build_vocab_map is of draft models")
+        vocab_size = self._dispatch.models[run.base_model].vocab_size
+        size = draft.draft_vocab_size or vocab_size
+        vocabulary = await asyncio.to_thread(most_frequent, operation, size, vocab_size)
+        await self._dispatch.set_vocabulary(run.run_id, vocabulary.token_ids)
+        await self._features.stepped(run, seq_id, were_used=False)
+        return _json(vocabulary.described())
+
+    async def _capture(self, run: RunRecord, operation: CaptureRequest, seq_id: int) -> Result:
+        """A pass of the target alone; what is there already is not run again."""
+        if run.role != "draft":
+            raise OperationError(f"a {run.role} has no target: capture is of draft models")
+        data = tuple(Datum(np.asarray(each.tokens, np.int32)) for each in operation.data)
+        async with AsyncExitStack() as held:
+            place = await self._capturing(run, held)
+            request = ForwardBackwardRequest(
+                run.run_id, seq_id, data, operation.type, forward_only=True, features=place
+            )
+            output = await self._dispatch.forward_backward(request)
+            uses, seconds = operation.uses, operation.ttl_seconds
+            kept = await self._features.keep(run, f"{run.run_id}:{seq_id}", output, uses, seconds)
+            if kept is None:
+                what = f"features are gone from {place.directory}, where they were: capture again"
+                raise OperationError(what, "server")
+        return _json(kept)
+
+    async def _capturing(self, run: RunRecord, held: AsyncExitStack) -> FeaturePlace:
+        """Until `held` ends, see Features. Raises OperationError where nothing can be written."""
+        try:
+            return await held.enter_async_context(self._features.capturing(run.tenant_id))
+        except OSError as error:
+            raise OperationError(
+                f"features cannot be written: {error}: make room on this disk, and see that the server may write there",
+                "server",
+            ) from None
+
+    async def _kept(self, run: RunRecord, seq_id: int, part: Part, find: Find, *, again: bool) -> Path:
+        """The files that this operation has loaded; before that, those of what is found. again: as `_load`."""
+        try:
+            directory = await self._loaded.find(run.run_id, seq_id, part)
+        except ValueError as error:
+            if again:
+                logger.error("what %s has loaded is damaged: %s", run.run_id, error)
+                raise OperationError(
+                    "what was loaded is damaged on the server's disk: its log says how", "server"
+                ) from None
+            directory = None  # kept by a try that was never answered
+        if directory is not None:
+            return directory
+        async with self._checkpoints.reading(await find()) as files:
+            return await self._loaded.keep(run.run_id, seq_id, files, part)
+
+
+def _json(response: BaseModel) -> Result:
+    return Result(response.model_dump_json(exclude_none=True).encode())

@@ -1,0 +1,684 @@
+"""Run: one model being trained, which is one ordered queue of operations.
+
+It accepts operations in any order and executes them in the order of their seq_ids, each once: it journals, orders,
+awaits and resolves; it decodes nothing and knows neither ranks nor tensors. Forward, forward_backward and optim_step it
+hands to the dispatch ahead, which keeps their order: the workers need not wait for it between two of them. When the
+workers have lost its state, that is made again first, and then what was under way is handed over once more.
+"""
+
+import asyncio
+import itertools
+import logging
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ...schemas.drafts import SetTargetRequest
+from ...schemas.errors import Category, OperationError, RequestError
+from ...schemas.futures import Pending
+from ...schemas.training import ForwardBackwardRequest, OptimStepRequest
+from ...workers.protocol.verbs import RunInfo, WorkerLost
+from ..features.captured import uses_of
+from ..files.wal import Place
+from ..http.bodies import Received
+from ..journal.futures import Future, Result
+from ..journal.journal import Header
+from ..journal.quarantine import STRIKE, Strikes, StruckOut
+from ..store import RunRecord
+from ..store.outages import OUTAGES, words_of
+from ..tenants.quotas import Admission, Standing
+from .missing_seq import Gap
+from .operations import CreateRun, LoadWeights, Operation, has_room, kind_of, loads_files, size_of
+from .queued import GAP, Entry, Refused, Slot
+from .recovery import Inherited, Resuming, Undone
+from .replay_log import BEGINS_WINDOW, KEPT, Outcome, Past
+from .run_services import RunServices
+from .snapshotting import Boundary, RunState, Window
+
+logger = logging.getLogger(__name__)
+
+MOST_AHEAD = 10_000
+"""How far a seq_id may be ahead of the one whose turn it is."""
+
+_MOST_REFUSALS_KEPT = 1000
+_MOST_LOADABLE = 5
+_DOUBT = (
+    ", nor anything else that follows what the server knew when it started: if it was put back to an older state, "
+    "steps are missing: then do not go on with this run, but create a new one from a checkpoint"
+)
+_MOST_UNDER_WAY = 64
+_OUTAGE_SECONDS = 2.0
+_MOST_BYTES_UNDER_WAY = 64 << 20
+
+
+@dataclass(frozen=True)
+class Submitted:
+    request_id: str
+    seq_id: int
+
+
+class Run:
+    """`submit` and `refuse` come from requests, in any order; the queue works by itself until `end`."""
+
+    def __init__(self, record: RunRecord, services: RunServices) -> None:
+        self.record = record
+        self.last_request_at = record.last_request_at
+        self._services = services
+        # By seq_id, in the order of arrival: those that wait, and those that were begun and are not answered.
+        self._slots: dict[int, Slot] = {}
+        self._under_way: dict[int, Slot] = {}
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._one_ended = asyncio.Event()
+        self._next_seq_id = 0
+        self._refusals: dict[int, str] = {}
+        self._window = Window()
+        self._state = RunState(record, services)
+        self._rebuilding: asyncio.Task[None] | None = None
+        # Of those that wait until it is made again.
+        self._waiting: list[tuple[int, asyncio.Future[None]]] = []
+        self._outage: str | None = None
+        self._unusable: str | None = None
+        self._has_stopped = False
+        # Whether nothing has come that follows what an earlier process had; and what may be loaded instead of the run.
+        self._has_not_gone_on = False
+        self._loadable: Sequence[str] = ()
+        self._working: asyncio.Task[None] | None = None
+        self._gap = Gap(services.config.seq_gap_seconds, self._give_up_gap)
+
+    async def info(self) -> RunInfo:
+        """Raises RequestError 409 until the run has been created."""
+        if self.is_lost:
+            await self._made_again(-1)
+        info = self._services.operations.infos.get(self.record.run_id)
+        if info is None:
+            raise RequestError(f"run {self.record.run_id} is not created yet: retrieve the result of that first", 409)
+        return info
+
+    async def submit(
+        self,
+        seq_id: int,
+        operation: Operation,
+        received: Received,
+        admission: Admission,
+        drawn: dict[str, int] | None = None,
+    ) -> Submitted:
+        """Returns once the operation is journaled. seq_id 0 asks for the next free one (but is CreateRun's own).
+
+        A seq_id that came before answers as it did then, whatever its body says now. Raises RequestError: 400 where
+        it was refused then, or is too far ahead; 503 where nothing can be journaled.
+        """
+        self.last_request_at = time.time()
+        if seq_id == 0 and not isinstance(operation, CreateRun):
+            seq_id = self._free_seq_id()
+        if 0 <= seq_id < self._next_seq_id:
+            return self._submitted_before(seq_id)
+        if seq_id not in self._slots:
+            self._check_acceptable(seq_id)
+            goes_on = self._has_not_gone_on and seq_id == self._first_missing
+            self._accept(seq_id, operation, received, admission, drawn or {})
+        else:
+            goes_on = False
+        slot = self._slots[seq_id]
+        await self._wait_until_journaled(seq_id, slot)
+        if goes_on:
+            self._has_not_gone_on = False
+            self._services.copied.goes_on(self.record.run_id)
+        if isinstance(slot.content, Refused):
+            raise _refused_before(seq_id, slot.content.reason)
+        return Submitted(self.request_id(seq_id), seq_id)
+
+    async def resume(self, inherited: Inherited, loadable: Sequence[str] = ()) -> None:
+        """Goes on where an earlier process ended. loadable: the paths of its checkpoints, oldest first.
+
+        Raises ValueError, OSError, RequestError: then it cannot.
+        """
+        resumed = await Resuming(self.record, self._services, self._state, inherited).resumed()
+        self._next_seq_id, self._window = resumed.next_seq_id, resumed.window
+        for seq_id, reason in resumed.refusals.items():
+            self._remember_refusal(seq_id, reason)
+        for seq_id, uses in resumed.held.items():
+            self._services.features.hold_again(self.record, seq_id, uses)
+        for seq_id, undone in resumed.undone.items():
+            self._slots[seq_id] = self._slot_of(seq_id, undone)
+        self._has_not_gone_on, self._loadable = True, loadable
+        if self._services.copied.is_behind(self.record.run_id):
+            self._unusable = self._behind()
+        self._go_on()
+
+    async def share(self, adapter_id: str) -> bool:
+        """Lets a sampler have its weights, once it is there again, where the workers have lost it; False: there is
+        none any more. Raises OperationError, which is WorkerLost when they lose it meanwhile."""
+        while self.is_lost and not self._has_stopped:
+            await self._made_again(-1)
+        if self._has_stopped or not (self.is_usable and self._state.is_live):
+            return False
+        try:
+            await self._services.operations.share(self.record, adapter_id)
+        except WorkerLost:
+            self._state.lost()
+            raise
+        return True
+
+    def came_before(self, seq_id: int) -> bool:
+        """Whether it is one that needs only its answer."""
+        return 0 < seq_id < self._next_seq_id or seq_id in self._slots
+
+    def standing(self, seq_id: int) -> Standing:
+        """Of an operation that is to be submitted."""
+        seq_id = seq_id or self._free_seq_id()
+        if self.came_before(seq_id):
+            return Standing(self.record.run_id, needed=True)
+        missing = self._first_missing
+        has_gap = len(self._slots) > missing - self._next_seq_id
+        rests = missing == self._next_seq_id and not self._under_way
+        ready = seq_id == missing
+        # Clients may send what fills a gap only after what comes behind it was accepted.
+        return Standing(
+            self.record.run_id,
+            ready,
+            alone=ready and rests,
+            needed=has_gap and (ready or rests),
+            num_operations=len(self._slots),
+            num_bytes=sum(slot.num_bytes for slot in self._slots.values()),
+        )
+
+    async def refuse(self, seq_id: int, refused: Refused) -> None:
+        """Counts the seq_id as done, so that later ones need not wait for it. Known ones stay as they are."""
+        if max(self._next_seq_id, 1) <= seq_id <= self._next_seq_id + MOST_AHEAD and seq_id not in self._slots:
+            self._add_refusal(seq_id, refused)
+            await self._wait_until_journaled(seq_id, self._slots[seq_id])
+
+    def request_id(self, seq_id: int) -> str:
+        return self.record.request_id(seq_id)
+
+    async def settle(self, held_seconds: float) -> None:
+        """Of what the journal holds for longer than that, brings the effect into snapshots, as soon as may be."""
+        if not self._state.history.is_older_than(held_seconds) or self._unusable is not None:
+            return
+        if not self._rests:
+            self._state.hurry()
+            return
+        if self.is_lost:
+            await self._made_again(-1)
+        await self._settle(twice=True)
+
+    async def snapshot(self) -> None:
+        """The state as it is now, unless something is under way, or the journal holds nothing of it."""
+        if self._state.history.is_older_than(0):
+            await self._settle(twice=False)
+
+    async def _settle(self, twice: bool) -> None:
+        if self._rests and self._state.is_live:
+            await self._state.settle(Boundary(self._next_seq_id - 1, self._window), twice=twice)
+
+    async def end(self, reason: str) -> None:
+        """Fails what has not begun, lets what has begun finish, and lets go of the run's state."""
+        self._unusable = reason
+        if self._rebuilding is not None:
+            self._rebuilding.cancel()
+        self._give_up_gaps(reason)
+        self._one_ended.set()
+        # Of what was handed on ahead only the first is surely being worked on.
+        for task in list(self._tasks.values())[:0:-1]:
+            task.cancel()
+        while under_way := [task for task in (self._working, *self._tasks.values()) if task is not None]:
+            await asyncio.wait(under_way)
+        await self._state.close()
+        self._services.copied.goes_on(self.record.run_id)
+        try:
+            await self._services.operations.drop(self.record)
+        except OperationError as error:
+            logger.warning("run %s could not be dropped: %s", self.record.run_id, error)
+
+    async def stop(self) -> None:
+        """At shutdown: leaves everything as the journal has it."""
+        self._has_stopped = True
+        self._gap.close()
+        if under_way := [task for task in (self._working, self._rebuilding, *self._tasks.values()) if task is not None]:
+            for task in under_way:
+                task.cancel()
+            await asyncio.wait(under_way)
+        await self._state.stop()
+        for slot in self._slots.values():
+            slot.release()
+
+    @property
+    def has_come(self) -> bool:
+        """Something of it was accepted, or is about to be."""
+        return bool(self._slots) or self._next_seq_id > 0
+
+    @property
+    def is_busy(self) -> bool:
+        """Something of it is under way, or about to be."""
+        return bool(self._under_way) or self._next_seq_id in self._slots or self._rebuilding is not None
+
+    @property
+    def is_usable(self) -> bool:
+        """It is not over, and it could be created, and made again."""
+        return self._unusable is None
+
+    @property
+    def is_lost(self) -> bool:
+        """It has begun, and is to be made again in the workers."""
+        return self._state.is_lost and self._unusable is None
+
+    @property
+    def _rests(self) -> bool:
+        return not self._slots and not self._under_way
+
+    # Accepting
+
+    @property
+    def _first_missing(self) -> int:
+        return next(number for number in itertools.count(self._next_seq_id) if number not in self._slots)
+
+    def _free_seq_id(self) -> int:
+        return max(self._slots, default=self._next_seq_id - 1) + 1
+
+    def _submitted_before(self, seq_id: int) -> Submitted:
+        if seq_id in self._refusals:
+            raise _refused_before(seq_id, self._refusals[seq_id])
+        return Submitted(self.request_id(seq_id), seq_id)
+
+    def _check_acceptable(self, seq_id: int) -> None:
+        if seq_id < 0:
+            raise RequestError(f"seq_id {seq_id} is negative: number operations 1, 2, 3 and so on")
+        if self._unusable is not None:
+            raise RequestError(self._unusable, 410)
+        if seq_id > self._next_seq_id + MOST_AHEAD:
+            raise RequestError(
+                f"seq_id {seq_id} is more than {MOST_AHEAD} ahead of {self._next_seq_id}, whose turn it is: number "
+                "operations 1, 2, 3 and so on"
+            )
+
+    def _accept(
+        self, seq_id: int, operation: Operation, received: Received, admission: Admission, drawn: dict[str, int]
+    ) -> None:
+        header = replace(
+            self._header(kind_of(operation), seq_id),
+            content_type=received.content_type,
+            content_encoding=received.content_encoding,
+            drawn=drawn,
+            reader=operation.reader if isinstance(operation, LoadWeights) else None,
+            target_path=operation.target_path if isinstance(operation, CreateRun) else None,
+            feature_bytes=admission.feature_bytes if has_room(operation) else None,
+        )
+        self._services.features.hold(self.record, seq_id, operation)
+        slot = self._add(seq_id, operation, self._services.journal.append(header, received.body))
+        size = size_of(operation, received)
+        admission.keep(size.num_bytes, size.num_tokens)
+        slot.admission = admission
+        slot.future = self._new_future(seq_id, slot)
+
+    def _add_refusal(self, seq_id: int, refused: Refused) -> None:
+        header = replace(self._header(refused.kind, seq_id), refused=refused.reason)
+        self._add(seq_id, refused, self._services.journal.append(header))
+
+    def _header(self, kind: str, seq_id: int) -> Header:
+        return Header(kind, self.record.tenant_id, self.record.run_id, seq_id, self.request_id(seq_id))
+
+    def _add(self, seq_id: int, content: Operation | Refused, journaled: "asyncio.Future[Place]") -> Slot:
+        slot = Slot(content, time.monotonic(), Entry(journaled))
+        self._slots[seq_id] = slot
+        self._go_on()
+        return slot
+
+    async def _wait_until_journaled(self, seq_id: int, slot: Slot) -> None:
+        """Raises RequestError; then the operation was not accepted, and the next try with its seq_id is the first."""
+        try:
+            await asyncio.shield(slot.entry.place)
+        except RequestError:
+            if self._slots.get(seq_id) is slot:
+                del self._slots[seq_id]
+                slot.release()
+                await self._services.features.let_go(self.record, seq_id)
+                if slot.future is not None:
+                    self._services.futures.forget(slot.future)
+                self._gap.watch(self._gap_since)
+            raise
+
+    def _answered(self, entry: Entry) -> None:
+        """Its result is durable."""
+        if entry.past is not None:
+            self._state.history.answered(entry.past)
+        else:
+            self._services.journal.release(entry.place.result())
+
+    def _slot_of(self, seq_id: int, undone: Undone) -> Slot:
+        """What an earlier process has accepted, or refused."""
+        journaled: asyncio.Future[Place] = asyncio.get_running_loop().create_future()
+        journaled.set_result(undone.earlier.place)
+        slot = Slot(
+            undone.content,
+            time.monotonic(),
+            Entry(journaled),
+            num_strikes=undone.num_strikes,
+            has_broken=undone.earlier.outcome is Outcome.BROKE,
+        )
+        if undone.earlier.outcome is None:
+            slot.future = self._new_future(seq_id, slot)
+            slot.admission = self._room_again(undone.earlier.feature_bytes or 0)
+        if slot.future is not None or undone.earlier.kind in KEPT:
+            self._services.features.hold_again(self.record, seq_id, uses_of(undone.content))
+        return slot
+
+    def _room_again(self, feature_bytes: int) -> Admission:
+        """For what an operation captures that an earlier process has accepted."""
+        tenant_id = self.record.tenant_id
+        admission = self._services.quotas.admission(tenant_id)
+        admission.also(feature_bytes, self._services.features.room.claim_again(tenant_id, feature_bytes))
+        return admission
+
+    def _new_future(self, seq_id: int, slot: Slot) -> Future:
+        pending, answered = partial(self._pending, seq_id), partial(self._answered, slot.entry)
+        return self._services.futures.create(self.request_id(seq_id), self.record.tenant_id, pending, answered)
+
+    # Executing
+
+    def _go_on(self) -> None:
+        """To be called whenever the next operation may have come."""
+        if self._working is None and self._next_seq_id in self._slots:
+            self._working = asyncio.create_task(self._work())
+        self._gap.watch(self._gap_since)
+
+    async def _work(self) -> None:
+        """Begins what is there, in order, up to the first gap."""
+        try:
+            while (slot := self._slots.get(self._next_seq_id)) is not None:
+                await self._wait_until_journaled(self._next_seq_id, slot)
+                while not self._may_begin(slot):
+                    self._one_ended.clear()
+                    await self._one_ended.wait()
+                self._begin(self._next_seq_id, slot)
+                del self._slots[self._next_seq_id]
+                self._next_seq_id += 1
+        except RequestError as error:
+            logger.error("%s: %s", self.record.run_id, error)
+        finally:
+            self._working = None
+        self._go_on()
+
+    def _may_begin(self, slot: Slot) -> bool:
+        """Beside what is under way; what is not chained begins and ends alone."""
+        if self._rebuilding is not None and self._unusable is None:
+            return False
+        under_way = self._under_way.values()
+        if isinstance(slot.content, Refused) or not under_way or self._unusable is not None:
+            return True
+        chained = slot.is_chained and next(iter(under_way)).is_chained
+        num_bytes = slot.num_bytes + sum(other.num_bytes for other in under_way)
+        return chained and len(under_way) < _MOST_UNDER_WAY and num_bytes <= _MOST_BYTES_UNDER_WAY
+
+    def _begin(self, seq_id: int, slot: Slot) -> None:
+        """Tasks take their first steps in the order in which they were made, so the dispatch gets them in order."""
+        self._services.quotas.moves(self.record.tenant_id, self.record.run_id)
+        past = slot.entry.past = self._state.history.add(slot.past(seq_id))
+        if isinstance(slot.content, Refused):
+            self._window.refused(seq_id, slot.content)
+            self._remember_refusal(seq_id, slot.content.reason)
+            return
+        window = self._window
+        if isinstance(slot.content, OptimStepRequest):
+            self._window = Window()
+        self._under_way[seq_id] = slot
+        self._tasks[seq_id] = asyncio.create_task(self._take_turn(seq_id, slot, window))
+        # A task that is cancelled before its first step ends nothing by itself.
+        self._tasks[seq_id].add_done_callback(lambda _: self._end_turn(seq_id))
+        if slot.is_chained:
+            boundary = Boundary(seq_id, self._window, past, self._tasks[seq_id])
+            self._state.snapshot_if_due(boundary, is_step=isinstance(slot.content, OptimStepRequest))
+
+    async def _take_turn(self, seq_id: int, slot: Slot, window: Window) -> None:
+        past = slot.entry.past
+        assert past is not None
+        if slot.future is None and past.kind not in KEPT:
+            # It left nothing in the run that could be lost, and may not be published again.
+            self._state.history.answered(past)
+            self._end_turn(seq_id)
+            return
+        strikes = Strikes(f"this {past.kind}", partial(self._note_strike, seq_id), slot.num_strikes)
+        try:
+            result = await self._perform(seq_id, slot, window, strikes)
+        except OperationError as error:
+            past.outcome = _outcome(error)
+            await self._fail(seq_id, slot, window, error.message, error.category)
+        except RequestError as error:
+            past.outcome = Outcome.FAILED
+            await self._fail(seq_id, slot, window, error.message, "user")
+        except Exception:
+            logger.exception("%s failed", self.request_id(seq_id))
+            past.outcome = Outcome.BROKE
+            message = f"internal error in {past.kind} {self.request_id(seq_id)}: the server's log has it"
+            await self._fail(seq_id, slot, window, message, "server")
+        else:
+            past.outcome = Outcome.DONE
+            self._outage = None
+            self._note_done(seq_id, slot.operation)
+            if slot.future is not None:
+                self._services.futures.resolve(slot.future, result)
+        finally:
+            if slot.future is None:
+                self._state.history.answered(past)
+            self._end_turn(seq_id)
+        self._services.sessions.heard_of(self.record.session_id)
+
+    def _note_done(self, seq_id: int, operation: Operation) -> None:
+        if isinstance(operation, CreateRun):
+            self._state.began(operation, self.record)
+        if loads_files(operation):
+            # What was loaded need not be kept much longer then.
+            self._state.snapshot(Boundary(seq_id, self._window))
+
+    def _end_turn(self, seq_id: int) -> None:
+        """Also of one that was cancelled. Again: no-op."""
+        slot = self._under_way.pop(seq_id, None)
+        if slot is None:
+            return
+        del self._tasks[seq_id]
+        if self._unusable is not None and slot.future is not None:
+            self._services.futures.fail(slot.future, self._unusable, "user")
+        slot.release()
+        self._one_ended.set()
+
+    async def _perform(self, seq_id: int, slot: Slot, window: Window, strikes: Strikes) -> Result:
+        """Again and again, until the workers live long enough. Raises OperationError, RequestError."""
+        while True:
+            if self._unusable is not None:
+                raise OperationError(self._unusable, "server")
+            if self.is_lost:
+                await self._made_again(seq_id)
+                continue
+            try:
+                if slot.has_broken or strikes.are_out:
+                    await self._fail_again(seq_id, slot.operation, window, strikes)
+                return await self._perform_once(seq_id, slot.operation, window)
+            except WorkerLost as lost:
+                self._state.lost()
+                await strikes.add(lost)
+            except OUTAGES as error:
+                await self._wait_out(error)
+
+    async def _fail_again(self, seq_id: int, operation: Operation, window: Window, strikes: Strikes) -> None:
+        """What an earlier process has given up is not to count in this one. Raises OperationError."""
+        if isinstance(operation, OptimStepRequest) and (strikes.are_out or window.tainted_by is not None):
+            await self._services.operations.clear_gradients(self.record, seq_id)
+        strikes.check()
+        raise OperationError("it failed before the server was started again", "server")
+
+    async def _perform_once(self, seq_id: int, operation: Operation, window: Window) -> Result:
+        if isinstance(operation, OptimStepRequest):
+            return await self._perform_step(seq_id, operation, window)
+        result = await self._services.operations.perform(self.record, operation, seq_id)
+        if kind_of(operation) in BEGINS_WINDOW:
+            self._window = Window()
+        if isinstance(operation, CreateRun | SetTargetRequest):
+            self.record = await self._services.operations.recorded(self.record)
+        return result
+
+    async def _perform_step(self, seq_id: int, operation: OptimStepRequest, window: Window) -> Result:
+        """A step over a part of its batch would be a wrong step.
+
+        Where a part fails only after the step was handed on, it is the worker that refuses the step and clears.
+        """
+        if self.record.role == "reference":
+            raise OperationError("a reference is not trained: load_weights moves it to another checkpoint of a policy")
+        if window.tainted_by is not None:
+            await self._services.operations.clear_gradients(self.record, seq_id)
+            raise _incomplete(window.tainted_by)
+        try:
+            return await self._services.operations.perform(self.record, operation, seq_id)
+        except WorkerLost:
+            raise
+        except OperationError:
+            if window.tainted_by is not None:
+                raise _incomplete(window.tainted_by) from None
+            raise
+
+    async def _wait_out(self, outage: SQLAlchemyError) -> None:
+        reason = f"the server's database cannot be used ({words_of(outage)})"
+        if reason != self._outage:
+            logger.error("%s waits: %s", self.record.run_id, reason)
+        self._outage = reason
+        await asyncio.sleep(_OUTAGE_SECONDS)
+
+    async def _made_again(self, seq_id: int) -> None:
+        """Returns when the state is there and all operations before this one have been handed over again."""
+        if self._rebuilding is None:
+            self._rebuilding = asyncio.create_task(self._make_again())
+            # A task that is cancelled before its first step wakes nobody by itself.
+            self._rebuilding.add_done_callback(self._rebuilt)
+        waiting = asyncio.get_running_loop().create_future()
+        self._waiting.append((seq_id, waiting))
+        await waiting
+
+    async def _make_again(self) -> None:
+        try:
+            await self._state.make_again()
+        except OUTAGES as error:
+            await self._wait_out(error)
+        except (OperationError, RequestError, OSError, ValueError) as error:
+            logger.error("%s cannot be made again: %s", self.record.run_id, error)
+            self._give_up(str(error))
+        except Exception:
+            logger.exception("%s cannot be made again", self.record.run_id)
+            self._give_up("the server's log has why")
+
+    def _give_up(self, reason: str) -> None:
+        self._unusable = f"run {self.record.run_id} was lost with its worker and cannot be made again: {reason}"
+
+    def _rebuilt(self, _: asyncio.Task[None]) -> None:
+        self._rebuilding = None
+        # They go on in this order, each up to where it hands its operation over.
+        for waiting in [waiting for _, waiting in sorted(self._waiting, key=lambda one: one[0])]:
+            if not waiting.done():
+                waiting.set_result(None)
+        self._waiting = []
+        self._one_ended.set()
+
+    async def _note_strike(self, seq_id: int) -> None:
+        """Raises RequestError."""
+        strike = await self._services.journal.append(self._header(STRIKE, seq_id))
+        self._state.history.add(Past(seq_id, STRIKE, strike, outcome=Outcome.FAILED, is_answered=True))
+
+    async def _fail(self, seq_id: int, slot: Slot, window: Window, message: str, category: Category) -> None:
+        operation = slot.content
+        if isinstance(operation, CreateRun):
+            self._unusable = f"run {self.record.run_id} could not be created: {message}"
+        if isinstance(operation, ForwardBackwardRequest) and not operation.forward_only:
+            window.taint(f"forward_backward with seq_id {seq_id} failed ({message})")
+        elif isinstance(operation, ForwardBackwardRequest):
+            # No step comes behind it that would.
+            await self._services.features.let_go(self.record, seq_id)
+        if slot.future is not None:
+            self._services.futures.fail(slot.future, message, category)
+
+    def _remember_refusal(self, seq_id: int, reason: str) -> None:
+        self._refusals[seq_id] = reason
+        if len(self._refusals) > _MOST_REFUSALS_KEPT:
+            del self._refusals[next(iter(self._refusals))]
+
+    # Waiting
+
+    def _pending(self, seq_id: int) -> Pending:
+        if seq_id > self._next_seq_id and (gap_since := self._gap_since) is not None:
+            return self._pending_behind_gap(gap_since)
+        if self._outage is not None:
+            return Pending(queue_state_reason=self._outage)
+        if self._rebuilding is not None:
+            return Pending(queue_state_reason="the worker died: the state of this run is being made again")
+        earlier = [other for other in (*self._under_way, *self._slots) if other < seq_id]
+        if not earlier:
+            return Pending(queue_state_reason=self._services.status(self.record.base_model, self.record.role))
+        are = "operations of this run come" if len(earlier) > 1 else "operation of this run comes"
+        return Pending(queue_state_reason=f"{len(earlier)} {are} first")
+
+    def _pending_behind_gap(self, since: float) -> Pending:
+        put_off = self._services.quotas.pending(self.record.tenant_id)
+        reason = f"waiting for the operation with seq_id {self._next_seq_id}, which has not arrived"
+        if put_off is not None:
+            reason = f"{reason}: requests of yours are put off ({put_off.queue_state_reason})"
+        return Pending(
+            queue_state=put_off.queue_state if put_off else "paused_capacity",
+            queue_state_reason=f"{reason}; it counts as refused in {self._gap.seconds_left(since):.0f} s",
+        )
+
+    @property
+    def _gap_since(self) -> float | None:
+        """From when the next operation has held up others; None: nothing waits for it."""
+        if not self._slots or self._next_seq_id in self._slots:
+            return None
+        return next(iter(self._slots.values())).arrived_at
+
+    def _give_up_gap(self) -> None:
+        """Up to the first operation that is there; of a run that is behind its client, for good."""
+        run_id, copied, first = self.record.run_id, self._services.copied, min(self._slots)
+        within = f"within {self._services.config.seq_gap_seconds:g} s"
+        if copied.is_waiting(run_id):
+            copied.found_behind(run_id)
+            self._unusable = self._behind()
+            logger.error("seq_id %d did not arrive %s: %s", self._next_seq_id, within, self._unusable)
+            self._give_up_gaps(self._unusable)
+            return
+        doubt = _DOUBT if self._has_not_gone_on else ""
+        if (last := first - 1) == self._next_seq_id:
+            which, those = f"seq_id {last}", "it"
+        else:
+            which, those = f"seq_id {self._next_seq_id} to {last}", "they"
+        logger.warning("%s: %s given up: %s did not arrive %s%s", run_id, which, those, within, doubt)
+        for seq_id in range(self._next_seq_id, first):
+            self._add_refusal(seq_id, Refused(GAP, f"it did not arrive {within}{doubt}", taints=True))
+
+    def _behind(self) -> str:
+        remedy = "create a new run; this one has no checkpoint to begin with"
+        if self._loadable:
+            newest = ", ".join(self._loadable[: -_MOST_LOADABLE - 1 : -1])
+            remedy = f"create a new run from a checkpoint (create_training_client_from_state), newest first: {newest}"
+        return (
+            f"run {self.record.run_id} is over: the server was put back to a copy of its state of "
+            f"{self._services.copied.when}, and the client is ahead of that, so steps it has seen are missing: {remedy}"
+        )
+
+    def _give_up_gaps(self, reason: str) -> None:
+        for seq_id in range(self._next_seq_id, max(self._slots, default=0)):
+            if seq_id not in self._slots:
+                self._add_refusal(seq_id, Refused(GAP, reason, taints=True))
+
+
+def _outcome(error: OperationError) -> Outcome:
+    if isinstance(error, StruckOut):
+        return Outcome.STRUCK
+    return Outcome.BROKE if error.category == "server" else Outcome.FAILED
+
+
+def _incomplete(reason: str) -> OperationError:
+    return OperationError(
+        f"optim_step was not taken: {reason}. The gradients accumulated since the last step were cleared: repeat the "
+        "whole batch, then optim_step"
+    )
+
+
+def _refused_before(seq_id: int, reason: str) -> RequestError:
+    return RequestError(f"seq_id {seq_id} was refused before ({reason}): send the operation with the next seq_id")

@@ -1,0 +1,420 @@
+"""Runs: the live runs, made by requests and found again after a restart."""
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ...schemas.checkpoints import LoadWeightsRequest
+from ...schemas.errors import RequestError
+from ...schemas.models import (
+    CreateModelRequest,
+    DraftConfig,
+    FullConfig,
+    LoraConfig,
+    OptimizerConfig,
+    Role,
+    TrainingConfig,
+)
+from ...workers.dispatch import WorkerDispatch
+from ..checkpoints.checkpoints import Checkpoints
+from ..config.served import base_model_of, require_served
+from ..files.wal import Place
+from ..http.bodies import Received
+from ..journal.journal import Journaled
+from ..journal.journaled import decode_entry
+from ..journal.seeds import draw_seed
+from ..store import CheckpointRecord, RunRecord, Store, string_metadata
+from ..tenants.auth import Tenant
+from ..tenants.quotas import Admission
+from .compatibility import check_role, check_target
+from .operations import CreateRun
+from .recovery import Inherited
+from .run import Run, Submitted
+from .run_services import RunServices
+
+logger = logging.getLogger(__name__)
+
+_HELD_SECONDS = 600.0
+_LORA_SEED, _FULL_SEED, _DRAFT_SEED = "lora_seed", "full_seed", "draft_seed"
+"""What is drawn where a request leaves it open."""
+_SEEDS = {LoraConfig: _LORA_SEED, FullConfig: _FULL_SEED, DraftConfig: _DRAFT_SEED}
+
+
+class Runs:
+    """The live runs. A run lives from its creation until its session ends or the server stops."""
+
+    def __init__(
+        self,
+        store: Store,
+        dispatch: WorkerDispatch,
+        checkpoints: Checkpoints,
+        services: RunServices,
+    ) -> None:
+        self._store = store
+        self._dispatch = dispatch
+        self._checkpoints = checkpoints
+        self._services = services
+        self._runs: dict[str, Run] = {}
+        self._ending: dict[asyncio.Task[None], Run] = {}
+        self._not_resumed: dict[str, Sequence[Journaled]] = {}
+        self._saved_at = time.time()
+
+    async def resume(self, journaled: Iterable[Journaled], session_ids: Iterable[str]) -> set[Place]:
+        """Takes up the runs of the sessions that an earlier process left open; returns what of the journal they need.
+
+        Of one whose base model is not served now, or that cannot be read, the journal keeps all until its session ends.
+        """
+        of_runs: dict[str, list[Journaled]] = defaultdict(list)
+        for one in journaled:
+            of_runs[one.header.run_id].append(one)
+        records: dict[str, RunRecord | None] = {}
+        for session_id in session_ids:
+            begun = [run_id for run_id in of_runs if run_id.startswith(f"{session_id}:train:")]
+            records |= dict.fromkeys(begun)
+            records |= {record.run_id: record for record in await self._store.list_session_runs(session_id)}
+        self._services.copied.begin(records.keys())
+        held: set[Place] = set()
+        for run_id, record in records.items():
+            try:
+                await self._resume(record, of_runs[run_id])
+            except (RequestError, OSError, ValueError) as error:
+                logger.error("%s cannot be taken up again now: %s", run_id, error)
+                self._not_resumed[run_id] = of_runs[run_id]
+                await self._services.futures.lose(one.header for one in of_runs[run_id])
+            held |= {one.place for one in of_runs[run_id]}
+        return held
+
+    async def create(
+        self, tenant: Tenant, request: CreateModelRequest, received: Received, admission: Admission
+    ) -> Submitted:
+        """The same session and model_seq_id answer the same. Raises RequestError, also where something else was asked
+        with them."""
+        _check_optimizer(request.optimizer_config)
+        require_served(self._dispatch, request.base_model)
+        asked = _asked(request)
+        if isinstance(asked, LoraConfig) and asked.rank > (most := self._services.config.max_lora_rank):
+            raise RequestError(
+                f"rank {asked.rank} exceeds max_lora_rank {most}: lower the rank or start the server "
+                f"with --max-lora-rank {asked.rank}"
+            )
+        await self._services.sessions.require_open(tenant, request.session_id)
+        target_path = await self._target(tenant, request)
+        drawn = {} if asked.seed is not None else {_SEEDS[type(asked)]: draw_seed()}
+        shape = _Shape(request.base_model, _accepted(request, drawn), request.model_role, target_path)
+        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
+        return await self._create(record, CreateRun(target_path=target_path), received, admission, drawn)
+
+    async def create_from_checkpoint(
+        self, tenant: Tenant, request: LoadWeightsRequest, received: Received, admission: Admission
+    ) -> Submitted:
+        """As `create`, with the checkpoint's base model and weights, and training what it has. Raises RequestError."""
+        if request.session_id is None or request.model_seq_id is None:
+            raise RequestError(
+                "load_weights needs model_id (and seq_id) of a live model, or session_id and model_seq_id of a new one"
+            )
+        _check_optimizer(request.optimizer_config or OptimizerConfig())
+        await self._services.sessions.require_open(tenant, request.session_id)
+        checkpoint = await self._checkpoints.resolve(tenant, request.path, request.weights_access_token)
+        base_model = base_model_of(checkpoint, request.base_model)
+        require_served(self._dispatch, base_model)
+        target_path = await self._target_left(tenant, checkpoint)
+        shape = _Shape(base_model, checkpoint.training, _role_from(checkpoint, request), target_path)
+        record = _record(tenant, request.session_id, request.model_seq_id, shape, request)
+        creation = CreateRun(checkpoint.tinker_path, request.optimizer, target_path)
+        return await self._create(record, creation, received, admission, {})
+
+    async def get(self, tenant: Tenant, run_id: str) -> Run:
+        """A live run. Raises RequestError 404, also for another tenant's, and 410 when it is not live any more."""
+        run = self._runs.get(run_id)
+        if run is not None and run.record.tenant_id == tenant.id:
+            self._services.sessions.heard_of(run.record.session_id)
+            return run
+        record = None if run is not None else await self._store.get_run(run_id)
+        if record is not None and record.tenant_id == tenant.id:
+            raise _not_live(run_id)
+        raise RequestError(f"there is no model {run_id}: create one with create_model", 404)
+
+    async def share(self, run_id: str, adapter_id: str) -> bool:
+        """Whether a sampler of this run has got its live weights, as a server's config may have it. Raises as
+        Run.share."""
+        run = self._runs.get(run_id)
+        if run is None or not isinstance(run.record.training, FullConfig):
+            return False
+        return self._services.config.shares_full_weights and await run.share(adapter_id)
+
+    async def end_session(self, session_id: str) -> None:
+        for run_id in [run_id for run_id in self._not_resumed if run_id.startswith(f"{session_id}:train:")]:
+            self._services.copied.goes_on(run_id)
+            for one in self._not_resumed.pop(run_id):
+                self._services.journal.release(one.place)
+        ended = [run for run in self._runs.values() if run.record.session_id == session_id]
+        for run in ended:
+            del self._runs[run.record.run_id]
+        for run in ended:
+            reason = f"session {session_id} of run {run.record.run_id} has ended: create a new one"
+            # Not awaited: an operation under way may take long.
+            ending = asyncio.create_task(run.end(reason))
+            self._ending[ending] = run
+            ending.add_done_callback(self._ending.pop)
+
+    async def sweep(self) -> None:
+        """At start, what an earlier process left of snapshots and of what was loaded that nobody needs."""
+        live = {*self._runs, *self._not_resumed}
+        await asyncio.to_thread(self._services.snapshots.sweep, live)
+        await asyncio.to_thread(self._services.loaded.sweep, live)
+        await self._services.features.sweep(live)
+
+    async def settle(self, held_seconds: float = _HELD_SECONDS) -> None:
+        """One after the other brings runs that the journal has held something of for longer than that into snapshots.
+
+        They need no more of it then: neither its room, nor what else their operations refer to.
+        """
+        for run in list(self._runs.values()):
+            await run.settle(held_seconds)
+
+    @property
+    def ending_session_ids(self) -> frozenset[str]:
+        """Sessions whose runs have not let go of all that was theirs."""
+        return frozenset(run.record.session_id for run in self._ending.values())
+
+    @property
+    def is_busy(self) -> bool:
+        return any(run.is_busy for run in (*self._runs.values(), *self._ending.values()))
+
+    @property
+    def num_lost(self) -> int:
+        """Runs that are to be made again in the workers, once they are needed."""
+        return sum(run.is_lost for run in self._runs.values())
+
+    async def snapshot(self) -> None:
+        """Of all that rest, so that whoever takes them up has nothing to repeat."""
+        await asyncio.gather(*(run.snapshot() for run in self._runs.values()))
+
+    async def save_request_times(self) -> None:
+        """For those who list runs."""
+        saved_at, self._saved_at = self._saved_at, time.time()
+        times = {run_id: run.last_request_at for run_id, run in self._runs.items() if run.last_request_at >= saved_at}
+        if times:
+            await self._store.touch_runs(times)
+
+    async def close(self) -> None:
+        for ending in self._ending:
+            ending.cancel()
+        await asyncio.gather(*(run.stop() for run in (*self._runs.values(), *self._ending.values())))
+
+    def num_live(self, tenant_id: str | None = None) -> int:
+        """Of all tenants, or of one."""
+        return sum(tenant_id in (None, run.record.tenant_id) for run in self._runs.values())
+
+    async def _resume(self, record: RunRecord | None, entries: Sequence[Journaled]) -> None:
+        """record: None for one that was accepted, but may not be created yet."""
+        record = record or await self._record_of(entries)
+        if record is None:
+            for one in entries:
+                self._services.journal.release(one.place)
+            return
+        require_served(self._dispatch, record.base_model)
+        run = Run(record, self._services)
+        loadable = await self._loadable(record.run_id)
+        await run.resume(await Inherited.of(entries, self._services.journal, self._services.futures), loadable)
+        self._runs[record.run_id] = run
+
+    async def _target(self, tenant: Tenant, request: CreateModelRequest) -> str | None:
+        """What a new draft model is to guess, as it is asked for. Raises RequestError."""
+        if request.target_path is None:
+            return None
+        checkpoint = await self._checkpoints.resolve(tenant, request.target_path)
+        check_target(checkpoint, request.base_model)
+        return checkpoint.tinker_path
+
+    async def _target_left(self, tenant: Tenant, checkpoint: CheckpointRecord) -> str | None:
+        """What the draft model that was saved there guessed, if it is still there, and the tenant's to read."""
+        if checkpoint.target_path is None:
+            return None
+        try:
+            return (await self._checkpoints.resolve(tenant, checkpoint.target_path)).tinker_path
+        except RequestError:
+            return None
+
+    async def _loadable(self, run_id: str) -> Sequence[str]:
+        """Of a run that a copy may have left behind its client, the paths of checkpoints, oldest first."""
+        if not (self._services.copied.is_waiting(run_id) or self._services.copied.is_behind(run_id)):
+            return ()
+        saved = await self._store.list_run_checkpoints([run_id], time.time())
+        return [checkpoint.tinker_path for checkpoint in saved if checkpoint.kind == "weights"]
+
+    async def _record_of(self, entries: Sequence[Journaled]) -> RunRecord | None:
+        """Of a run that was accepted, but not created yet."""
+        first = next((one for one in entries if one.header.seq_id == 0 and one.header.refused is None), None)
+        if first is None or await self._services.futures.has_result(first.header.request_id):
+            return None
+        header = first.header
+        tenant = Tenant(header.tenant_id, "")
+        session_id, _, number = header.run_id.partition(":train:")
+        entry = await self._services.journal.read(first.place)
+        request = await decode_entry(entry)
+        if isinstance(request, CreateModelRequest):
+            accepted = _accepted(request, header.drawn)
+            shape = _Shape(request.base_model, accepted, request.model_role, header.target_path)
+            return _record(tenant, session_id, int(number), shape, request)
+        assert isinstance(request, LoadWeightsRequest)
+        checkpoint = await self._checkpoints.known(request.path)
+        if checkpoint is None:
+            raise RequestError(f"checkpoint {request.path}, from which it was made, is gone", 404)
+        role = _role_from(checkpoint, request)
+        shape = _Shape(checkpoint.base_model, checkpoint.training, role, header.target_path)
+        return _record(tenant, session_id, int(number), shape, request)
+
+    async def _create(
+        self,
+        record: RunRecord,
+        operation: CreateRun,
+        received: Received,
+        admission: Admission,
+        drawn: dict[str, int],
+    ) -> Submitted:
+        if record.run_id not in self._runs:
+            if record.run_id in self._not_resumed or await self._store.get_run(record.run_id) is not None:
+                raise _not_live(record.run_id)
+            self._services.quotas.check_runs(record.tenant_id, self.num_live(record.tenant_id))
+            self._check_full(record)
+            self._runs.setdefault(record.run_id, Run(record, self._services))
+        run = self._runs[record.run_id]
+        _check_same(run.record, record)
+        try:
+            return await run.submit(0, operation, received, admission, drawn)
+        finally:
+            if not run.has_come and self._runs.get(record.run_id) is run:
+                del self._runs[record.run_id]  # its number is free again
+
+    def _check_full(self, new: RunRecord) -> None:
+        """Before one more. Raises RequestError. What samplers hold beside these only the workers know."""
+        most = self._services.config.max_full_models
+        if isinstance(new.training, FullConfig) and self._num_full(new.base_model) >= most:
+            raise RequestError(
+                f"{new.base_model} has as many models with weights of their own as max_full_models {most} lets it: end "
+                f"the session of one, train LoRA, or start the server with --max-full-models {most + 1}"
+            )
+
+    def _num_full(self, base_model: str) -> int:
+        records = (run.record for run in self._runs.values() if run.is_usable)
+        return sum(isinstance(one.training, FullConfig) and one.base_model == base_model for one in records)
+
+
+def _check_same(known: RunRecord, asked: RunRecord) -> None:
+    """Raises RequestError where they have the number of a model in common, and nothing else."""
+    if known.asked in (None, asked.asked):
+        return
+    number = known.run_id.rpartition(":")[2]
+    # Clients send again what is answered 409.
+    raise RequestError(
+        f"model_seq_id {number} of session {known.session_id} is the number of {known.run_id}, for which something else"
+        " was asked: give a new model the next number, or send the request as it was"
+    )
+
+
+def _not_live(run_id: str) -> RequestError:
+    return RequestError(
+        f"run {run_id} is not live: its session has ended, or it could not be found again; create a new model from "
+        "its last checkpoint (create_training_client_from_state)",
+        410,
+    )
+
+
+def _check_optimizer(optimizer: OptimizerConfig) -> None:
+    if optimizer.type != "adamw":
+        raise RequestError(f"optimizer {optimizer.type!r} is not supported: use adamw, the default")
+
+
+def _asked(request: CreateModelRequest) -> TrainingConfig:
+    """What of it is to be trained. Raises RequestError."""
+    if request.draft is not None or request.model_role == "draft" or request.target_path is not None:
+        return _asked_draft(request)
+    if request.training == "full" and request.lora_config is not None:
+        raise RequestError(
+            "training is 'full' and there is a lora_config: leave out lora_config to train all weights, or training to "
+            "train LoRA"
+        )
+    if request.training != "lora" and request.lora_config is None:
+        return FullConfig(seed=request.seed)
+    if request.seed is not None:
+        raise RequestError(f"seed {request.seed} is of a full model: a LoRA's is lora_config.seed")
+    return request.lora_config or LoraConfig()
+
+
+def _asked_draft(request: CreateModelRequest) -> DraftConfig:
+    """Raises RequestError."""
+    if request.model_role != "draft":
+        given = "draft" if request.draft is not None else "target_path"
+        raise RequestError(
+            f"{given} is given and model_role is {request.model_role!r}: send model_role 'draft', or leave out {given}"
+        )
+    if request.draft is None:
+        raise RequestError("model_role is 'draft' and there is no draft: send one, such as {'algorithm': 'eagle3'}")
+    if request.lora_config is not None or request.training is not None:
+        given = "lora_config" if request.lora_config is not None else "training"
+        raise RequestError(f"a draft model has weights of its own, all of which are trained: leave out {given}")
+    if request.seed is not None:
+        raise RequestError(f"seed {request.seed} is of a full model: a draft model's is draft.seed")
+    return DraftConfig(**request.draft.model_dump())
+
+
+def _accepted(request: CreateModelRequest, drawn: Mapping[str, int]) -> TrainingConfig:
+    """What of it is trained, with its seed. drawn: what the request left open.
+
+    By that an earlier version is known, which took LoRA where nothing was said.
+    """
+    asked = LoraConfig() if request.lora_config is None and _LORA_SEED in drawn else _asked(request)
+    return asked.model_copy(update={"seed": drawn.get(_SEEDS[type(asked)], asked.seed)})
+
+
+def _role_from(checkpoint: CheckpointRecord, request: LoadWeightsRequest) -> Role:
+    """Raises RequestError where the checkpoint's weights are not of such a model."""
+    role = request.model_role or checkpoint.role
+    check_role(checkpoint, role)
+    return role
+
+
+@dataclass(frozen=True)
+class _Shape:
+    """What a model is made of."""
+
+    base_model: str
+    training: TrainingConfig
+    role: Role
+    target_path: str | None
+
+
+def _record(
+    tenant: Tenant,
+    session_id: str,
+    model_seq_id: int,
+    shape: _Shape,
+    request: CreateModelRequest | LoadWeightsRequest,
+) -> RunRecord:
+    now = time.time()
+    return RunRecord(
+        run_id=f"{session_id}:train:{model_seq_id}",
+        session_id=session_id,
+        tenant_id=tenant.id,
+        base_model=shape.base_model,
+        training=shape.training,
+        role=shape.role,
+        target_path=shape.target_path,
+        created_at=now,
+        last_request_at=now,
+        user_metadata=string_metadata(request.user_metadata),
+        asked=_hash(request),
+    )
+
+
+def _hash(request: CreateModelRequest | LoadWeightsRequest) -> str:
+    """Of what it asks for, however it is written down; later versions may know more fields, with defaults."""
+    said = request.model_dump(exclude_defaults=True, exclude={"weights_access_token"})
+    as_json = json.dumps({"kind": request.type, **said}, sort_keys=True)
+    return hashlib.sha256(as_json.encode()).hexdigest()

@@ -1,0 +1,67 @@
+"""Vocabulary: the tokens that a draft model can say, chosen by how often they come."""
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+
+from ...schemas.drafts import BuildVocabMapRequest, BuildVocabMapResponse
+from ...schemas.errors import OperationError
+
+_HASH_DIGITS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class Vocabulary:
+    """token_ids: int64 [size], ascending. num_tokens: that were counted, at least 1; num_covered: those among them
+    that it has."""
+
+    token_ids: np.ndarray
+    num_tokens: int
+    num_covered: int
+
+    def described(self) -> BuildVocabMapResponse:
+        return BuildVocabMapResponse(
+            num_tokens=self.num_tokens,
+            covered=self.num_covered / self.num_tokens,
+            size=len(self.token_ids),
+            hash=hashlib.sha256(self.token_ids.astype("<i8").tobytes()).hexdigest()[:_HASH_DIGITS],
+        )
+
+
+def most_frequent(request: BuildVocabMapRequest, size: int, vocab_size: int) -> Vocabulary:
+    """Of vocab_size tokens, as many as size: of those that come equally often the lower ids, also of those that do not
+    come at all. Raises OperationError where there are not such ids, or nothing was counted."""
+    counts = _counts(request, vocab_size)
+    if not (num_tokens := int(counts.sum())):
+        raise OperationError("no token was counted: give some, with weights other than 0, or counts above 0")
+    # Stable, so that ties go to the lower id.
+    chosen = np.sort(np.argsort(-counts, kind="stable")[:size]).astype(np.int64)
+    return Vocabulary(chosen, num_tokens, int(counts[chosen].sum()))
+
+
+def _counts(request: BuildVocabMapRequest, vocab_size: int) -> np.ndarray:
+    """int64 [vocab_size]"""
+    if request.counts is None:
+        return np.bincount(_checked(_counted_tokens(request), vocab_size), minlength=vocab_size)
+    counts = np.zeros(vocab_size, np.int64)
+    counts[_checked(_joined([request.counts], np.int64), vocab_size)] = list(request.counts.values())
+    return counts
+
+
+def _counted_tokens(request: BuildVocabMapRequest) -> np.ndarray:
+    """int64 [T], of all sequences."""
+    tokens = _joined(request.tokens or (), np.int64)
+    return tokens if request.weights is None else tokens[_joined(request.weights, np.float64) != 0]
+
+
+def _joined(rows: Iterable[Iterable[float]], dtype: type[np.generic]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(rows), dtype)
+
+
+def _checked(token_ids: np.ndarray, vocab_size: int) -> np.ndarray:
+    if token_ids.size and (highest := int(token_ids.max())) >= vocab_size:
+        raise OperationError(f"token id {highest} is not in the base model's vocabulary of {vocab_size}")
+    return token_ids

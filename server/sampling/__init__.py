@@ -1,0 +1,1 @@
+"""Samplers, and the requests to them."""

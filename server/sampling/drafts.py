@@ -1,0 +1,203 @@
+"""Drafts: what guesses for samplers, in the workers. Each is loaded when a request first asks for it, once however many
+samplers name it, and again when it was lost; it is dropped when no sampler has it and no request has asked for a while.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import PurePosixPath
+
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.sampling import SampleRequest
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.verbs import WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, loaded_as
+from ..journal.quarantine import Strikes
+from ..store import CheckpointRecord
+from ..tenants.auth import Tenant
+from .sampler import Sampler
+
+logger = logging.getLogger(__name__)
+
+UNUSED_SECONDS = 600.0
+
+
+@dataclass(eq=False)
+class _Held:
+    """A draft that is in the workers, or on its way there or out.
+
+    sampler_ids: of those whose own it is. num_users: requests that load it or sample with it. dropping: what drops it
+    once it was unused for long enough.
+    """
+
+    checkpoint: CheckpointRecord
+    sampler_ids: set[str] = field(default_factory=set)
+    num_users: int = 0
+    changing: asyncio.Lock = field(default_factory=asyncio.Lock)
+    dropping: asyncio.TimerHandle | None = None
+
+    @property
+    def is_needed(self) -> bool:
+        return bool(self.num_users or self.sampler_ids)
+
+
+class NoDraft(RequestError):
+    """For what is asked for as a draft, or was when a sampler was made."""
+
+
+class DraftNotLoaded(OperationError):
+    """For what its files are."""
+
+
+class Drafts:
+    """Of all tenants: who may read a checkpoint of a draft samples with it."""
+
+    def __init__(
+        self, dispatch: WorkerDispatch, checkpoints: Checkpoints, unused_seconds: float = UNUSED_SECONDS
+    ) -> None:
+        self._dispatch = dispatch
+        self._checkpoints = checkpoints
+        self._unused_seconds = unused_seconds
+        self._held: dict[str, _Held] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def close(self) -> None:
+        for held in self._held.values():
+            _keep(held)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    async def find(self, tenant_id: str, path: str, base_model: str) -> CheckpointRecord:
+        """The checkpoint of a draft of this base model. Raises NoDraft: 404 not there or not for this tenant."""
+        try:
+            checkpoint = await self._checkpoints.resolve(Tenant(tenant_id, ""), path)
+        except RequestError as error:
+            raise NoDraft(error.message, error.status) from None
+        if checkpoint.role != "draft":
+            raise NoDraft(
+                f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which guesses nothing: name a checkpoint "
+                "of a draft as draft_path"
+            )
+        if checkpoint.base_model != base_model:
+            raise NoDraft(
+                f"draft {checkpoint.tinker_path} guesses {checkpoint.base_model}, and {base_model} is sampled: name a "
+                "draft of this base model as draft_path"
+            )
+        return checkpoint
+
+    async def asked(self, sampler: Sampler, request: SampleRequest) -> CheckpointRecord | None:
+        """That is to guess for the request: its own, else the sampler's; None = no one. Raises NoDraft."""
+        if request.draft_path is None:
+            return await self._of_sampler(sampler)
+        if not request.draft_path:
+            return None
+        return await self.find(sampler.record.tenant_id, request.draft_path, sampler.record.base_model)
+
+    @asynccontextmanager
+    async def using(self, checkpoint: CheckpointRecord | None) -> AsyncIterator[str | None]:
+        """Its id in the workers, where it stays until the end of the block; None of no one. Raises OperationError."""
+        if checkpoint is None:
+            yield None
+            return
+        held = self._hold(checkpoint)
+        held.num_users += 1
+        try:
+            await self._load(held)
+            yield draft_id(checkpoint)
+        finally:
+            held.num_users -= 1
+            if not held.is_needed:
+                loop = asyncio.get_running_loop()
+                held.dropping = loop.call_later(self._unused_seconds, self._begin, self._drop, held)
+
+    def forget(self, sampler: Sampler) -> None:
+        """It is over: what it alone had is dropped when the worker comes to it."""
+        draft, sampler.draft = sampler.draft, None
+        if draft is None:
+            return
+        held = self._hold(draft)
+        held.sampler_ids.discard(sampler.record.sampler_id)
+        if not held.is_needed:
+            self._begin(self._drop, held)
+
+    async def _of_sampler(self, sampler: Sampler) -> CheckpointRecord | None:
+        """As long as it is in the workers it does not matter what becomes of the checkpoint."""
+        record = sampler.record
+        if record.draft_path is None or self._has(record.base_model, sampler.draft):
+            return sampler.draft
+        try:
+            found = await self.find(record.tenant_id, record.draft_path, record.base_model)
+        except NoDraft as error:
+            message = f'the draft of sampler {record.sampler_id} cannot be loaded: {error}; send draft_path "" to go on'
+            raise NoDraft(f"{message} without one, or name another", error.status) from None
+        if not sampler.is_over and found != sampler.draft:
+            self.forget(sampler)
+            sampler.draft = found
+            self._hold(found).sampler_ids.add(record.sampler_id)
+        return found
+
+    def _has(self, base_model: str, draft: CheckpointRecord | None) -> bool:
+        return draft is not None and self._dispatch.has_draft(base_model, draft_id(draft))
+
+    def _hold(self, checkpoint: CheckpointRecord) -> _Held:
+        held = self._held.setdefault(draft_id(checkpoint), _Held(checkpoint))
+        _keep(held)
+        return held
+
+    async def _load(self, held: _Held) -> None:
+        """Once, for whoever comes first; who comes meanwhile waits."""
+        strikes = Strikes(f"load the draft {held.checkpoint.tinker_path}")
+        while not self._has(held.checkpoint.base_model, held.checkpoint):
+            try:
+                # Whoever asked may go away meanwhile; the worker goes on to read the files.
+                await asyncio.shield(self._begin(self._load_now, held))
+                return
+            except WorkerLost as lost:
+                await strikes.add(lost)
+
+    async def _load_now(self, held: _Held) -> None:
+        async with held.changing:
+            if held.is_needed and not self._has(held.checkpoint.base_model, held.checkpoint):
+                await self._read(held.checkpoint)
+
+    async def _read(self, checkpoint: CheckpointRecord) -> None:
+        try:
+            async with self._checkpoints.reading(checkpoint) as directory:
+                with loaded_as(f"draft {checkpoint.tinker_path}", directory):
+                    await self._dispatch.load_draft(checkpoint.base_model, draft_id(checkpoint), directory)
+        except WorkerLost:
+            raise
+        except OperationError as error:
+            raise DraftNotLoaded(error.message, error.category) from None
+
+    async def _drop(self, held: _Held) -> None:
+        checkpoint = held.checkpoint
+        async with held.changing:
+            if held.is_needed or self._held.get(draft_id(checkpoint)) is not held:
+                return
+            try:
+                await self._dispatch.drop_draft(checkpoint.base_model, draft_id(checkpoint))
+            except OperationError as error:
+                logger.warning("draft %s could not be dropped: %s", checkpoint.tinker_path, error)
+            if not held.is_needed:
+                self._held.pop(draft_id(checkpoint), None)
+
+    def _begin(self, work: Callable[[_Held], Coroutine[None, None, None]], held: _Held) -> asyncio.Task[None]:
+        task = asyncio.create_task(work(held))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+def draft_id(checkpoint: CheckpointRecord) -> str:
+    """In the workers: of this version of the checkpoint, whose directory has a name that none had before."""
+    return f"draft:{checkpoint.tinker_path}@{PurePosixPath(checkpoint.directory).name}"
+
+
+def _keep(held: _Held) -> None:
+    if held.dropping is not None:
+        held.dropping.cancel()
+        held.dropping = None

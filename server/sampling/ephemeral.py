@@ -1,0 +1,83 @@
+"""EphemeralWeights: the adapters of ephemeral samplers on disk, from which workers load them again after a crash.
+
+Layout below state_dir/ephemeral: ADAPTER/NUMBER, of which the highest counts, with .staging-* beside the adapters while
+they are written. The one before stays until the next, for whoever reads it.
+"""
+
+import asyncio
+import shutil
+from collections.abc import AsyncIterator, Collection
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from ..files.directories import STAGING, directory_name, make_directory, move_into_place, staging_in, sync_files
+
+
+class EphemeralWeights:
+    def __init__(self, root: Path, sync: bool = False) -> None:
+        """sync: whether they are to survive the death of the machine."""
+        self._root = root.absolute()
+        self._sync = sync
+        self._number_earlier()
+
+    def directory(self, adapter_id: str) -> Path:
+        """Of its newest weights; where there are none they are not there either."""
+        of_adapter = self._of(adapter_id)
+        numbers = _numbers(of_adapter)
+        return of_adapter / str(numbers[-1]) if numbers else of_adapter
+
+    def has(self, adapter_id: str | None) -> bool:
+        return adapter_id is not None and bool(_numbers(self._of(adapter_id)))
+
+    @asynccontextmanager
+    async def writing(self, adapter_id: str) -> AsyncIterator[Path]:
+        """An empty directory to write into; on leaving the block it has the newest weights."""
+        staging = staging_in(self._root)
+        try:
+            await asyncio.to_thread(make_directory, staging, self._sync)
+            yield staging
+            await asyncio.to_thread(self._publish, staging, self._of(adapter_id))
+        finally:
+            await asyncio.to_thread(shutil.rmtree, staging, ignore_errors=True)
+
+    async def remove(self, adapter_id: str) -> None:
+        await asyncio.to_thread(shutil.rmtree, self._of(adapter_id), ignore_errors=True)
+
+    async def sweep(self, wanted: Collection[str | None]) -> None:
+        """At start: what belongs to nobody any more."""
+        names = {directory_name(adapter_id) for adapter_id in wanted if adapter_id is not None}
+        await asyncio.to_thread(self._sweep, names)
+
+    def _of(self, adapter_id: str) -> Path:
+        return self._root / directory_name(adapter_id)
+
+    def _number_earlier(self) -> None:
+        """Weights that an earlier trainhouse left, which had no numbers: they lay in ADAPTER itself."""
+        for of_adapter in list(self._root.glob("*")):
+            is_staging = of_adapter.name.startswith(STAGING)
+            if not is_staging and not _numbers(of_adapter) and any(path.is_file() for path in of_adapter.glob("*")):
+                staging = staging_in(self._root)
+                of_adapter.rename(staging)
+                of_adapter.mkdir()
+                staging.rename(of_adapter / "0")
+
+    def _publish(self, staging: Path, of_adapter: Path) -> None:
+        """By one rename: there is no moment without weights."""
+        if self._sync:
+            sync_files(staging)
+        of_adapter.mkdir(exist_ok=True)
+        earlier = _numbers(of_adapter)
+        place = of_adapter / str(earlier[-1] + 1 if earlier else 0)
+        move_into_place(staging, place, root=self._root if self._sync else None)
+        for number in earlier[:-1]:
+            shutil.rmtree(of_adapter / str(number), ignore_errors=True)
+
+    def _sweep(self, names: Collection[str]) -> None:
+        for directory in self._root.glob("*"):
+            if directory.name not in names:
+                shutil.rmtree(directory, ignore_errors=True)
+
+
+def _numbers(of_adapter: Path) -> list[int]:
+    """Ascending."""
+    return sorted(int(path.name) for path in of_adapter.glob("[0-9]*"))

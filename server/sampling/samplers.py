@@ -1,0 +1,288 @@
+"""Samplers: sampling sessions, made, found and ended. What they are asked for is Sampling's.
+
+A sampler has the weights of the bare base model, of a checkpoint, or of a run (an ephemeral one: a copy made at a
+moment, or one that moves with the run's "inflight" saves). It goes with its session.
+"""
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+
+from ...schemas.checkpoints import SaveWeightsForSamplerRequest
+from ...schemas.errors import OperationError, RequestError
+from ...schemas.models import CreateSessionRequest
+from ...schemas.sampling import CreateSamplingSessionRequest, SampleRequest
+from ...schemas.version import VERSION
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.verbs import WorkerLost
+from ..checkpoints.checkpoints import Checkpoints, full_path
+from ..config.served import base_model_of, require_served
+from ..journal.completions import Completions
+from ..store import RunRecord, SamplerRecord, Store
+from ..tenants.auth import Tenant
+from ..tenants.sessions import Sessions
+from .adapters import Adapters
+from .drafts import Drafts
+from .sampler import Sampler
+
+
+@dataclass(frozen=True)
+class _Weights:
+    """What a one-shot request samples."""
+
+    tenant_id: str
+    base_model: str
+    model_path: str | None
+
+
+class Samplers:
+    """Those of open sessions. completions: of requests to all of them."""
+
+    def __init__(
+        self,
+        dispatch: WorkerDispatch,
+        store: Store,
+        sessions: Sessions,
+        checkpoints: Checkpoints,
+        adapters: Adapters,
+        drafts: Drafts,
+        completions: Completions,
+    ) -> None:
+        self._dispatch = dispatch
+        self._store = store
+        self._sessions = sessions
+        self._checkpoints = checkpoints
+        self._adapters = adapters
+        self._drafts = drafts
+        self._completions = completions
+        self._samplers: dict[str, Sampler] = {}
+        self._creating: dict[str | _Weights, asyncio.Task[str]] = {}
+        self._one_shots: dict[_Weights, str] = {}
+
+    async def open(self) -> None:
+        """Samplers of sessions that an earlier process left open."""
+        # Microseconds, because results of an earlier process have the numbers that it counted.
+        first_seq_id = int(time.time() * 1e6)
+        for record in await self._store.list_open_samplers():
+            sampler = self._samplers[record.sampler_id] = Sampler(record, record.adapter_id, first_seq_id)
+            if record.is_ephemeral and not self._adapters.has(record.adapter_id):
+                sampler.adapter_id = None
+        await self._adapters.sweep({sampler.adapter_id for sampler in self._samplers.values()})
+
+    @property
+    def is_busy(self) -> bool:
+        """Some of them is being sampled."""
+        return any(sampler.under_way for sampler in self._samplers.values())
+
+    # Making them
+
+    async def create(self, tenant: Tenant, request: CreateSamplingSessionRequest) -> str:
+        """The sampler's id; the same session and number answer the same. Raises RequestError, also where something else
+        was asked for with them."""
+        await self._sessions.require_open(tenant, request.session_id)
+        sampler_id = f"{request.session_id}:sample:{request.sampling_session_seq_id}"
+        if sampler_id not in self._samplers:
+            await self._once(sampler_id, lambda: self._create(tenant, sampler_id, request))
+        if (sampler := self._samplers.get(sampler_id)) is not None:  # else its session has ended meanwhile
+            _check_same(sampler.record, request)
+        return sampler_id
+
+    async def create_ephemeral(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
+        """A sampler with the weights that the run has now. seq_id: the request's in the run. Raises OperationError."""
+        sampler_id = self._ephemeral_id(run, request, seq_id)
+        record = SamplerRecord(
+            sampler_id=sampler_id,
+            session_id=run.session_id,
+            tenant_id=run.tenant_id,
+            base_model=run.base_model,
+            created_at=time.time(),
+            kind=request.kind,
+            run_id=run.run_id,
+        )
+        adapter_id = record.adapter_id
+        assert adapter_id is not None
+        await self._take(run.run_id, adapter_id)
+        if sampler_id not in self._samplers:  # else a crash took the answer
+            await self._add(record)
+        for sampler in self._samplers.values():
+            if sampler.record.adapter_id == adapter_id:  # those of an inflight one share it
+                sampler.adapter_id, sampler.loading = adapter_id, _done()
+        return sampler_id
+
+    async def _take(self, run_id: str, adapter_id: str) -> None:
+        """What workers have no room for need not be on disk, unless other samplers follow it."""
+        try:
+            await self._adapters.take(run_id, adapter_id)
+        except WorkerLost:
+            raise
+        except OperationError:
+            if all(sampler.record.adapter_id != adapter_id for sampler in self._samplers.values()):
+                await self._adapters.forget(adapter_id)
+            raise
+
+    async def _once(self, key: str | _Weights, create: Callable[[], Coroutine[None, None, str]]) -> str:
+        """What `create` answers, whoever else asks for the same meanwhile."""
+        if key not in self._creating:
+            self._creating[key] = asyncio.create_task(create())
+            self._creating[key].add_done_callback(lambda _: self._creating.pop(key))
+        return await asyncio.shield(self._creating[key])
+
+    async def _create(self, tenant: Tenant, sampler_id: str, request: CreateSamplingSessionRequest) -> str:
+        base_model = await self._base_model(tenant, request.base_model, request.model_path)
+        draft = await self._drafts.find(tenant.id, request.draft_path, base_model) if request.draft_path else None
+        record = SamplerRecord(
+            sampler_id=sampler_id,
+            session_id=request.session_id,
+            tenant_id=tenant.id,
+            base_model=base_model,
+            created_at=time.time(),
+            kind="checkpoint" if request.model_path else "base",
+            model_path=request.model_path,
+            draft_path=draft and draft.tinker_path,
+        )
+        await self._add(record)
+        return sampler_id
+
+    async def _add(self, record: SamplerRecord) -> None:
+        """In the store, too, unless an outage took the answer that it is there."""
+        if await self._store.get_sampler(record.sampler_id) is None:
+            await self._store.insert_sampler(record)
+        self._samplers[record.sampler_id] = Sampler(record, record.adapter_id)
+        if not self._sessions.is_open(record.session_id):  # it ended meanwhile
+            await self.end_session(record.session_id)
+
+    async def _base_model(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
+        if model_path:
+            checkpoint = await self._checkpoints.resolve(tenant, model_path)
+            if checkpoint.role != "policy":
+                raise RequestError(f"{checkpoint.tinker_path} was saved by a {checkpoint.role}, which draws no tokens")
+            base_model = base_model_of(checkpoint, base_model)
+        if base_model is None:
+            raise RequestError("a sampling session needs base_model or model_path")
+        require_served(self._dispatch, base_model)
+        return base_model
+
+    def _ephemeral_id(self, run: RunRecord, request: SaveWeightsForSamplerRequest, seq_id: int) -> str:
+        asked = f"{run.session_id}:sample:{request.sampling_session_seq_id}"
+        if request.sampling_session_seq_id is not None and asked not in self._samplers:
+            return asked
+        return f"{run.session_id}:sample:{run.run_id.rpartition(':')[2]}-{seq_id}"
+
+    async def _one_shot(self, tenant: Tenant, base_model: str | None, model_path: str | None) -> str:
+        """For requests that name weights and no sampler: one for all of a tenant's, in a session that silence ends."""
+        weights = _Weights(tenant.id, await self._base_model(tenant, base_model, model_path), model_path)
+        if weights not in self._one_shots:
+            self._one_shots[weights] = await self._once(weights, lambda: self._create_one_shot(tenant, weights))
+        return self._one_shots[weights]
+
+    async def _create_one_shot(self, tenant: Tenant, weights: _Weights) -> str:
+        session = await self._sessions.create(tenant, CreateSessionRequest(sdk_version=VERSION), None)
+        own = {"session_id": session.session_id, "sampling_session_seq_id": 0}
+        create = CreateSamplingSessionRequest(**own, base_model=weights.base_model, model_path=weights.model_path)
+        return await self.create(tenant, create)
+
+    # Finding them
+
+    def find(self, sampler_id: str) -> Sampler | None:
+        """Whosever it is, if its session is open."""
+        return self._samplers.get(sampler_id)
+
+    async def named(self, tenant: Tenant, name: str) -> Sampler:
+        """Of a base model's name, a checkpoint's path, or a sampling session's id.
+
+        Raises RequestError: 400 not a path, 404 nothing of this name, or not for this tenant, 410 it is over.
+        """
+        if name.startswith("tinker://"):
+            sampler_id = await self._one_shot(tenant, None, name)
+        elif name in self._dispatch.models:
+            sampler_id = await self._one_shot(tenant, name, None)
+        else:
+            sampler_id = name
+        return self._in_use(await self.get(tenant, sampler_id))
+
+    async def get(self, tenant: Tenant, sampler_id: str) -> Sampler:
+        """Raises RequestError 404, also for another tenant's, and 410 when its session has ended."""
+        sampler = self._samplers.get(sampler_id)
+        if sampler is None:
+            await self._refuse_unknown(tenant, sampler_id)
+        elif sampler.record.tenant_id == tenant.id:
+            return sampler
+        raise RequestError(f"there is no sampler {sampler_id}: create one with create_sampling_session", 404)
+
+    async def asked(self, tenant: Tenant, request: SampleRequest) -> Sampler:
+        """That a sampling request is to. Raises RequestError as `named`, and 400 where it names none."""
+        sampler_id = request.sampling_session_id
+        if not sampler_id:
+            _check_one_shot(request)
+            sampler_id = await self._one_shot(tenant, request.base_model, request.model_path)
+        return self._in_use(await self.get(tenant, sampler_id))
+
+    def _in_use(self, sampler: Sampler) -> Sampler:
+        """Raises RequestError 410 when its weights are lost."""
+        self._sessions.heard_of(sampler.record.session_id)
+        if sampler.record.is_ephemeral and sampler.adapter_id is None:
+            raise RequestError(
+                f"the weights of sampler {sampler.record.sampler_id} were lost when the server restarted: "
+                "save_weights_for_sampler again, or sample a named checkpoint",
+                410,
+            )
+        return sampler
+
+    async def _refuse_unknown(self, tenant: Tenant, sampler_id: str) -> None:
+        record = await self._store.get_sampler(sampler_id)
+        if record is not None and record.tenant_id == tenant.id:
+            raise RequestError(f"the session of sampler {sampler_id} has ended: create a new one", 410)
+
+    # Ending them
+
+    async def end_session(self, session_id: str) -> None:
+        """Drops the session's samplers; their requests fail. Their adapters go when the worker comes to it."""
+        ended = [one for one in self._samplers.values() if one.record.session_id == session_id]
+        for sampler in ended:
+            del self._samplers[sampler.record.sampler_id]
+            sampler.is_over = True
+            self._drafts.forget(sampler)
+            self._completions.forget(sampler.record.sampler_id)
+            for request_id in sampler.under_way:
+                self._dispatch.cancel(request_id)
+        self._one_shots = {weights: one for weights, one in self._one_shots.items() if one in self._samplers}
+        loading = {sampler.adapter_id: sampler.loading for sampler in ended if sampler.adapter_id}
+        for adapter_id, task in loading.items():
+            self._adapters.drop(adapter_id, task)
+
+
+def _done() -> "asyncio.Future[None]":
+    done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    done.set_result(None)
+    return done
+
+
+def _check_same(known: SamplerRecord, request: CreateSamplingSessionRequest) -> None:
+    """Raises RequestError where they have the number of a sampler in common, and nothing else."""
+    asked = (request.base_model or known.base_model, _full(request.model_path), _full(request.draft_path))
+    if not known.is_ephemeral and asked == (known.base_model, _full(known.model_path), _full(known.draft_path)):
+        return
+    # Clients send again what is answered 409.
+    raise RequestError(
+        f"sampling_session_seq_id {request.sampling_session_seq_id} of session {known.session_id} is the number of a"
+        f" sampler {_what_of(known)}: give a new sampler the next number, or send the request as it was"
+    )
+
+
+def _what_of(known: SamplerRecord) -> str:
+    if known.is_ephemeral:
+        return f"with the weights that run {known.run_id} had"
+    what = f"of {known.model_path or known.base_model}"
+    return f"{what} with draft_path {known.draft_path}" if known.draft_path else what
+
+
+def _full(path: str | None) -> str | None:
+    return full_path(path) if path else None
+
+
+def _check_one_shot(request: SampleRequest) -> None:
+    if request.base_model is None and request.model_path is None:
+        raise RequestError("sampling_session_id is missing: send it, or base_model, or model_path")
+    if request.seq_id is not None:
+        raise RequestError(f"seq_id {request.seq_id} without sampling_session_id: leave it out, or send both")

@@ -1,0 +1,191 @@
+"""SamplingJob: a sampling request, checked against its model, and what of it the worker is told."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...schemas.codec import CsrLayout, csr_layout_from_json, tensor_from_json
+from ...schemas.errors import RequestError
+from ...schemas.sampling import ALTERNATIVES, SampleRequest
+from ...workers.protocol.verbs import ModelInfo, SampleJob
+from ..journal.quarantine import Strikes
+from ..journal.seeds import draw_seed
+from ..store import CheckpointRecord
+from .sampler import Sampler
+
+MOST_SAMPLES = 4096
+
+_MOST_TARGET_BYTES = 32 << 20
+"""Most that a sparse target_prompt_logprobs may take once dense, int64."""
+
+_TOKEN_BYTES = 8
+"""Of a token, or an alternative to one, with its log-probability."""
+
+_LIKELY_TOKENS = 4096
+"""As long a sample is taken to become: few do, and each token of one costs a step of the model."""
+
+
+@dataclass(frozen=True)
+class Stops:
+    """What ends a sample before max_tokens: tokens, and texts (matched over the borders of tokens)."""
+
+    token_ids: tuple[int, ...]
+    strings: tuple[str, ...] = ()
+
+
+class SamplingJob:
+    """A sampling request, checked against its model, its seed drawn. stops: None = those of the request."""
+
+    def __init__(
+        self,
+        request: SampleRequest,
+        request_id: str,
+        sampler: Sampler,
+        model: ModelInfo,
+        stops: Stops | None = None,
+        seed: int | None = None,
+    ) -> None:
+        """seed: that was drawn before, where the request leaves it open. Raises RequestError."""
+        self.request = request
+        self.request_id = request_id
+        self.sampler = sampler
+        self.prompt = _prompt(request, model)
+        self.stops = stops or _stops(request, model)
+        drawn = draw_seed() if seed is None else seed
+        self._seed = drawn if request.sampling_params.seed is None else request.sampling_params.seed
+        _check_counts(request, model, len(self.prompt))
+        self._targets = _targets(request, len(self.prompt))
+        self.strikes = Strikes("this request")
+        # What guesses for it. One that was begun before goes on without, where its draft is not to be had any more.
+        self.draft: CheckpointRecord | None = None
+        self.was_begun = False
+        self._most_tokens = _most_tokens(request, model, len(self.prompt))
+        self.target_layout: CsrLayout | None = None
+        if request.target_prompt_logprobs is not None:
+            self.target_layout = csr_layout_from_json(request.target_prompt_logprobs)
+
+    @property
+    def drawn_seed(self) -> int | None:
+        """None when the request has one."""
+        return self._seed if self.request.sampling_params.seed is None else None
+
+    @property
+    def result_bytes(self) -> int:
+        """Bytes that the result may take: all that is asked of the prompt, and all alternatives to the samples' tokens;
+        the tokens themselves as far as samples are likely to get."""
+        request = self.request
+        of_token = 4 * request.prompt_logprobs + _TOKEN_BYTES * (
+            request.topk_prompt_logprobs + request.prompt_alt_tokens_k
+        )
+        of_targets = 0 if self._targets is None else 4 * self._targets.size
+        of_sample = min(self._most_tokens, _LIKELY_TOKENS) + self._most_tokens * request.topk_sample_logprobs
+        return of_token * len(self.prompt) + of_targets + _TOKEN_BYTES * request.num_samples * of_sample
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that it and its result may take in memory."""
+        of_targets = 0 if self._targets is None else self._targets.nbytes
+        return self.prompt.nbytes + of_targets + self.result_bytes
+
+    def for_worker(self, streams: bool = False) -> SampleJob:
+        request = self.request
+        return SampleJob(
+            job_id=self.request_id,
+            adapter_id=self.sampler.adapter_id,
+            prompt=self.prompt,
+            params=request.sampling_params.model_copy(update={"seed": self._seed}),
+            stop_token_ids=self.stops.token_ids,
+            stop_strings=self.stops.strings,
+            num_samples=request.num_samples,
+            prompt_logprobs=request.prompt_logprobs,
+            prompt_logprobs_last_n=request.prompt_logprobs_last_n,
+            topk_prompt_logprobs=request.topk_prompt_logprobs,
+            topk_sample_logprobs=request.topk_sample_logprobs,
+            target_prompt_tokens=self._targets,
+            prompt_alt_tokens_k=request.prompt_alt_tokens_k,
+            streams=streams,
+            owner=self.sampler.record.tenant_id,
+            num_draft_tokens=request.num_draft_tokens,
+            seed_is_drawn=self.drawn_seed is not None,
+        )
+
+
+def _stops(request: SampleRequest, model: ModelInfo) -> Stops:
+    match request.sampling_params.stop:
+        case None:
+            return Stops(model.eos_token_ids)
+        case str() as string:
+            return Stops((), (string,))
+        case several:
+            strings = tuple(one for one in several if isinstance(one, str))
+            return Stops(tuple(one for one in several if isinstance(one, int)), strings)
+
+
+def _prompt(request: SampleRequest, model: ModelInfo) -> np.ndarray:
+    """int32 [T], T >= 1."""
+    for index, chunk in enumerate(request.prompt.chunks):
+        if chunk.type != "encoded_text":
+            raise RequestError(
+                f"prompt chunk {index} is of type {chunk.type!r}, which is not supported: send encoded_text chunks only"
+            )
+    tokens = request.prompt.to_ints()
+    if not tokens:
+        raise RequestError("the prompt is empty: send at least one token")
+    if wrong := next((token for token in tokens if not 0 <= token < model.vocab_size), None):
+        raise RequestError(
+            f"prompt token {wrong} is not in the vocabulary of {model.name}: token ids are 0 to {model.vocab_size - 1}"
+        )
+    if len(tokens) >= model.max_context_length:
+        raise RequestError(
+            f"the prompt has {len(tokens)} tokens; {model.name} takes at most {model.max_context_length} with what is "
+            "sampled: shorten it"
+        )
+    return np.asarray(tokens, np.int32)
+
+
+def check_alternatives(request: SampleRequest, most: int) -> None:
+    """Raises RequestError where more of them are asked for at a token than --max-logprobs allows."""
+    for name in ALTERNATIVES:
+        if (count := getattr(request, name)) > most:
+            raise RequestError(
+                f"{name} {count} exceeds the {most} that this server reports at a token: lower it, or start the server "
+                f"with --max-logprobs {count}"
+            )
+
+
+def _most_tokens(request: SampleRequest, model: ModelInfo, num_prompt: int) -> int:
+    """Most that a sample may have."""
+    room = max(1, model.max_context_length - num_prompt)
+    return min(request.sampling_params.max_tokens or room, room)
+
+
+def _check_counts(request: SampleRequest, model: ModelInfo, num_prompt: int) -> None:
+    if request.num_samples > MOST_SAMPLES:
+        raise RequestError(f"num_samples {request.num_samples} exceeds {MOST_SAMPLES}: send several requests")
+    for name in ALTERNATIVES:
+        if (count := getattr(request, name)) > model.vocab_size:
+            raise RequestError(f"{name} {count} exceeds the vocabulary of {model.name}, {model.vocab_size} tokens")
+    room, max_tokens = model.max_context_length - num_prompt, request.sampling_params.max_tokens
+    if max_tokens is not None and max_tokens > room:
+        raise RequestError(
+            f"max_tokens {max_tokens} exceeds the {room} tokens that a prompt of {num_prompt} leaves of the context of "
+            f"{model.name}: lower it, or leave it out to sample until the context ends"
+        )
+    last_n = request.prompt_logprobs_last_n
+    if last_n is not None and last_n > num_prompt - 1:
+        raise RequestError(f"prompt_logprobs_last_n {last_n} exceeds the {num_prompt - 1} positions that are scored")
+
+
+def _targets(request: SampleRequest, num_prompt: int) -> np.ndarray | None:
+    """int64 [T - 1, K], -1 = nothing."""
+    if request.target_prompt_logprobs is None:
+        return None
+    targets = tensor_from_json(
+        request.target_prompt_logprobs, fill=-1, name="target_prompt_logprobs", max_dense_bytes=_MOST_TARGET_BYTES
+    )
+    if targets.ndim != 2 or len(targets) != num_prompt - 1 or targets.dtype.kind != "i":
+        raise RequestError(
+            f"target_prompt_logprobs is {targets.dtype} {list(targets.shape)}: it must be int64 [{num_prompt - 1}, K], "
+            "one row less than the prompt has tokens"
+        )
+    return targets

@@ -1,0 +1,321 @@
+"""create_app: puts the parts of a server together. The dispatch is started before, and closed after, by the caller."""
+
+import asyncio
+import contextlib
+import logging
+import math
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+
+from ...schemas.codec import describe_errors
+from ...schemas.errors import RequestError
+from ...schemas.openai import ErrorBody, OpenAiError
+from ...schemas.version import VERSION
+from ...workers.dispatch import WorkerDispatch
+from ..checkpoints.checkpoints import Checkpoints
+from ..config.knobs import ServerConfig
+from ..features.captured import Features
+from ..files.wal import Guard
+from ..journal.completions import Completions
+from ..journal.futures import Futures
+from ..journal.journal import Journal
+from ..journal.recordings import Recordings
+from ..journal.restore_marker import Copied
+from ..journal.snapshots import Snapshots
+from ..logs.repeated_errors import Trouble
+from ..replication.leases import Tenure
+from ..routes import auth, checkpoints, futures, listing, models, openai, pages, sampling, sessions, training
+from ..routes.fast import Direct, endpoints
+from ..routes.services import Services
+from ..runs.operations import Operations
+from ..runs.pinned_checkpoints import Loaded
+from ..runs.run_services import RunServices
+from ..runs.runs import Runs
+from ..sampling.adapters import Adapters
+from ..sampling.drafts import Drafts
+from ..sampling.ephemeral import EphemeralWeights
+from ..sampling.samplers import Samplers
+from ..sampling.sampling import Sampling
+from ..store import Store, open_store
+from ..store.outages import OUTAGES, words_of
+from ..tenants.auth import Auth
+from ..tenants.gate import Gate
+from ..tenants.quotas import Quotas
+from ..tenants.sessions import Sessions
+from ..text.tokenizer import Tokenizers
+
+logger = logging.getLogger(__name__)
+
+_HOUSEKEEPING_SECONDS = 30.0
+_ENDED_SESSIONS = 10
+"""As many are kept for each that a tenant may have open."""
+
+_DATABASE_RETRY_SECONDS = 2
+_BUSY = ("forward_backward", "forward", "optim_step", "asample", "retrieve_future")
+"""What clients call at every operation."""
+
+_OPENAI_PATHS = ("/chat/completions", "/completions", "/models")
+"""Where OpenAI's clients ask whose base URL lacks /v1."""
+
+_DESCRIPTION = """
+Trains and samples language models over HTTP, in the protocol of the Tinker SDK. Send your key as `X-API-Key`.
+
+Operations answer a `request_id` at once; `retrieve_future` waits for the result. With the header `Prefer: wait=30` the
+operation answers with the result itself when it is there within that time. `seq_id` numbers the operations of a model;
+leave it out and the server numbers them as they come.
+"""
+
+
+@dataclass(frozen=True)
+class LiveState:
+    """Of a server that shares its database with others: where it is, below the state directory, and for how long."""
+
+    directory: Path
+    tenure: Tenure
+
+
+def create_app(
+    config: ServerConfig, dispatch: WorkerDispatch, live: LiveState | None = None, guard: Guard = lambda: None
+) -> FastAPI:
+    """An ASGI application; its lifespan opens and closes everything under `config.state_dir`.
+
+    guard: of a server that does not share its database, whether what it writes to is still its own.
+    """
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        # Closed last, and also where the rest cannot be opened: a standby tries that again and again.
+        with contextlib.closing(open_store(config.store_config())) as store:
+            app.state.services = _services(config, dispatch, store, live, guard)
+            async with _running(app.state.services):
+                yield
+
+    app = FastAPI(
+        title="trainhouse",
+        version=VERSION,
+        description=_DESCRIPTION,
+        lifespan=lifespan,
+        docs_url=None,  # ours asks no CDN
+        redoc_url=None,
+        # It would not see what goes past FastAPI, but costs every request a look for somebody who listens to it.
+        telemetry={"tracing": False, "metrics": False, "logs": False},
+    )
+    for routes in (sessions, models, training, sampling, futures, checkpoints, listing, auth, openai, pages):
+        app.include_router(routes.router)
+    error_handlers = {
+        RequestError: refused,
+        RequestValidationError: _invalid,
+        HTTPException: _http_error,
+        ClientDisconnect: _broke_off,
+        **dict.fromkeys(OUTAGES, _no_database),
+    }
+    for kind, handler in error_handlers.items():
+        app.add_exception_handler(kind, handler)
+    app.add_exception_handler(Exception, _internal_error)
+    busy = endpoints((training.router, sampling.router, futures.router), _BUSY)
+    app.add_middleware(Direct, endpoints=busy, error_handlers=error_handlers)
+    app.add_middleware(Gate, config=config, error_handlers=error_handlers)
+    return app
+
+
+def _services(
+    config: ServerConfig, dispatch: WorkerDispatch, store: Store, live: LiveState | None, guard: Guard
+) -> Services:
+    directory, guard = (config.state_dir, guard) if live is None else (live.directory, live.tenure.check)
+    store.needed_lease = None if live is None else live.tenure.record
+    auth = Auth(store, config.is_loopback, strangers_per_minute=config.unauthenticated_per_minute)
+    quotas = Quotas(config)
+    sessions = Sessions(store, config.session_expiry_seconds, check_room=quotas.check_sessions)
+    checkpoints = Checkpoints(store, auth, config.state_dir, config=config.place_config())
+    sync = config.durability == "power"
+    futures = Futures(
+        directory / "results", store, config.result_ttl_seconds, config.result_memory_bytes, sync=sync, guard=guard
+    )
+    journal = Journal(directory / "journal", config.journal_segment_bytes, sync, guard)
+    recordings = Recordings(directory / "recordings", sync)
+    weights = EphemeralWeights(directory / "ephemeral", sync)
+    # Runs come last: they make samplers.
+    adapters = Adapters(dispatch, checkpoints, weights, lambda run_id, adapter_id: runs.share(run_id, adapter_id))
+    completions = Completions(futures)
+    drafts = Drafts(dispatch, checkpoints)
+    samplers = Samplers(dispatch, store, sessions, checkpoints, adapters, drafts, completions)
+    of_samplers = Sampling(
+        dispatch, samplers, adapters, drafts, sessions, futures, journal, recordings, completions, quotas
+    )
+    loaded = Loaded(directory / "loaded", sync)
+    features = Features(directory / "features", config)
+    operations = Operations(dispatch, store, sessions, checkpoints, samplers, recordings, loaded, features)
+    snapshots = Snapshots(directory / "snapshots", sync)
+    status, copied = dispatch.status, Copied(directory)
+    of_runs = RunServices(
+        config, futures, journal, snapshots, loaded, features, operations, sessions, quotas, status, copied
+    )
+    runs = Runs(store, dispatch, checkpoints, of_runs)
+    return Services(
+        config=config,
+        dispatch=dispatch,
+        store=store,
+        auth=auth,
+        sessions=sessions,
+        checkpoints=checkpoints,
+        runs=runs,
+        adapters=adapters,
+        drafts=drafts,
+        features=features,
+        samplers=samplers,
+        sampling=of_samplers,
+        futures=futures,
+        journal=journal,
+        recordings=recordings,
+        quotas=quotas,
+        tokenizers=Tokenizers(config.base_models),
+        tenure=None if live is None else live.tenure,
+    )
+
+
+@asynccontextmanager
+async def _running(services: Services) -> AsyncIterator[None]:
+    """Opens in the order in which the parts need each other, and closes in the other."""
+    async with contextlib.AsyncExitStack() as stack:
+        stack.push_async_callback(services.journal.close)
+        stack.push_async_callback(services.recordings.close)
+        await _warn_of_unknown_tenants(services)
+        await services.futures.open()
+        stack.push_async_callback(services.futures.close)
+        await services.checkpoints.start()
+        stack.push_async_callback(services.checkpoints.close)
+        await services.features.open()
+        await services.samplers.open()
+        stack.push_async_callback(services.adapters.close)
+        stack.push_async_callback(services.drafts.close)
+        stack.push_async_callback(services.sampling.close)
+        stack.push_async_callback(services.runs.close)
+        stack.callback(services.checkpoints.let_go)
+        services.sessions.on_end += [services.runs.end_session, services.samplers.end_session]
+        await services.sessions.start()
+        stack.push_async_callback(services.sessions.close)
+        await _resume(services)
+        services.sessions.watch()
+        for name, chores in (
+            ("housekeeping", partial(_tidy_up, services)),
+            ("bringing runs into snapshots", services.runs.settle),
+            ("writing a file for trial", services.journal.try_to_write),
+        ):
+            stack.callback(asyncio.create_task(_now_and_then(name, chores)).cancel)
+        yield
+
+
+async def _resume(services: Services) -> None:
+    """Takes up what an earlier process left; what nobody takes up is answered as lost."""
+    journaled = await asyncio.to_thread(services.journal.earlier)
+    held = await services.runs.resume(journaled, services.sessions.open_ids)
+    held |= await services.sampling.resume(journaled)
+    others = [one for one in journaled if one.place not in held]
+    await services.futures.lose(one.header for one in others)
+    for one in others:
+        services.journal.release(one.place)
+    services.journal.forget_earlier()
+    await services.runs.sweep()
+
+
+async def _warn_of_unknown_tenants(services: Services) -> None:
+    """They may come later; but a name may be misspelt, too."""
+    known = {tenant.name for tenant in await services.store.list_tenants()}
+    for weight in services.config.tenant_weights:
+        if weight.name not in known:
+            logger.warning(
+                "tenant_weights names %s, of whom there is no key yet: see `trainhouse keys list`", weight.name
+            )
+
+
+async def _tidy_up(services: Services) -> None:
+    await services.runs.save_request_times()
+    await services.futures.expire()
+    await services.recordings.expire()
+    await services.features.tidy()
+    services.quotas.forget_idle()
+    config = services.config
+    most_ended = _ENDED_SESSIONS * config.tenant_sessions
+    await services.sessions.forget(config.session_ttl_seconds, most_ended, services.runs.ending_session_ids)
+
+
+async def _now_and_then(name: str, chores: Callable[[], Awaitable[object]]) -> None:
+    trouble = Trouble(logger, name)
+    while True:
+        await asyncio.sleep(_HOUSEKEEPING_SECONDS)
+        try:
+            await chores()
+        except Exception as error:
+            # A full disk, say: the next round may find it better.
+            trouble.failed(error)
+        else:
+            trouble.passed()
+
+
+def _error(request: Request, message: str, status: int, headers: Mapping[str, str] | None = None) -> JSONResponse:
+    """In the words of whoever asks: OpenAI's clients, or all others."""
+    if request.url.path.startswith(("/v1/", *_OPENAI_PATHS)):
+        return JSONResponse(ErrorBody.of(message, status).model_dump(), status, headers)
+    return JSONResponse({"detail": message}, status, headers)
+
+
+async def refused(request: Request, error: Exception) -> JSONResponse:
+    """The answer to a RequestError."""
+    assert isinstance(error, RequestError)
+    headers = {}
+    if error.retry_after_seconds is not None:
+        headers["Retry-After"] = str(math.ceil(error.retry_after_seconds))
+        headers["Retry-After-Ms"] = str(round(1000 * error.retry_after_seconds))  # the SDK reads this one first
+    if error.status == 401:
+        headers["WWW-Authenticate"] = 'Bearer error="invalid_token"'  # the SDK exchanges its key for a new token then
+    if isinstance(error, OpenAiError):
+        body = ErrorBody.of(error.message, error.status, error.param, error.code)
+        return JSONResponse(body.model_dump(), error.status, headers)
+    return _error(request, error.message, error.status, headers)
+
+
+async def _invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    return _error(request, describe_errors(list(error.errors())), 400)
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    detail = error.detail
+    if error.status_code == 404 and request.url.path.startswith("/api/v1/api/v1"):
+        detail = f"the base URL is {request.base_url}, without /api/v1: clients add that themselves"
+    elif error.status_code == 404 and request.url.path.startswith(_OPENAI_PATHS):
+        detail = f"OpenAI's API is at {request.base_url}v1 here: end the client's base URL with /v1"
+    elif error.status_code == 405 and error.headers and (allowed := error.headers.get("Allow")):
+        detail = f"{request.url.path} takes {allowed}, not {request.method}"
+    elif error.status_code == 404 and detail == "Not Found":
+        detail = f"there is no {request.method} {request.url.path} here: see /docs for what there is"
+    return _error(request, detail, error.status_code, error.headers)
+
+
+async def _broke_off(request: Request, error: Exception) -> JSONResponse:
+    """Nobody reads the answer. What was to be submitted was not, and will be sent again."""
+    logger.info("a client broke off in the midst of %s %s", request.method, request.url.path)
+    return _error(request, "the body ended before its end", 400)
+
+
+async def _no_database(request: Request, error: Exception) -> JSONResponse:
+    """It may pass: who sends it again finds it better then."""
+    assert isinstance(error, SQLAlchemyError)
+    logger.error("%s %s: the database fails (%s)", request.method, request.url.path, words_of(error))
+    message = f"the server's database cannot be used ({words_of(error)}): try again, or free space there"
+    return _error(request, message, 503, {"Retry-After": str(_DATABASE_RETRY_SECONDS)})
+
+
+async def _internal_error(request: Request, error: Exception) -> JSONResponse:
+    return _error(request, f"internal error in {request.method} {request.url.path}: the log has it", 500)

@@ -1,0 +1,135 @@
+"""`serve --parallel auto`: for each base model the smallest layout whose ranks fit their devices."""
+
+import subprocess
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import count
+
+from ...workers.models.devices import first_device
+from ...workers.planner.checks import check_layout, cuda_devices, nothing_known
+from ...workers.planner.choice import Choice, layout_that_fits, lighter
+from ...workers.planner.footprint import gigabytes, runs_on_cpu
+from ...workers.planner.load import Load
+from ...workers.protocol.config import DispatchConfig, WorkerConfig
+from ...workers.protocol.parallel_spec import SINGLE
+from ...workers.shapes.model_shape import ModelShape, read_model
+from ..config.knobs import ServerConfig
+
+_ASKING = ("nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits")
+_ASKING_SECONDS = 10.0
+
+
+def with_layouts(config: DispatchConfig, device_bytes: int | None, say: Callable[[str], None]) -> DispatchConfig:
+    """device_bytes: of each device, None = as the smallest CUDA device here has. Raises ValueError."""
+    samples = not config.sampling.workers and config.sampling.vllm is None
+    memory = device_bytes or _cuda_bytes()
+    devices = _Devices(config)
+    models = []
+    for model in config.models:
+        choice = _choice(model, memory, samples, devices.left(model))
+        needed = f"{gigabytes(choice.memory.total)} of {gigabytes(memory)} on each rank, as planned"
+        way = "" if choice.load.activations == model.activations else f" --activations {choice.load.activations}"
+        device = devices.given(model, choice.spec.num_ranks)
+        where = "" if device == model.device else f" --device {device}"
+        say(f"{model.model.name}: --parallel {choice.spec}{way}{where} ({needed})")
+        models.append(replace(model, parallel=choice.spec, activations=choice.load.activations, device=device))
+    return replace(config, models=tuple(models))
+
+
+class _Devices:
+    """The CUDA devices of this machine: each rank of each base model has one for itself."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._number = cuda_devices() if config.pool == "local" else None
+        self._taken: dict[int, str] = {}
+        sampling = config.sampling
+        samples_here = sampling.workers > 0 or (sampling.vllm is not None and not sampling.vllm.urls)
+        if self._number and samples_here and not (sampling.devices or runs_on_cpu(config.models[0])):
+            raise ValueError(
+                "--parallel auto leaves no room on the training devices for what only samples: name devices for that "
+                "with --sampler-device, or a layout with --parallel"
+            )
+        self._take(sampling.devices, sampling.parallel.num_ranks, "a sampler")
+        for group in config.role_groups:
+            if self._number and not (group.devices or runs_on_cpu(config.models[0])):
+                raise ValueError(
+                    f"--parallel auto leaves no room on the devices of the policies for --role-group {group}: name "
+                    f"devices for it, as in {group}@cuda:{self._number - 1}, or a layout with --parallel"
+                )
+            self._take(group.devices, group.parallel.num_ranks, f"--role-group {group}")
+
+    def _take(self, devices: Sequence[str], num_ranks: int, name: str) -> None:
+        """From each of these on."""
+        for first in (first_device(device) for device in devices if device.startswith("cuda")):
+            self._taken |= dict.fromkeys(range(first, first + num_ranks), name)
+
+    def left(self, model: WorkerConfig) -> int | None:
+        """From the first one on that the model may have; None where they are not ours to count."""
+        if self._number is None or runs_on_cpu(model):
+            return None
+        first = self._first(model)
+        if first in self._taken:
+            raise ValueError(
+                f"{model.model.name} has device cuda:{first}, which {self._taken[first]} takes: name another"
+            )
+        following = next((number for number in sorted(self._taken) if number > first), self._number)
+        if following <= first:
+            raise ValueError(
+                f"no device is left for {model.model.name}: others take all {self._number}; name layouts with "
+                "--parallel, or serve it elsewhere"
+            )
+        return following - first
+
+    def given(self, model: WorkerConfig, num_ranks: int) -> str:
+        """What the model's --device is then."""
+        if self._number is None or runs_on_cpu(model):
+            return model.device
+        first = self._first(model)
+        self._taken |= dict.fromkeys(range(first, first + num_ranks), model.model.name)
+        return f"cuda:{first}" if first else model.device
+
+    def _first(self, model: WorkerConfig) -> int:
+        if ":" in model.device:
+            return first_device(model.device)
+        return next(number for number in count() if number not in self._taken)
+
+
+def settled(config: ServerConfig, say: Callable[[str], None]) -> ServerConfig:
+    """With the layout that all base models have then. Raises ValueError, also where they do not have the same."""
+    if config.parallel is not None:
+        return config
+    models = with_layouts(config.dispatch_config(), config.device_memory_bytes, say).models
+    chosen = {(model.parallel, model.activations): model.model.name for model in models}
+    if len(chosen) > 1:
+        layouts = ", ".join(f"{spec} for {name}" for (spec, _), name in chosen.items())
+        raise ValueError(f"--parallel auto finds {layouts}: name one layout for all, or keep workers for each apart")
+    device = (
+        ",".join(model.device for model in models) if len({model.device for model in models}) > 1 else config.device
+    )
+    return replace(config, parallel=models[0].parallel, activations=models[0].activations, device=device)
+
+
+def _choice(model: WorkerConfig, memory: int, samples: bool, num_devices: int | None) -> Choice:
+    shape = read_model(model.model)
+    check_layout(SINGLE, shape)
+    if not isinstance(shape, ModelShape):
+        raise ValueError(nothing_known(shape))
+    longest = model.max_context_length or shape.max_positions
+    if longest is None:
+        raise ValueError(f"--parallel auto: {shape.name} names no longest context: give --max-context-length")
+    on_cpu = runs_on_cpu(model)
+    dtype = ("float32" if on_cpu else "bfloat16") if model.dtype == "auto" else model.dtype
+    load = Load.of(model, longest, dtype, samples)
+    return layout_that_fits(shape, [load, *lighter(load)], memory, num_devices)
+
+
+def _cuda_bytes() -> int:
+    """Asked of the driver's own command: this process uses no device."""
+    try:
+        asked = subprocess.run(_ASKING, capture_output=True, text=True, timeout=_ASKING_SECONDS, check=True)
+        return min(int(line) << 20 for line in asked.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        raise ValueError(
+            "--parallel auto needs the memory of a device, and nvidia-smi tells of none here: give --device-memory, "
+            "such as 80GB"
+        ) from None

@@ -1,0 +1,528 @@
+"""One server process: its claim on the state directory, its socket, loading, serving, and an orderly end.
+
+On SQLite the claim is a lock for as long as the process lives. On PostgreSQL it is a lease, and the process has turns:
+it works while it has the lease, and else hands on what it is asked to the server that has it.
+"""
+
+import asyncio
+import contextlib
+import errno
+import gc
+import logging
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+import threading
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import uvicorn
+from fastapi import FastAPI
+from sqlalchemy.exc import SQLAlchemyError
+from starlette.types import ASGIApp
+
+from ...schemas.errors import OperationError
+from ...workers.dispatch import WorkerDispatch
+from ...workers.protocol.config import KeptAt
+from ..config.knobs import ServerConfig
+from ..config.values import is_url
+from ..files.wal import Guard
+from ..replication.attached import dispatch_config, with_workers
+from ..replication.leases import Lease, Tenure, TenureOver
+from ..replication.state_lock import OF_CHECKPOINTS, OF_STATE, Claim, StartError, keep_private, locked, made
+from ..routes.services import Services
+from ..store import DatabaseUnreachable, LeaseLost, Store, open_store
+from ..store.outages import OUTAGES
+from ..tenants.auth import require_keys
+from ..text.hub_names import unresolved
+from .app import LiveState, create_app
+from .auto_layout import with_layouts
+from .base_models import with_models_here
+from .connections import Connection
+from .standby import Held, Standby, Switch, TakingOver
+from .stopping import drain
+
+logger = logging.getLogger(__name__)
+
+FORCED_STATUS = 130
+_FAILED_STATUS = 1
+_ANSWER_SECONDS = 1.0
+"""Of the time that open requests get at shutdown, what is kept for telling those that will not be done."""
+_HOLDER_SECONDS = 0.5
+"""How soon those that wait for a holder hear that it is another one."""
+_REST_SECONDS = 5.0
+"""Between two turns of a server that could not take the first: others, which look twice a second, come before it."""
+_OPEN_FILES = 1 << 16
+_GARBAGE_THRESHOLD = 20_000
+"""Objects made between two collections; Python's 700 are those of a few requests, of which hardly any leaves cycles."""
+_LEAVING_SECONDS = 3.0
+"""How long threads that nobody waits for any more may keep the process at its end: one whose upload hangs, say."""
+_SWITCH_SECONDS = 0.0005
+"""How long a thread that decodes a large body may keep the others waiting; Python's 5 ms are an operation's time."""
+
+
+def serve(config: ServerConfig) -> None:
+    """Runs a server until SIGINT or SIGTERM; a second one ends the process on the spot.
+
+    Raises StartError, and KeyboardInterrupt where SIGINT came before anything was served.
+    """
+    check_certificate(config)
+    allow_many_connections()
+    sys.setswitchinterval(_SWITCH_SECONDS)
+    claimed = locked if config.database_url is None else made
+    # In this order: where nothing can be served no state directory is made.
+    with bound(config.host, config.port) as listener, claimed(config.state_dir, config.durability == "power") as claim:
+        keep_private(config.state_dir, OF_STATE)
+        if config.checkpoints is not None and not is_url(config.checkpoints):
+            keep_private(Path(config.checkpoints).expanduser(), OF_CHECKPOINTS)
+        new_loop = uvicorn.Config("", log_config=None).get_loop_factory()
+        with asyncio.Runner(loop_factory=new_loop) as runner, left_soon():
+            runner.run(until_signal(partial(_serve, config, listener, claim)))
+
+
+@contextlib.contextmanager
+def left_soon() -> Iterator[None]:
+    """Behind the block all is closed: what it leaves are threads, for whose end Python would wait."""
+    before, status = set(threading.enumerate()), _FAILED_STATUS
+    try:
+        yield
+        status = 0
+    except KeyboardInterrupt:
+        status = FORCED_STATUS
+        raise
+    finally:
+        _leave_soon([one for one in threading.enumerate() if one not in before and not one.daemon], status)
+
+
+def _leave_soon(threads: Sequence[threading.Thread], status: int) -> None:
+    def leave() -> None:
+        if left := [thread.name for thread in threads if thread.is_alive()]:
+            logger.warning("the process ends without waiting for %s", ", ".join(left))
+            os._exit(status)
+
+    timer = threading.Timer(_LEAVING_SECONDS, leave)
+    timer.daemon = True
+    timer.start()
+
+
+def check_certificate(config: ServerConfig) -> None:
+    """Raises StartError where it cannot be served with."""
+    if config.tls_certificate is None or config.tls_key is None:
+        return
+    try:
+        # Who is asked for a passphrase answers none: a server has nobody to ask.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(config.tls_certificate, config.tls_key, lambda: "")
+    except OSError as error:  # SSLError is one
+        raise StartError(
+            f"certificate {config.tls_certificate} with key {config.tls_key} cannot be used ({error}): give a "
+            "certificate and its key in PEM, readable and without a passphrase"
+        ) from None
+
+
+def allow_many_connections() -> None:
+    """Each client that waits holds one, which is an open file: of those 1024 are a common soft limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = _OPEN_FILES if hard == resource.RLIM_INFINITY else min(_OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(ValueError, OSError):  # macOS may refuse what it names as the limit
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+async def _serve(
+    config: ServerConfig, listener: socket.socket, claim: Claim | None, on_ready: Callable[[], None]
+) -> None:
+    config, at = await with_workers(config)
+    config = await with_models_here(config, say)
+    url = url_of(config.host, listener, "http" if config.tls_certificate is None else "https")
+    has_keys = await _has_keys(config)
+    with ready_file(config.ready_file) as write_ready:
+
+        def announce(words: str) -> None:
+            for warning in unresolved(config.base_models, config.is_loopback):
+                logger.warning("%s", warning)
+            on_ready()
+            write_ready(url)
+            say(words)
+
+        if claim is not None:
+            async with _leading(config, at, None, claim.check) as app:
+                greet = partial(announce, greeting(config, url, has_keys))
+                await _Http(config, app, lambda: app.state.services, greet).run_until_cancelled(listener)
+        else:
+            advertised = url_of(HOST_NAMES.get(config.host, config.host), listener, url.partition(":")[0])
+            async with _lease(config, advertised) as lease:
+                await _Turns(config, at, lease, partial(greeting, config, url, has_keys), announce).run(listener)
+
+
+@contextlib.asynccontextmanager
+async def _leading(
+    config: ServerConfig, at: KeptAt | None, live: LiveState | None, guard: Guard = lambda: None
+) -> AsyncIterator[FastAPI]:
+    """Does all the work there is, for as long as the block lasts. Raises StartError."""
+    scratch_dir = config.state_dir if live is None else live.directory
+    epoch = None if live is None else live.tenure.record.epoch
+    async with _loaded(replace(config, state_dir=scratch_dir), at, epoch) as dispatch:
+        if live is not None:  # loading may have taken long
+            live.tenure.check()
+        app = create_app(config, dispatch, live, guard)
+        async with app.router.lifespan_context(app):
+            # What is there now stays: collections of garbage need not look at it again, which takes them long.
+            gc.collect()
+            gc.freeze()
+            gc.set_threshold(_GARBAGE_THRESHOLD)
+            try:
+                yield app
+            finally:
+                gc.unfreeze()
+
+
+@contextlib.asynccontextmanager
+async def _lease(config: ServerConfig, url: str) -> AsyncIterator[Lease]:
+    """Given back on leaving. Raises StartError."""
+    store = _opened_store(config)
+    names = [model.name for model in config.base_models]
+    lease = Lease(store, names, config.advertise_url or url, config.lease_seconds)
+    try:
+        await _prepare(lease, config.state_dir)
+        yield lease
+    finally:
+        try:
+            await lease.release()
+        except SQLAlchemyError as error:
+            logger.error("the lease was not given back, and runs out by itself: %s", error)
+        store.close()
+
+
+async def _prepare(lease: Lease, state_dir: Path) -> None:
+    try:
+        await lease.prepare(state_dir)
+    except OSError as error:
+        raise StartError(f"state directory {state_dir} cannot be used: {error.strerror}") from None
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    except SQLAlchemyError as error:
+        raise StartError(f"the leases cannot be read: {error}") from None
+
+
+class _Turns:
+    """Of one server of several on one database and one state directory.
+
+    announce: called with words for whoever looks, as soon as requests are answered, and at each change.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        at: KeptAt | None,
+        lease: Lease,
+        greet: Callable[[], str],
+        announce: Callable[[str], None],
+    ) -> None:
+        self._config = config
+        self._at = at
+        self._lease = lease
+        self._greet = greet
+        self._announce = announce
+        self._standby = Standby(lease)
+        self._switch = Switch(TakingOver())
+        self._services: Services | None = None
+        self._is_stopping = False
+
+    async def run(self, listener: socket.socket) -> None:
+        """Until it is cancelled, or cannot take its turn. Raises StartError."""
+        http = _Http(self._config, self._switch, lambda: self._services, lambda: None)
+        serving = asyncio.create_task(http.run_until_cancelled(listener))
+        turns = asyncio.create_task(self._take_turns())
+        try:
+            await asyncio.wait({serving, turns}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._is_stopping = True
+            self._standby.drop_all()
+            for task in (serving, turns):  # nothing is closed before the doors are
+                task.cancel()
+                await asyncio.wait({task})
+            await self._standby.close()
+        for task in (serving, turns):
+            if not task.cancelled():
+                task.result()
+
+    async def _take_turns(self) -> None:
+        while not self._is_stopping:
+            tenure = await self._taken()
+            self._switch.target = TakingOver()
+            try:
+                await self._lead(tenure)
+            except (LeaseLost, TenureOver) as error:
+                logger.error("%s", error)
+            except (OSError, *OUTAGES) as error:
+                logger.error("this server cannot take its turn now (%s), and tries again: another one may", error)
+                await self._give_up()
+
+    async def _give_up(self) -> None:
+        self._switch.target = self._standby
+        try:
+            await self._lease.give_up(_REST_SECONDS)
+        except SQLAlchemyError as error:
+            logger.error("the lease was not given back, and runs out by itself: %s", error)
+
+    async def _taken(self) -> Tenure:
+        taking, told = asyncio.create_task(self._lease.taken()), None
+        try:
+            while not taking.done():
+                await asyncio.wait({taking}, timeout=_HOLDER_SECONDS)
+                self._standby.drop_others()
+                if self._lease.holder_url not in (None, told):
+                    told, self._switch.target = self._lease.holder_url, self._standby
+                    self._announce(f"standing by: {told} has the lease")
+        finally:
+            taking.cancel()
+        return taking.result()
+
+    async def _lead(self, tenure: Tenure) -> None:
+        """Until another server has the lease. Raises StartError, and OSError or an outage where another turn may go."""
+        say(f"taking over, as number {tenure.record.epoch}")
+        keeping = asyncio.create_task(tenure.keep())
+        try:
+            async with _leading(self._config, self._at, await self._live_state(tenure)) as app:
+                self._services = app.state.services
+                self._switch.target = Held(app, tenure)
+                self._announce(self._greet())
+                await asyncio.shield(keeping)
+                self._switch.target, self._services = self._standby, None
+                app.state.services.futures.stop_waiting()
+                app.state.services.sampling.stop_drawing()
+        finally:
+            self._services = None
+            keeping.cancel()
+
+    async def _live_state(self, tenure: Tenure) -> LiveState:
+        try:
+            directory = await asyncio.to_thread(tenure.take_live_state, self._config.state_dir)
+        except ValueError as error:
+            raise StartError(str(error)) from None
+        return LiveState(directory, tenure)
+
+
+_BIND_REMEDIES = {
+    errno.EADDRINUSE: "something listens there already: stop it, or choose another {port} (0 = a free one)",
+    errno.EACCES: "that takes privileges: choose a {port} above 1023",
+    errno.EADDRNOTAVAIL: "this machine has no such address: choose another {host}",
+}
+
+
+@contextlib.contextmanager
+def bound(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> Iterator[socket.socket]:
+    """A socket with the address taken, not listening yet: while we load, clients are refused, not kept waiting.
+
+    host_flag, port_flag: where the two are from. Raises StartError.
+    """
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    except socket.gaierror as error:
+        raise StartError(f"host {host!r} cannot be resolved ({error.strerror}): choose another {host_flag}") from None
+    with socket.socket(family, socket.SOCK_STREAM) as listener:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(address)
+        except OSError as error:
+            remedy = _BIND_REMEDIES.get(error.errno or 0, str(error.strerror)).format(host=host_flag, port=port_flag)
+            raise StartError(f"cannot listen on {host} port {port}: {remedy}") from None
+        yield listener
+
+
+HOST_NAMES: Mapping[str, str] = dict.fromkeys(("0.0.0.0", "::"), socket.gethostname())
+"""Of addresses that are all of this machine's, what other machines may know it by."""
+
+
+def url_of(host: str, listener: socket.socket, scheme: str) -> str:
+    """An address under which a client on this machine reaches the server."""
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    return f"{scheme}://{f'[{reachable}]' if ':' in reachable else reachable}:{listener.getsockname()[1]}"
+
+
+def greeting(config: ServerConfig, url: str, has_keys: bool) -> str:
+    """The URL, and lines to paste into a shell and into Python."""
+    key = "tml-..." if has_keys else "tml-local"
+    origin = "a key of `trainhouse keys create NAME`" if has_keys else "any key that starts with tml-"
+    return "\n".join(
+        (
+            f"ready: {url} serves {', '.join(model.name for model in config.base_models)} (API at {url}/docs)",
+            f"  export TINKER_BASE_URL={url} TINKER_API_KEY={key}   # {origin}",
+            f'  client = trainhouse.ServiceClient("{url}", "{key}")',
+        )
+    )
+
+
+def say(words: str) -> None:
+    """On standard output, which may be a file on a full disk: no work stops for that."""
+    with contextlib.suppress(OSError):
+        print(words, flush=True)
+
+
+@contextlib.contextmanager
+def ready_file(path: Path | None) -> Iterator[Callable[[str], None]]:
+    """Yields what writes the URL there at once and whole; again: no-op. Removed at the end.
+
+    Writing raises StartError.
+    """
+    is_written = False
+
+    def write(url: str) -> None:
+        nonlocal is_written
+        if path is not None and not is_written:
+            aside = path.with_name(f"{path.name}.{os.getpid()}")
+            try:
+                aside.write_text(f"{url}\n")
+                aside.chmod(0o644)  # for whoever waits for it, under any user
+                aside.replace(path)
+            except OSError as error:
+                raise StartError(f"ready file {path} cannot be written: {error.strerror}") from None
+            is_written = True
+
+    try:
+        yield write
+    finally:
+        if path is not None:
+            path.unlink(missing_ok=True)
+
+
+async def _has_keys(config: ServerConfig) -> bool:
+    """Whether anyone has a key. Raises StartError when someone must have one and nobody has."""
+    store = _opened_store(config)
+    try:
+        await store.check_whole()
+        await require_keys(config, store)
+        return (await store.count_keys()).made > 0
+    except ValueError as error:
+        raise StartError(str(error)) from None
+    finally:
+        store.close()
+
+
+def _opened_store(config: ServerConfig) -> Store:
+    """Raises StartError."""
+    try:
+        return open_store(config.store_config())
+    except (ValueError, DatabaseUnreachable) as error:
+        raise StartError(str(error)) from None
+
+
+@contextlib.asynccontextmanager
+async def _loaded(config: ServerConfig, at: KeptAt | None, epoch: int | None) -> AsyncIterator[WorkerDispatch]:
+    """The workers with their models loaded; ended on leaving, but for those that are kept. Raises StartError."""
+    try:
+        settings = dispatch_config(config, at, epoch)
+        if config.parallel is None:
+            settings = with_layouts(settings, config.device_memory_bytes, say)
+        dispatch = WorkerDispatch(settings)
+        await dispatch.start(say)
+    except (ValueError, OSError, OperationError) as error:
+        raise StartError(str(error)) from None
+    try:
+        yield dispatch
+    finally:
+        await dispatch.close()
+
+
+class _Http(uvicorn.Server):
+    """uvicorn, with our signal handling, a call once it listens, and answers for who waits when it closes its doors.
+
+    services: those that do the work now, if this server does.
+    """
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        app: ASGIApp,
+        services: Callable[[], Services | None],
+        on_ready: Callable[[], None],
+    ) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=Connection,
+                lifespan="off",  # entered by us, so that what fails in it reaches our caller
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=config.keep_alive_seconds,
+                ssl_certfile=config.tls_certificate,
+                ssl_keyfile=config.tls_key,
+                timeout_graceful_shutdown=config.shutdown_seconds,
+            )
+        )
+        self._on_ready = on_ready
+        self._services = services
+        self._drain_seconds = config.drain_seconds
+        self._draw_seconds = max(0.0, config.shutdown_seconds - _ANSWER_SECONDS)
+
+    async def run_until_cancelled(self, listener: socket.socket) -> None:
+        """Serves; on cancellation lets what was accepted be done, and then open requests end."""
+        serving = asyncio.ensure_future(self.serve([listener]))
+        try:
+            await asyncio.shield(serving)
+        except asyncio.CancelledError:
+            if (services := self._services()) is None:
+                say("stopping")
+            else:
+                say("stopping: what was accepted may be done, and open requests end")
+                await drain(services, self._drain_seconds)
+            self.should_exit = True
+            await serving
+            raise
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        services = self._services()
+        if services is None:
+            await super().shutdown(sockets)
+            return
+        # uvicorn closes the listeners and idle connections before its first await, so nobody polls again.
+        asyncio.get_running_loop().call_soon(services.futures.stop_waiting)
+        # Who is still being sampled for after uvicorn's patience gets no answer but a cut.
+        stopping = asyncio.get_running_loop().call_later(self._draw_seconds, services.sampling.stop_drawing)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            stopping.cancel()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def until_signal(new_work: Callable[[Callable[[], None]], Coroutine[object, object, None]]) -> None:
+    """Runs the work until it ends or a signal cancels it; a second signal ends the process.
+
+    new_work: is given what the work calls once it is of use to anybody.
+
+    Raises KeyboardInterrupt where SIGINT came before that.
+    """
+    signals: list[signal.Signals] = []
+    ready = asyncio.Event()
+    task = asyncio.ensure_future(new_work(ready.set))
+
+    def stop(number: signal.Signals) -> None:
+        signals.append(number)
+        if len(signals) > 1:
+            os._exit(FORCED_STATUS)  # the workers watch their parent and go with it
+        task.cancel()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    try:
+        await task
+    except asyncio.CancelledError:
+        if not signals:
+            raise
+        if signals[0] == signal.SIGINT and not ready.is_set():
+            raise KeyboardInterrupt from None

@@ -1,0 +1,259 @@
+"""Standby: what a server answers that does not have the lease: what the one says that has it.
+
+Requests and answers go through as they come, piece by piece; a client that leaves leaves there, too. `Switch` is where
+requests come in for as long as the process lives, and `Held` what they meet where the server itself does the work.
+"""
+
+import asyncio
+import contextlib
+import logging
+import ssl
+from collections.abc import AsyncIterator, Collection
+from typing import Literal
+
+import httpx
+from fastapi import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from ...schemas.errors import RequestError
+from ...schemas.models import Health, Readiness
+from ..replication.leases import Lease, Tenure
+from .app import refused
+
+logger = logging.getLogger(__name__)
+
+_HEALTH, _READINESS = "/api/v1/healthz", "/api/v1/readyz"
+_CONNECT_SECONDS = 5.0
+_IDLE_SECONDS = 30.0
+"""Shorter than servers keep connections that rest: one that they are about to close is not used."""
+_MOST_IDLE = 32
+"""At each request httpx looks from every idle connection at all others."""
+_RETRY_SECONDS = 1.0
+_FORWARDED = "x-trainhouse-forwarded"
+_HOP_BY_HOP = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-authorization",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+    }
+)
+
+
+class Switch:
+    """An ASGI application that is another one at each moment."""
+
+    def __init__(self, target: ASGIApp) -> None:
+        self.target = target
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] == _HEALTH:
+            await JSONResponse(Health().model_dump())(scope, receive, send)
+        else:
+            await self.target(scope, receive, send)
+
+
+class Held:
+    """The application of a server that has the lease: an answer leaves only while it surely has."""
+
+    def __init__(self, app: ASGIApp, tenure: Tenure) -> None:
+        self._app = app
+        self._tenure = tenure
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        has_begun = is_cut = False
+
+        async def send_in_time(message: Message) -> None:
+            nonlocal has_begun, is_cut
+            if is_cut:
+                return
+            if self._tenure.is_valid:
+                has_begun = True
+                await send(message)
+                return
+            is_cut = True
+            if has_begun:
+                return
+            reason = "the server that was asked does not have the lease any more"
+            if (trouble := self._tenure.trouble) is not None:
+                reason = f"{reason}, for {trouble}"
+            if scope["path"] == _READINESS:
+                await _readiness("unavailable", None, reason)(scope, receive, send)
+            else:
+                await _unavailable(scope, receive, send, reason)
+
+        await self._app(scope, receive, send_in_time)
+
+
+class TakingOver:
+    """Where the server has the lease, but not the state yet."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == _READINESS:
+            await _readiness("taking over", None)(scope, receive, send)
+        else:
+            await _unavailable(scope, receive, send, "this server is taking over from another one")
+
+
+class Standby:
+    """Sends requests on to who has the lease; to be closed."""
+
+    def __init__(self, lease: Lease) -> None:
+        self._lease = lease
+        self._client = httpx.AsyncClient(
+            timeout=httpx.Timeout(None, connect=_CONNECT_SECONDS),
+            limits=httpx.Limits(max_keepalive_connections=_MOST_IDLE, keepalive_expiry=_IDLE_SECONDS),
+            verify=ssl.create_default_context(),
+            trust_env=False,  # the way to other servers is no way through proxies
+        )
+        # Those that wait for the holder of that URL.
+        self._under_way: dict[asyncio.Task[None], str] = {}
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    def drop_others(self) -> None:
+        """Those that still wait for a former holder, who need not answer."""
+        self._drop({url for url in self._under_way.values() if url != self._lease.holder_url})
+
+    def drop_all(self) -> None:
+        """When this server stops."""
+        self._drop(set(self._under_way.values()))
+
+    def _drop(self, urls: Collection[str]) -> None:
+        for forwarding, url in self._under_way.items():
+            if url in urls:
+                forwarding.cancel()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        holder = self._lease.holder_url
+        if scope["path"] == _READINESS:
+            await _readiness("standby", holder)(scope, receive, send)
+        elif holder is None:
+            await _unavailable(scope, receive, send, "no server has the lease at this moment")
+        elif any(name == _FORWARDED.encode() for name, _ in scope["headers"]):
+            await _unavailable(
+                scope,
+                receive,
+                send,
+                f"a standby took this server for the holder, {holder}: each server needs an --advertise-url of its own",
+            )
+        else:
+            await _Forwarding(self, holder, scope, receive, send).run()
+
+    def begun(self, forwarding: "asyncio.Task[None]", url: str) -> None:
+        self._under_way[forwarding] = url
+        forwarding.add_done_callback(self._under_way.pop)
+
+    async def ask(self, request: httpx.Request) -> httpx.Response:
+        return await self._client.send(request, stream=True)
+
+
+class _Forwarding:
+    """One request and its answer."""
+
+    def __init__(self, standby: Standby, url: str, scope: Scope, receive: Receive, send: Send) -> None:
+        self._standby = standby
+        self._url = url
+        self._scope, self._receive, self._send = scope, receive, send
+        self._has_body = asyncio.Event()
+        self._has_begun = False
+
+    async def run(self) -> None:
+        """Until it is answered, the client leaves, or the holder is another one."""
+        answering, leaving = asyncio.create_task(self._answer()), asyncio.create_task(self._client_leaves())
+        self._standby.begun(answering, self._url)
+        try:
+            await asyncio.wait({answering, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            has_left = leaving.done()
+        finally:
+            for task in (answering, leaving):
+                task.cancel()
+            await asyncio.wait({answering, leaving})
+        if answering.cancelled() and not has_left:
+            await self._fail("it is not waited for any more")
+        elif not answering.cancelled() and (error := answering.exception()) is not None:
+            await self._failed(error)
+
+    async def _answer(self) -> None:
+        response = await self._standby.ask(self._request())
+        async with contextlib.aclosing(response):
+            headers = [(name.lower(), value) for name, value in response.headers.raw]
+            # uvicorn says the time by itself.
+            passed = [(name, value) for name, value in _end_to_end(headers) if name != b"date"]
+            self._has_begun = True
+            await self._send({"type": "http.response.start", "status": response.status_code, "headers": passed})
+            async for piece in response.aiter_raw():
+                await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            await self._send({"type": "http.response.body"})
+
+    def _request(self) -> httpx.Request:
+        path, query = self._scope["raw_path"], self._scope["query_string"]
+        target = httpx.URL(self._url).copy_with(raw_path=path + (b"?" + query if query else b""))
+        headers = [*_end_to_end(self._scope["headers"]), (_FORWARDED.encode(), b"1")]
+        names = {name for name, _ in self._scope["headers"]}
+        has_body = bool(names & {b"content-length", b"transfer-encoding"})
+        if not has_body:
+            self._has_body.set()
+        return httpx.Request(self._scope["method"], target, headers=headers, content=self._body() if has_body else None)
+
+    async def _body(self) -> AsyncIterator[bytes]:
+        more = True
+        while more:
+            message = await self._receive()
+            if message["type"] == "http.disconnect":
+                raise httpx.ReadError("the client left in the midst of its request")
+            yield message.get("body", b"")
+            more = message.get("more_body", False)
+        self._has_body.set()
+
+    async def _client_leaves(self) -> None:
+        await self._has_body.wait()
+        while (await self._receive())["type"] != "http.disconnect":
+            pass
+
+    async def _failed(self, error: BaseException) -> None:
+        if isinstance(error, httpx.InvalidURL | httpx.LocalProtocolError) and not self._has_begun:
+            # What uvicorn lets in, such as `OPTIONS *` or two hosts, and what cannot be said to anybody else.
+            await _refuse(self._scope, self._receive, self._send, RequestError(f"the request is malformed: {error}"))
+        elif isinstance(error, httpx.TransportError):
+            await self._fail(f"{type(error).__name__} {error}".strip())
+        else:
+            raise error
+
+    async def _fail(self, reason: str) -> None:
+        """What has begun is cut: uvicorn closes the connection of an answer without an end."""
+        words = f"the server that has the lease, {self._url}, did not answer ({reason})"
+        logger.info("%s %s: %s", self._scope["method"], self._scope["path"], words)
+        if not self._has_begun:
+            await _unavailable(self._scope, self._receive, self._send, words)
+
+
+def _end_to_end(headers: list[tuple[bytes, bytes]]) -> list[tuple[bytes, bytes]]:
+    """Without those that are for this connection alone. Names are in lower case."""
+    named = b",".join(value for name, value in headers if name == b"connection").lower().split(b",")
+    dropped = _HOP_BY_HOP.union(name.strip() for name in named)
+    return [(name, value) for name, value in headers if name not in dropped]
+
+
+def _readiness(
+    status: Literal["standby", "taking over", "unavailable"], holder: str | None, reason: str | None = None
+) -> JSONResponse:
+    answer = Readiness(status=status, base_models={}, holder=holder, reason=reason)
+    return JSONResponse(answer.model_dump(), 503 if holder is None else 200)
+
+
+async def _unavailable(scope: Scope, receive: Receive, send: Send, reason: str) -> None:
+    """Clients send it again."""
+    await _refuse(scope, receive, send, RequestError(f"{reason}: send this again", 503, _RETRY_SECONDS))
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send, error: RequestError) -> None:
+    """In the words of all refusals."""
+    await (await refused(Request(scope), error))(scope, receive, send)

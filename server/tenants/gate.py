@@ -1,0 +1,56 @@
+"""Gate: what a request passes before a byte of its body is read: who sends it, what it may do, how much it may send."""
+
+from collections.abc import Awaitable, Callable, Mapping
+
+from fastapi import Request, Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from ..config.knobs import ServerConfig
+from ..http.bodies import body_limits, limited
+from .scopes import LARGE_BODIES, find_route
+
+ErrorHandler = Callable[[Request, Exception], Awaitable[Response]]
+
+
+class Gate:
+    """ASGI middleware around all routes. What it finds is in the request's state: `tenant` (of routes that take a key)
+    and `body_limits`; reading a body beyond them raises BodyTooLarge.
+
+    error_handlers: what the application has registered for the errors that authentication raises.
+    """
+
+    def __init__(
+        self, app: ASGIApp, config: ServerConfig, error_handlers: Mapping[type[Exception], ErrorHandler]
+    ) -> None:
+        self._app = app
+        self._limits = {is_large: body_limits(config, is_large) for is_large in (False, True)}
+        self._error_handlers = error_handlers
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        request = Request(scope)
+        route = find_route(scope["method"], scope["path"])
+        if route is not None and (refusal := await self._refusal(request, route)) is not None:
+            await refusal(scope, receive, send)
+            return
+        request.state.body_limits = limits = self._limits[route in LARGE_BODIES]
+        await self._app(scope, limited(receive, limits.received_bytes), send)
+
+    async def _refusal(self, request: Request, route: str) -> Response | None:
+        """The answer to a request that may not come in. Its body is not waited for."""
+        try:
+            request.state.tenant = await request.app.state.services.auth.admit(request, route)
+        except tuple(self._error_handlers) as error:
+            handlers = (handle for kind, handle in self._error_handlers.items() if isinstance(error, kind))
+            refusal = await next(handlers)(request, error)
+            if has_body(request):
+                refusal.headers["Connection"] = "close"
+            return refusal
+        return None
+
+
+def has_body(request: Request) -> bool:
+    headers = request.headers
+    return "transfer-encoding" in headers or headers.get("content-length", "0") != "0"

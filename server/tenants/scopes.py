@@ -1,0 +1,130 @@
+"""Scopes: what a key may do. One table says for each route which scopes open it; any one of them is enough.
+
+read: list and get what is there, results and weights included. sample: sampling sessions, samples, OpenAI's endpoint.
+train: models, their operations, saving. admin: delete, publish and age checkpoints, revoke the key. operator: see what
+concerns all tenants together; a key has it only where `trainhouse keys create` was told so.
+"""
+
+import re
+from collections.abc import Iterable, Mapping
+
+from starlette.routing import compile_path
+
+from ...schemas.errors import RequestError
+
+OPERATOR = "operator"
+TENANT_SCOPES = ("train", "sample", "read", "admin")
+"""Those of a key that was made without any."""
+SCOPES = (*TENANT_SCOPES, OPERATOR)
+
+_WORK = ("train", "sample")
+_USE = ("train", "sample", "read")
+
+ROUTE_SCOPES: Mapping[str, tuple[str, ...]] = {
+    # What every client asks before it does anything.
+    "POST /api/v1/auth/token": SCOPES,
+    "GET /api/v1/auth/apikey/me": SCOPES,
+    "POST /api/v1/client/config": SCOPES,
+    "POST /api/v1/client/dynamic_config": SCOPES,
+    "POST /api/v1/telemetry": SCOPES,
+    "GET /api/v1/get_server_capabilities": SCOPES,
+    "GET /api/v1/limits": SCOPES,
+    "GET /api/v1/workers": (OPERATOR,),
+    # Sessions hold models and samplers; who only lists needs none.
+    "POST /api/v1/create_session": _WORK,
+    "POST /api/v1/session_heartbeat": _WORK,
+    "POST /api/v1/sessions/{session_id}/finish": _WORK,
+    "PUT /api/v1/sessions/{session_id}/project": _WORK,
+    "POST /api/v1/create_model": ("train",),
+    "POST /api/v1/forward_backward": ("train",),
+    "POST /api/v1/forward": ("train",),
+    "POST /api/v1/optim_step": ("train",),
+    "POST /api/v1/save_checkpoint": ("train",),
+    "POST /api/v1/save_weights": ("train",),
+    "POST /api/v1/save_weights_for_sampler": ("train",),
+    "POST /api/v1/save_weights_external": ("train",),
+    "POST /api/v1/load_checkpoint": ("train",),
+    "POST /api/v1/load_weights": ("train",),
+    "POST /api/v1/set_target": ("train",),
+    "POST /api/v1/build_vocab_map": ("train",),
+    "POST /api/v1/capture": ("train",),
+    "POST /api/v1/release_features": ("train",),
+    "POST /api/v1/copy_weights": ("train",),
+    "POST /api/v1/import_weights": ("train",),
+    "POST /api/v1/create_sampling_session": ("sample",),
+    "POST /api/v1/join_sampling_session": ("sample",),
+    "POST /api/v1/sample": ("sample",),
+    "POST /api/v1/asample": ("sample",),
+    "POST /v1/completions": ("sample",),
+    "POST /v1/chat/completions": ("sample",),
+    # Who may ask for something may have what comes of it, and what it is made of.
+    "POST /api/v1/retrieve_future": _USE,
+    "POST /api/v1/retrieve_futures": _USE,
+    "POST /api/v1/cancel_future": _WORK,
+    "POST /api/v1/get_info": ("train", "read"),
+    "POST /api/v1/weights_info": _USE,
+    "GET /api/v1/samplers/{sampler_id}": ("sample", "read"),
+    "GET /api/v1/models/{name:path}/tokenizer": _USE,
+    "GET /api/v1/models/{name:path}/tokenizer/{file}": _USE,
+    "GET /v1/models": ("sample", "read"),
+    "GET /v1/models/{name:path}": ("sample", "read"),
+    "GET /api/v1/training_runs": ("read",),
+    "GET /api/v1/training_runs/{run_id}": ("read",),
+    "GET /api/v1/training_runs/{run_id}/checkpoints": ("read",),
+    "GET /api/v1/checkpoints": ("read",),
+    "GET /api/v1/sessions": ("read",),
+    "GET /api/v1/sessions/{session_id}": ("read",),
+    "GET /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/external_weights_urls": ("read",),
+    "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}": ("admin",),
+    "POST /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
+    "DELETE /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/publish": ("admin",),
+    "PUT /api/v1/training_runs/{run_id}/checkpoints/{kind}/{name}/ttl": ("admin",),
+    "DELETE /api/v1/auth/apikey/me": ("admin",),
+}
+
+
+LARGE_BODIES = frozenset(
+    {
+        "POST /api/v1/forward_backward",
+        "POST /api/v1/forward",
+        "POST /api/v1/capture",
+        "POST /api/v1/build_vocab_map",
+        "POST /api/v1/import_weights",
+        "POST /api/v1/sample",
+        "POST /api/v1/asample",
+        "POST /v1/completions",
+        "POST /v1/chat/completions",
+    }
+)
+"""The routes that carry data of training and sampling, whose bodies may be as large as --max-body-bytes."""
+
+_PATTERNS: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+    (method, compile_path(path)[0], route) for route in ROUTE_SCOPES for method, path in [route.split(" ")]
+)
+
+
+def find_route(method: str, path: str) -> str | None:
+    """METHOD and path template of a route that takes a key; None: it takes none, or there is no such route."""
+    if (route := f"{method} {path}") in ROUTE_SCOPES:
+        return route
+    # Also those without parameters: the router takes a path with a line break at its end for the one without it.
+    return next((route for verb, pattern, route in _PATTERNS if verb == method and pattern.match(path)), None)
+
+
+def check_scopes(scopes: Iterable[str], route: str) -> None:
+    """Raises RequestError 403."""
+    needed = ROUTE_SCOPES[route]
+    if not set(needed).intersection(scopes):
+        raise RequestError(
+            f"this key has the scope {', '.join(scopes)}, and {route} needs {' or '.join(needed)}: use a key that has "
+            f"it, made by `trainhouse keys create NAME --scopes {','.join((*scopes, needed[0]))}`",
+            status=403,
+        )
+
+
+def parse_scopes(text: str) -> tuple[str, ...]:
+    """train,sample: in the order of SCOPES. Raises ValueError."""
+    given = {name.strip() for name in text.split(",")}
+    if wrong := sorted(given.difference(SCOPES)):
+        raise ValueError(f"{wrong[0]!r} is not a scope: give one or more of {','.join(SCOPES)}")
+    return tuple(name for name in SCOPES if name in given)

@@ -1,0 +1,221 @@
+"""Sessions: a client's life. It ends by a word or by silence, and what belonged to it is let go."""
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Collection, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+from sqlalchemy.exc import SQLAlchemyError
+
+from ...schemas.bounds import MOST_METADATA_BYTES, MOST_TEXT
+from ...schemas.errors import RequestError
+from ...schemas.models import CreateSessionRequest, FinishSessionRequest
+from ..logs.repeated_errors import Trouble
+from ..store import SessionEnd, SessionRecord, Store, string_metadata
+from .auth import Tenant
+
+logger = logging.getLogger(__name__)
+
+_MOST_METADATA_TEXT = 8 * MOST_METADATA_BYTES
+"""Characters that JSON may need, with all of its escapes, for the most that a request may say."""
+
+_CROWDED_SECONDS = 120.0
+"""So long an ended session stays, however many its tenant has: what belonged to it may still be on its way out."""
+
+_FORGOTTEN_AT_ONCE = 500
+
+
+@dataclass
+class _Open:
+    """heard_at: monotonic, so that a machine that slept does not end everybody's session.
+
+    num_held: requests under way whose client cannot send heartbeats.
+    """
+
+    record: SessionRecord
+    heard_at: float
+    num_held: int = 0
+
+
+class Sessions:
+    """The open ones are held here and checked for silence; the store has all of them.
+
+    The expiry clock stops while the server is down: at start every open session has the whole time again.
+    `on_end`: called with the session id once a session has ended, in order; what they raise is logged.
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        expiry_seconds: float,
+        clock: Callable[[], float] = time.monotonic,
+        check_room: Callable[[str, int], None] = lambda tenant_id, num_open: None,
+    ) -> None:
+        """check_room: called before one more with the tenant's id and how many it has; raises RequestError."""
+        self._store = store
+        self._expiry_seconds = expiry_seconds
+        self._clock = clock
+        self._check_room = check_room
+        self._num_open: Counter[str] = Counter()
+        self._open: dict[str, _Open] = {}
+        self._saved_at = clock()
+        self._watch: asyncio.Task[None] | None = None
+        self.on_end: list[Callable[[str], Awaitable[None]]] = []
+
+    async def start(self) -> None:
+        now = self._clock()
+        await self._store.shorten_sessions(MOST_TEXT, _MOST_METADATA_TEXT)
+        self._open = {record.session_id: _Open(record, now) for record in await self._store.list_open_sessions()}
+        self._num_open = Counter(known.record.tenant_id for known in self._open.values())
+
+    def watch(self) -> None:
+        """From now on silence counts."""
+        now = self._clock()
+        for known in self._open.values():
+            known.heard_at = now
+        self._watch = asyncio.create_task(self._expire_in_time())
+
+    async def close(self) -> None:
+        if self._watch is not None:
+            self._watch.cancel()
+            await asyncio.gather(self._watch, return_exceptions=True)
+        await self._save_heartbeats()
+
+    async def create(self, tenant: Tenant, request: CreateSessionRequest, idempotency_key: str | None) -> SessionRecord:
+        """The same idempotency key of the same tenant answers the same session. Raises RequestError 429."""
+        now = time.time()
+        new = SessionRecord(
+            session_id=secrets.token_hex(8),
+            tenant_id=tenant.id,
+            created_at=now,
+            last_heartbeat_at=now,
+            tags=request.tags,
+            user_metadata=string_metadata(request.user_metadata),
+            sdk_version=request.sdk_version,
+            project_id=request.project_id,
+            display_name=request.display_name,
+            idempotency_key=idempotency_key or None,
+        )
+        if (known := await self._store.find_session(new)) is not None:
+            return known
+        self._check_room(tenant.id, self._num_open[tenant.id])
+        # Counted before it is there: others may be asked for meanwhile.
+        self._num_open[tenant.id] += 1
+        try:
+            record = await self._store.insert_session(new)
+            if record is new:
+                self._open[new.session_id] = _Open(new, self._clock())
+            return record
+        finally:
+            if new.session_id not in self._open:
+                self._num_open[tenant.id] -= 1
+
+    async def get(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        """Ended ones included. Raises RequestError 404, also for another tenant's."""
+        known = self._open.get(session_id)
+        record = known.record if known else await self._store.get_session(session_id)
+        if record is None or record.tenant_id != tenant.id:
+            raise RequestError(f"there is no session {session_id}: create one with create_session", status=404)
+        return record
+
+    async def require_open(self, tenant: Tenant, session_id: str) -> SessionRecord:
+        """The session, which has just been heard of. Raises RequestError 404, or 410 when it has ended."""
+        record = await self.get(tenant, session_id)
+        if record.finished_at is not None:
+            raise RequestError(f"session {session_id} has ended ({record.end}): create a new one", status=410)
+        self.heard_of(session_id)
+        return record
+
+    @property
+    def open_ids(self) -> tuple[str, ...]:
+        return tuple(self._open)
+
+    def num_open(self, tenant_id: str) -> int:
+        return self._num_open[tenant_id]
+
+    def is_open(self, session_id: str) -> bool:
+        return session_id in self._open
+
+    def heard_of(self, session_id: str) -> None:
+        """Any request in a session's name keeps it alive, as a heartbeat does. Unknown or ended ones: no-op."""
+        if known := self._open.get(session_id):
+            known.heard_at = self._clock()
+
+    @contextmanager
+    def held(self, session_id: str) -> Iterator[None]:
+        """Silence does not end the session within the block. Unknown or ended ones: no-op."""
+        known = self._open.get(session_id)
+        if known is None:
+            yield
+            return
+        known.num_held += 1
+        try:
+            yield
+        finally:
+            known.num_held -= 1
+            known.heard_at = self._clock()
+
+    async def finish(self, tenant: Tenant, session_id: str, request: FinishSessionRequest) -> None:
+        """The first end wins. Raises RequestError 404."""
+        await self.get(tenant, session_id)
+        await self._end(session_id, request.reason.type, request.detail)
+
+    async def set_project(self, tenant: Tenant, session_id: str, project_id: str) -> None:
+        """Raises RequestError 404."""
+        await self.get(tenant, session_id)
+        await self._store.set_session_project(session_id, project_id)
+        if known := self._open.get(session_id):
+            known.record = replace(known.record, project_id=project_id)
+
+    async def expire(self) -> None:
+        """Ends the sessions that were silent for too long."""
+        silent_since = self._clock() - self._expiry_seconds
+        for session_id, known in list(self._open.items()):
+            if known.heard_at < silent_since and not known.num_held:
+                await self._end(session_id, "expired", f"no heartbeat for {self._expiry_seconds:g} s")
+
+    async def forget(self, ttl_seconds: float, most: int, spared: Collection[str]) -> None:
+        """Deletes sessions that ended so long ago and saved nothing, with their runs and samplers; of a tenant that has
+        more than `most` of them the oldest before their time. spared: ids of those that are still being ended."""
+        now = time.time()
+        old = await self._store.list_forgettable_sessions(now - ttl_seconds, now - _CROWDED_SECONDS, most)
+        forgotten = [session_id for session_id in old if session_id not in spared]
+        for first in range(0, len(forgotten), _FORGOTTEN_AT_ONCE):
+            await self._store.delete_sessions(forgotten[first : first + _FORGOTTEN_AT_ONCE])
+
+    async def _end(self, session_id: str, end: SessionEnd, detail: str | None) -> None:
+        first = await self._store.end_session(session_id, time.time(), end, detail)
+        if (known := self._open.pop(session_id, None)) is not None:
+            self._num_open[known.record.tenant_id] -= 1
+        if not first:
+            return
+        logger.info("session %s ended: %s", session_id, end)
+        for ended in self.on_end:
+            try:
+                await ended(session_id)
+            except Exception:  # the session has ended whether or not all of it could be let go
+                logger.exception("after the end of session %s", session_id)
+
+    async def _expire_in_time(self) -> None:
+        period, trouble = min(10.0, self._expiry_seconds / 4), Trouble(logger, "bringing sessions up to date")
+        while True:
+            await asyncio.sleep(period)
+            try:
+                await self._save_heartbeats()
+                await self.expire()
+            except SQLAlchemyError as error:  # a full disk, say: it may go better next time
+                trouble.failed(error)
+            else:
+                trouble.passed()
+
+    async def _save_heartbeats(self) -> None:
+        """For those who list sessions; the expiry does not read them."""
+        now, shift = self._clock(), time.time() - self._clock()
+        heard = {one: known.heard_at + shift for one, known in self._open.items() if known.heard_at >= self._saved_at}
+        self._saved_at = now
+        if heard:
+            await self._store.touch_sessions(heard)

@@ -1,0 +1,1 @@
+"""Operations that were checked, and the micro-batches made of them."""

@@ -1,0 +1,238 @@
+"""Checked operations to packed micro-batches, and their outputs back to the client's order. Nothing is padded."""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import heapreplace
+from itertools import accumulate, groupby, pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..ops.attention import Packing, pack_lengths
+from .objective import Objective
+from .validated import Operation, Row
+
+# Fewer lose more by shorter products than they gain by running beside others.
+_LEAST_LANE_TOKENS = 128
+
+
+@dataclass(frozen=True)
+class MicroBatchSegment:
+    """Tokens start:stop of a micro-batch that belong to one operation.
+
+    operation: its index. datums: which of its rows follow one another here. bounds: where each of them starts, counted
+    from start, and the number of tokens.
+    """
+
+    operation: int
+    start: int
+    stop: int
+    datums: tuple[int, ...]
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedRow:
+    """Tokens start:stop of a micro-batch that are one sequence: which row of which operation."""
+
+    operation: int
+    row: int
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, eq=False)
+class MicroBatch:
+    """One packed row. tokens, positions: int64 [tokens], positions restart with each sequence.
+
+    segments, objectives: in the order of the tokens, each covering all of them.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    packing: Packing
+    segments: tuple[MicroBatchSegment, ...]
+    objectives: tuple[Objective, ...]
+
+    def packed_rows(self) -> Iterator[PackedRow]:
+        """In their order."""
+        for each in self.segments:
+            for datum, (start, stop) in zip(each.datums, pairwise(each.bounds), strict=True):
+                yield PackedRow(each.operation, datum, each.start + start, each.start + stop)
+
+    def segments_of(self, objective: Objective) -> Iterator[MicroBatchSegment]:
+        return (each for each in self.segments if objective.start <= each.start < objective.stop)
+
+
+@dataclass(frozen=True, eq=False)
+class Lane:
+    """Micro-batches that run one after the other, beside those of other lanes. operations: those with rows in them."""
+
+    operations: frozenset[int]
+    num_micro_batches: int
+    micro_batches: Iterator[MicroBatch]
+
+
+def pack(operations: Sequence[Operation], token_budget: int, device: torch.device, most_lanes: int = 1) -> list[Lane]:
+    """All rows, in micro-batches of at most token_budget tokens over all lanes; a row that is longer runs alone.
+
+    In a micro-batch an operation's rows are neighbours, and so are operations that are scored together.
+    """
+    places = [(i, j) for i, operation in enumerate(operations) for j in range(len(operation.rows))]
+    lengths = [len(operations[i].rows[j].tokens) for i, j in places]
+    return [
+        Lane(
+            frozenset(places[k][0] for members in bins for k in members),
+            len(bins),
+            (_micro_batch(operations, [places[k] for k in members], device) for members in bins),
+        )
+        for bins in deal(lengths, token_budget, most_lanes)
+    ]
+
+
+def part_of(micro_batch: MicroBatch, bounds: Sequence[tuple[int, int]]) -> MicroBatch:
+    """Some of its sequences, by where they start and stop; without what they are for."""
+    if not bounds:
+        return empty_micro_batch(micro_batch.tokens.device)
+    tokens, positions = (
+        torch.cat([whole[start:stop] for start, stop in bounds])
+        for whole in (micro_batch.tokens, micro_batch.positions)
+    )
+    return MicroBatch(tokens, positions, Packing(pack_lengths([stop - start for start, stop in bounds])), (), ())
+
+
+def empty_micro_batch(device: torch.device) -> MicroBatch:
+    """A token that counts nowhere: for ranks that take part in others' micro-batches."""
+    token = torch.zeros(1, dtype=torch.int64, device=device)
+    return MicroBatch(token, token, Packing(pack_lengths([1])), (), ())
+
+
+def deal(lengths: Sequence[int], budget: int, most_lanes: int) -> list[list[list[int]]]:
+    """The bins of each lane, of indices. Lanes that run side by side are about equally long, and share the budget."""
+    num_lanes = min(most_lanes, len(lengths), sum(lengths) // _LEAST_LANE_TOKENS, budget // max(lengths, default=1))
+    if num_lanes < 2:
+        return [fill(lengths, budget)]
+    share = budget // num_lanes
+    num_bins = num_lanes * -(-sum(lengths) // (num_lanes * share))
+    while _fullest(bins := spread(lengths, num_bins), lengths) > share:
+        num_bins += num_lanes
+    return [[members for members in bins[lane::num_lanes] if members] for lane in range(num_lanes)]
+
+
+def spread(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
+    """The longest first, each to the bin that has least; returns the indices by bin."""
+    bins: list[list[int]] = [[] for _ in range(num_bins)]
+    least = [(0, each) for each in range(num_bins)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        taken, chosen = least[0]
+        heapreplace(least, (taken + lengths[i], chosen))
+        bins[chosen].append(i)
+    return bins
+
+
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Best fit decreasing: the longest first, each to the fullest bin that has room; returns the indices by bin."""
+    bins: list[list[int]] = []
+    room: list[tuple[int, int]] = []  # what is left of the budget and which bin, the fullest first
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        at = bisect_left(room, (lengths[i],))
+        if at < len(room):
+            left, chosen = room.pop(at)
+        else:
+            left, chosen = max(budget, lengths[i]), len(bins)
+            bins.append([])
+        bins[chosen].append(i)
+        insort(room, (left - lengths[i], chosen))
+    return bins
+
+
+def _fullest(bins: list[list[int]], lengths: Sequence[int]) -> int:
+    return max(sum(lengths[i] for i in members) for members in bins)
+
+
+def smaller_budget(operation: Operation, token_budget: int) -> int | None:
+    """Half of the largest micro-batch it makes, with room for its longest row; None when that is a row by itself, or
+    none, as on a rank that has no share of the operation."""
+    lengths = [len(row.tokens) for row in operation.rows]
+    largest, longest = min(token_budget, sum(lengths)), max(lengths, default=0)
+    return max(largest // 2, longest) if largest > longest else None
+
+
+def cut(segment: MicroBatchSegment, values: np.ndarray, operation: Operation) -> Iterator[tuple[int, np.ndarray]]:
+    """values [n] or [n, K] of a segment -> each datum's index and part, of its targets' shape."""
+    for datum, start, stop in zip(segment.datums, segment.bounds, segment.bounds[1:], strict=False):
+        yield datum, _in_shape_of(operation.rows[datum].targets, values[start:stop])
+
+
+def _micro_batch(operations: Sequence[Operation], places: list[tuple[int, int]], device: torch.device) -> MicroBatch:
+    """places: (operation, row) of each sequence, an operation's longest first."""
+    places = sorted(places, key=lambda place: place[0])
+    rows = [operations[i].rows[j] for i, j in places]
+    lengths = [len(row.tokens) for row in rows]
+    starts = [0, *accumulate(lengths)]
+    return MicroBatch(
+        tokens=_tensor([row.tokens for row in rows], device),
+        positions=_tensor([np.arange(length) for length in lengths], device),
+        packing=Packing(pack_lengths(lengths)),
+        segments=tuple(_segments(places, starts)),
+        objectives=tuple(_objectives(operations, places, rows, starts, device)),
+    )
+
+
+def _segments(places: list[tuple[int, int]], starts: list[int]) -> Iterator[MicroBatchSegment]:
+    for first, stop in _stretches([i for i, _ in places]):
+        bounds = tuple(start - starts[first] for start in starts[first : stop + 1])
+        datums = tuple(j for _, j in places[first:stop])
+        yield MicroBatchSegment(places[first][0], starts[first], starts[stop], datums, bounds)
+
+
+def _objectives(
+    operations: Sequence[Operation],
+    places: list[tuple[int, int]],
+    rows: list[Row],
+    starts: list[int],
+    device: torch.device,
+) -> Iterator[Objective]:
+    for first, stop in _stretches([operations[i].loss_key for i, _ in places]):
+        operation, scored = operations[places[first][0]], rows[first:stop]
+        yield Objective(
+            start=starts[first],
+            stop=starts[stop],
+            loss=operation.loss,
+            config=operation.config,
+            weight=operation.weight,
+            targets=_tensor([row.targets for row in scored], device),
+            inputs={name: _tensor([row.inputs[name] for row in scored], device) for name in scored[0].inputs},
+            bounds=tuple(start - starts[first] for start in starts[first : stop + 1]),
+        )
+
+
+def _stretches(keys: Sequence[Hashable]) -> Iterator[tuple[int, int]]:
+    """The first and the end of each stretch of equal neighbours."""
+    first = 0
+    for _, members in groupby(keys):
+        stop = first + sum(1 for _ in members)
+        yield first, stop
+        first = stop
+
+
+def _tensor(arrays: list[np.ndarray], device: torch.device) -> Tensor:
+    """The arrays, [T] and [T, K], one after another: [n], or [n, largest K] with zeros where one has fewer."""
+    return torch.from_numpy(_join(arrays)).to(device, non_blocking=True)
+
+
+def _join(arrays: list[np.ndarray]) -> np.ndarray:
+    if all(array.ndim == 1 for array in arrays):
+        return np.concatenate(arrays)
+    columns = [array.reshape(len(array), -1) for array in arrays]
+    widest = max(array.shape[1] for array in columns)
+    return np.concatenate([np.pad(array, ((0, 0), (0, widest - array.shape[1]))) for array in columns])
+
+
+def _in_shape_of(targets: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """The part of joined values that belongs to one row with these targets."""
+    if values.ndim == 1:
+        return values
+    return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

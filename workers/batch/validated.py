@@ -1,0 +1,297 @@
+"""Operation: a request whose data have been read and checked, before any of it is computed."""
+
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import OperationError
+from ...schemas.training import Datum, ForwardBackwardRequest
+from ..losses import GUESS_LOSSES, LOSSES, VALUE_LOSSES, Loss
+from ..losses.loss import Config
+from ..protocol.verbs import Share
+
+TARGETS = "target_tokens"
+
+# One after the other, each with all those before it.
+_MOST_GUESSES = 32
+
+# Config keys that count something.
+_COUNTS = frozenset({"ttt_length", "num_anchors"})
+
+
+@dataclass(frozen=True)
+class ModelLimits:
+    vocab_size: int
+    max_context_length: int
+
+
+@dataclass(frozen=True, eq=False)
+class Row:
+    """One checked sequence. tokens int64 [T]; targets int64 [T] or [T, K]; inputs float32 of the targets' shape."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    inputs: Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Operation:
+    """A checked request, or a rank's share of a part of one. weight: multiplies its loss.
+
+    numbers: of the rows, in the whole operation. num_tokens: positions that count in the loss. denominator: see
+    Loss.denominator.
+    """
+
+    loss_name: str
+    loss: Loss
+    config: Config
+    weight: float
+    rows: tuple[Row, ...]
+    num_tokens: int
+    denominator: float
+    numbers: Sequence[int]
+
+    @cached_property
+    def loss_key(self) -> tuple[Hashable, ...]:
+        """Operations with the same one are scored together: their rows differ in data alone."""
+        many_targets = any(row.targets.ndim == 2 for row in self.rows)
+        return (self.loss_name, *sorted(self.config.items()), self.weight, many_targets)
+
+
+def read_operation(
+    request: ForwardBackwardRequest,
+    limits: ModelLimits,
+    share: Share | None = None,
+    losses: Mapping[str, Loss] = LOSSES,
+) -> Operation:
+    """losses: that the kind of model takes. share: what the request's data are of the whole operation, None = all.
+
+    Raises OperationError naming the datum, the value and the remedy.
+    """
+    share = share or Share(range(len(request.data)), len(request.data))
+    if request.loss_fn not in losses:
+        if request.loss_fn in LOSSES | VALUE_LOSSES | GUESS_LOSSES:
+            takes = _listed(losses)
+            raise OperationError(f"loss_fn {request.loss_fn!r} is of another kind of model: this one takes {takes}")
+        raise OperationError(f"unknown loss_fn {request.loss_fn!r}: one of {_listed(losses)}")
+    if not share.num_data:
+        raise OperationError("the batch is empty: send at least one datum")
+    loss = losses[request.loss_fn]
+    config = _read_config(request, loss)
+    for i, datum in zip(share.numbers, request.data, strict=True):
+        _check_names(i, datum, request.loss_fn, loss)
+        _check_shapes(i, datum, request.loss_fn, loss, limits)
+    _check_ids("model_input", [datum.tokens for datum in request.data], limits, share.numbers)
+    _check_ids(TARGETS, [_targets(datum, loss) for datum in request.data], limits, share.numbers)
+    rows = tuple(_row(datum, loss, config) for datum in request.data)
+    for name in (*loss.required, *loss.optional):
+        _check_finite(name, request.data, rows, share.numbers)
+    counts = [row.inputs[loss.counted_by] for row in rows]
+    return Operation(
+        loss_name=request.loss_fn,
+        loss=loss,
+        config=config,
+        weight=_loss_weight(request),
+        rows=rows,
+        num_tokens=sum(map(_num_counted, counts)),
+        denominator=loss.denominator(_joined(counts)),
+        numbers=share.numbers,
+    )
+
+
+def _read_config(request: ForwardBackwardRequest, loss: Loss) -> dict[str, Any]:
+    config: dict[str, Any] = dict(loss.config) | {key: words[0] for key, words in loss.choices.items()}
+    for key, value in request.loss_fn_config.items():
+        if key not in config:
+            raise OperationError(f"{request.loss_fn} has no config key {key!r}: {_allowed(config)}")
+        if key in loss.choices:
+            if value not in loss.choices[key]:
+                raise OperationError(
+                    f"{request.loss_fn} config {key} is {value!r}: it must be one of {_listed(loss.choices[key])}"
+                )
+            config[key] = value
+            continue
+        if isinstance(value, str) or not np.isfinite(value):
+            raise OperationError(f"{request.loss_fn} config {key} is {value!r}: it must be a finite number")
+        config[key] = float(value)
+    _check_numbers(request.loss_fn, config)
+    return config
+
+
+def _check_numbers(loss_name: str, config: Config) -> None:
+    if (clip := config.get("clip", 0.0)) < 0:
+        raise OperationError(f"{loss_name} config clip is {clip}: it is a distance, such as 0.2")
+    low, high = config.get("clip_low_threshold", 0.0), config.get("clip_high_threshold", np.inf)
+    if low > high:
+        raise OperationError(
+            f"{loss_name} config clip_low_threshold {low} exceeds clip_high_threshold {high}:"
+            " they are bounds on the ratio itself, such as 0.8 and 1.2"
+        )
+    for key in _COUNTS & config.keys():
+        if config[key] < 1 or config[key] != int(config[key]):
+            raise OperationError(f"{loss_name} config {key} is {config[key]:g}: it is a number of tokens, at least 1")
+    if config.get("ttt_length", 1) > _MOST_GUESSES:
+        raise OperationError(
+            f"{loss_name} config ttt_length is {config['ttt_length']:g}: at most {_MOST_GUESSES} guesses are made"
+            " from a token"
+        )
+    if not 0 <= config.get("decay", 1) <= 1:
+        raise OperationError(f"{loss_name} config decay is {config['decay']:g}: it lies between 0 and 1")
+    if config.get("gamma", 1) <= 0:
+        raise OperationError(f"{loss_name} config gamma is {config['gamma']:g}: it must be above 0")
+
+
+def _loss_weight(request: ForwardBackwardRequest) -> float:
+    if not np.isfinite(request.loss_weight):
+        raise OperationError(f"loss_weight is {request.loss_weight}: it must be a finite number")
+    return float(request.loss_weight)
+
+
+def _check_names(index: int, datum: Datum, loss_name: str, loss: Loss) -> None:
+    required = _required(loss)
+    if missing := [name for name in required if name not in datum.loss_fn_inputs]:
+        raise OperationError(f"datum {index}: {loss_name} needs the input {_listed(missing)}: it reads {_inputs(loss)}")
+    known = {*required, *loss.optional, *([TARGETS] if loss.scores == "losses" else [])}
+    if unknown := [name for name in datum.loss_fn_inputs if name not in known]:
+        raise OperationError(f"datum {index}: {loss_name} has no input {_listed(unknown)}: it reads {_inputs(loss)}")
+
+
+def _check_shapes(index: int, datum: Datum, loss_name: str, loss: Loss, limits: ModelLimits) -> None:
+    tokens, targets = datum.tokens, _targets(datum, loss)
+    length = len(tokens) if tokens.ndim == 1 else 0
+    if not length:
+        raise OperationError(f"datum {index}: model_input is empty: send at least one token")
+    if length > limits.max_context_length:
+        raise OperationError(
+            f"datum {index}: model_input has {length} tokens, more than this model's context of"
+            f" {limits.max_context_length}: shorten or split it"
+        )
+    for name, array in (("model_input", tokens), (TARGETS, targets)):
+        if array.dtype.kind not in "iu":
+            raise OperationError(f"datum {index}: {name} is {array.dtype}: token ids must be integers")
+    if targets.ndim != 1 and not (loss.many_targets and targets.ndim == 2 and targets.shape[1]):
+        wanted = "[T] or [T, K]" if loss.many_targets else "[T]"
+        raise OperationError(f"datum {index}: {TARGETS} has shape {list(targets.shape)}: {loss_name} takes {wanted}")
+    if loss.scores == "losses" and len(targets) == length:
+        _check_plain(index, tokens, targets, loss_name)
+    if len(targets) != length:
+        raise OperationError(
+            f"datum {index}: {TARGETS} has {len(targets)} positions, model_input {length}: position i of the targets"
+            " is predicted from model_input up to i, so the lengths must be equal"
+        )
+    for name, array in datum.loss_fn_inputs.items():
+        if array.dtype.kind not in "fiub":
+            raise OperationError(f"datum {index}: {name} is {array.dtype}: it must be numeric")
+        if array.shape != targets.shape:
+            like = TARGETS if loss.scores == "logprobs" else "model_input"
+            raise OperationError(
+                f"datum {index}: {name} has shape {list(array.shape)}, {like} {list(targets.shape)}: they must be equal"
+            )
+
+
+def _check_plain(index: int, tokens: np.ndarray, targets: np.ndarray, loss_name: str) -> None:
+    wrong = np.flatnonzero(targets[:-1] != tokens[1:])
+    if len(wrong):
+        at = int(wrong[0])
+        raise OperationError(
+            f"datum {index}: {TARGETS} has token id {targets[at]} at position {at}, model_input {tokens[at + 1]} at"
+            f" {at + 1}: {loss_name} reads plain sequences, whose targets are model_input moved on by one; leave"
+            f" {TARGETS} out to have that made"
+        )
+
+
+def _check_ids(name: str, arrays: list[np.ndarray], limits: ModelLimits, numbers: Sequence[int]) -> None:
+    ids = _joined(arrays)
+    if not ids.size or (ids.min() >= 0 and ids.max() < limits.vocab_size):
+        return
+    at = int(np.argmax((ids < 0) | (ids >= limits.vocab_size)))
+    datum, position = _find(at, arrays)
+    remedy = "; give a position that is to be ignored weight or advantage 0" if name == TARGETS else ""
+    raise OperationError(
+        f"datum {numbers[datum]}: {name} has token id {ids[at]} at position {position}, outside the vocabulary of"
+        f" {limits.vocab_size}: ids go from 0 to {limits.vocab_size - 1}{remedy}"
+    )
+
+
+def _check_finite(name: str, data: Sequence[Datum], rows: tuple[Row, ...], numbers: Sequence[int]) -> None:
+    """Of what was given. The sampler's log-probabilities may be anything where nothing reads them: prompts often have
+    none."""
+    given = zip(data, rows, strict=True)
+    arrays = [row.inputs[name] if name in datum.loss_fn_inputs else np.zeros(row.targets.shape) for datum, row in given]
+    values = _joined(arrays)
+    if np.isfinite(values).all():
+        return
+    if name == "logprobs":
+        values = np.where(_joined([_reads_logprobs(row) for row in rows]), values, 0.0)
+        if np.isfinite(values).all():
+            return
+    at = int(np.argmin(np.isfinite(values)))
+    datum, position = _find(at, arrays)
+    raise OperationError(f"datum {numbers[datum]}: {name} is {values[at]} at position {position}: it must be finite")
+
+
+def _reads_logprobs(row: Row) -> np.ndarray:
+    advantages = row.inputs["advantages"]
+    return (advantages != 0) | (row.inputs.get("sequence_ratio_mask", advantages) != 0)
+
+
+def _joined(arrays: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate([array.ravel() for array in arrays]) if arrays else np.empty(0)
+
+
+def _find(at: int, arrays: list[np.ndarray]) -> tuple[int, int]:
+    """Element `at` of the concatenated arrays -> (datum, position)."""
+    for datum, array in enumerate(arrays):
+        if at < array.size:
+            return datum, at // (array.size // len(array))
+        at -= array.size
+    raise AssertionError("beyond the last array")
+
+
+def _row(datum: Datum, loss: Loss, config: Mapping[str, float]) -> Row:
+    given = datum.loss_fn_inputs
+    targets = _targets(datum, loss).astype(np.int64)
+    # A number beyond float32 becomes infinite, which is then refused with its position.
+    with np.errstate(over="ignore"):
+        inputs = {name: given[name].astype(np.float32) for name in given if name != TARGETS}
+    for name, fill in loss.optional.items():
+        if name not in inputs:
+            inputs[name] = np.broadcast_to(np.float32(fill(inputs, config)), targets.shape)
+    if loss.scores == "losses" and TARGETS not in given:  # what follows the last token nobody knows
+        inputs["weights"] = np.append(inputs["weights"][:-1], np.float32(0))
+    return Row(datum.tokens.astype(np.int64), targets, inputs)
+
+
+def _targets(datum: Datum, loss: Loss) -> np.ndarray:
+    """Of values, of which there is one for each token: the first. Of a draft's guesses, those that are not given."""
+    if loss.scores == "logprobs" or (loss.scores == "losses" and TARGETS in datum.loss_fn_inputs):
+        return datum.loss_fn_inputs[TARGETS]
+    if loss.scores == "losses":
+        return np.append(datum.tokens[1:], datum.tokens[:1])
+    return np.zeros(len(datum.tokens), np.int64)
+
+
+def _required(loss: Loss) -> tuple[str, ...]:
+    return (TARGETS, *loss.required) if loss.scores == "logprobs" else loss.required
+
+
+def _num_counted(counts: np.ndarray) -> int:
+    return int(np.count_nonzero(counts if counts.ndim == 1 else (counts != 0).any(axis=1)))
+
+
+def _inputs(loss: Loss) -> str:
+    required, optional = _listed(_required(loss)), _listed(loss.optional)
+    if not required:
+        return f"{optional}, none of them needed"
+    return f"{required} and optionally {optional}" if optional else required
+
+
+def _allowed(config: Mapping[str, float]) -> str:
+    return f"allowed: {_listed(config)}" if config else "it takes none"
+
+
+def _listed(names: Mapping[str, object] | Sequence[str]) -> str:
+    return ", ".join(names)

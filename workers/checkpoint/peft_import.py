@@ -1,0 +1,148 @@
+"""An adapter that peft has saved, as a checkpoint of ours: the same function of the base model.
+
+Adapters of ours adapt whole groups of layers: attention, the feed-forward part, the head. Of a group that the file
+adapts in part, other layers get matrices as a new adapter has them: A as it is drawn, B of zeros.
+"""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
+from ..lora import Adapter, Adapters
+from ..lora.adapter import layout_of, pair_of
+from ..lora.target import Target
+from . import Learned, save
+from .learned import Flat
+
+_PREFIX = "base_model.model."
+_OTHER_SIDE = str.maketrans("AB", "BA")
+_OF_EXPERTS = re.compile(r"(?P<path>.+\.experts)\.(base_layer\.)?lora_(?P<side>[AB])\.weight")
+"""As peft saves the matrices of all experts of a layer at a time; those of the parameter that it wrapped first are
+below base_layer."""
+
+
+def import_adapter(adapters: Adapters, lora: LoraConfig, source: Path, target: Path, base_name: str) -> LoraConfig:
+    """Writes what adapter_model.safetensors, the source, has into an existing empty directory, without optimizer.
+
+    lora: its rank and alpha; what it adapts is answered. Raises OperationError, naming the matrix and the reason.
+    """
+    adapters.check_rank(lora)
+    every = [each.whole() for each in adapters.all_targets]
+    found = _by_expert(_read(source), every, lora.rank)
+    wanted = adapters.selecting(lora, _adapted(found, every, lora.rank))
+    adapter = adapters.build(wanted)
+    learned = Learned(adapter, {"weights": Flat(adapter.layout.whole, _filled(adapter, found))}, 0, has_optimizer=False)
+    save(learned, target, base_name=base_name)
+    return wanted
+
+
+def _read(path: Path) -> dict[str, Tensor]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (a method of its own)
+    except SafetensorError as error:
+        raise OperationError(
+            f"adapter_model.safetensors cannot be read ({error}): send the file as peft saved it"
+        ) from None
+    for name, tensor in tensors.items():
+        if not tensor.is_floating_point():
+            raise OperationError(f"{name} is of {tensor.dtype}: matrices of an adapter are floating point numbers")
+        tensors[name] = tensor.float()
+        if not tensors[name].isfinite().all():
+            raise OperationError(
+                f"{name} has numbers that are not finite in float32: nothing could be computed with it"
+            )
+    if not tensors:
+        raise OperationError("adapter_model.safetensors has no tensors: send the file as peft saved it")
+    return tensors
+
+
+def _by_expert(tensors: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> dict[str, Tensor]:
+    """With the matrices of each expert by themselves, as we name them."""
+    experts: dict[str, dict[str, Target]] = {}
+    for target in every:
+        if target.num_experts is not None:
+            path, _, kind = target.name.rpartition(".")
+            experts.setdefault(_PREFIX + path, {})[kind] = target
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        matched = _OF_EXPERTS.fullmatch(name)
+        if matched is None or matched["path"] not in experts:
+            found[name] = tensor
+        elif (other := tensors.get(name.translate(_OTHER_SIDE))) is None:
+            raise _incomplete(name)
+        elif matched["side"] == "A":
+            found |= _of_each(name, matched["path"], tensor, other, experts[matched["path"]], rank)
+    return found
+
+
+def _of_each(name: str, path: str, a: Tensor, b: Tensor, kinds: Mapping[str, Target], rank: int) -> dict[str, Tensor]:
+    """peft has A as [experts * rank, in] and B as [out, rank * experts]: of down, or of gate and up with one A."""
+    gate, up, down = (kinds[kind] for kind in ("gate_proj", "up_proj", "down_proj"))
+    num = gate.num_experts or 1
+    for targets in ((gate, up), (down,)):
+        out = sum(target.out_features for target in targets)
+        if a.shape == (num * rank, targets[0].in_features) and b.shape == (out, rank * num):
+            of_each = zip(a.view(num, rank, -1), b.view(out, rank, num).permute(2, 0, 1), strict=True)
+            return {
+                f"{path}.{number}.{target.saved_kind}.lora_{side}.weight": matrix
+                for number, (own_a, own_b) in enumerate(of_each)
+                for target, own in zip(targets, own_b.chunk(len(targets)), strict=True)
+                for side, matrix in (("A", own_a), ("B", own))
+            }
+    raise OperationError(
+        f"{name} has shape {list(a.shape)} and its lora_B {list(b.shape)}: these are not of rank {rank} on the {num}"
+        " experts of this base model"
+    )
+
+
+def _adapted(found: Mapping[str, Tensor], every: Sequence[Target], rank: int) -> set[str]:
+    """Names of the layers of which there are matrices, which must be of layers that adapters adapt, of their shapes."""
+    owners = {name: (target.name, view.shape) for target in every for name, view in _shapes([target], rank).items()}
+    for name, tensor in found.items():
+        if name not in owners:
+            raise _foreign(name, every)
+        if tensor.shape != owners[name][1]:
+            raise OperationError(
+                f"{name} has shape {list(tensor.shape)}, and this base model needs {list(owners[name][1])} at rank "
+                f"{rank}: the adapter is of another base model or another rank"
+            )
+        if name.translate(_OTHER_SIDE) not in found:
+            raise _incomplete(name)
+    return {owners[name][0] for name in found}
+
+
+def _filled(adapter: Adapter, found: Mapping[str, Tensor]) -> Tensor:
+    """float32 [P] of the whole adapter."""
+    layout = adapter.layout.whole
+    vector, generator = torch.zeros(layout.size), torch.Generator().manual_seed(adapter.lora.seed or 0)
+    for target in adapter.targets:
+        a, _ = pair_of(layout, vector, target)
+        nn.init.kaiming_uniform_(a, a=math.sqrt(5), generator=generator)
+    for name, view in layout.named_views(vector).items():
+        if name in found:
+            view.copy_(found[name])
+    return vector
+
+
+def _shapes(targets: Sequence[Target], rank: int) -> dict[str, Tensor]:
+    layout = layout_of(targets, rank)
+    return layout.named_views(torch.empty(layout.size, device="meta"))
+
+
+def _foreign(name: str, every: Sequence[Target]) -> OperationError:
+    kinds = ", ".join(sorted({target.saved_kind for target in every}))
+    if ".lora_" not in name:
+        return OperationError(f"{name} is no matrix of an adapter: save it with save_embedding_layers=False")
+    return OperationError(f"{name} is of no layer that adapters adapt here: train with target_modules of {kinds}")
+
+
+def _incomplete(name: str) -> OperationError:
+    return OperationError(f"{name} is there without its {name.translate(_OTHER_SIDE)[-13:-7]}: send both")

@@ -1,0 +1,1 @@
+"""The modules of drafts and their algorithms."""

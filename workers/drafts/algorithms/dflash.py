@@ -1,0 +1,343 @@
+"""DFlash: a draft that guesses a block of tokens at once, by what the target had at the tokens before.
+
+Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036. Of a sequence x_0, x_1, ...: a block at anchor a has x_a,
+which is known, and then masks in place of x_(a+1), x_(a+2), ...; it reads the target's features up to a - 1. Position k
+of the block guesses x_(a+k). Embedding and output head are the target's. Names of parameters are those of the released
+drafts.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig
+
+from ....schemas.errors import OperationError
+from ....schemas.models import DraftConfig
+from ...losses.draft_scores import DraftScores, Slopes
+from ...models.model import BaseModel
+from ...ops.attention import AttentionKind
+from ...ops.kv_cache import CachedRow
+from ...parallel.collectives import copied, summed
+from ...parallel.mesh import ALONE, Team
+from ...state.parameter import Parameter
+from ..sequences.block_attention import Memory, attend_blocks
+from ..sequences.blocks import Blocks
+from ..sequences.drafting import Draw, Ends, Reach, Told
+from ..sequences.features import Features, TargetHead
+from ..sequences.labels import Labels, Options
+from ..sequences.stored import TargetRepr
+from ..sequences.stretch import stretch_of
+from .modules import normed, rotated, rotation, swiglu_mlp
+from .room import LogitRoom
+from .shape import DraftShape, resolved
+from .strategy import Tensors
+
+_BLOCK_SIZE = 16
+
+# Each costs the target some of a pass to check, and those far behind in a block are seldom right.
+_USUAL_GUESSES = 7
+
+# cos and sin.
+Turn = tuple[Tensor, Tensor]
+
+# The blocks' queries, keys and values -> what the queries see.
+Attended = Callable[[Tensor, Memory], Tensor]
+
+
+class DFlash:
+    """See Strategy."""
+
+    target_repr: TargetRepr | None = None
+
+    def reach(self, shape: DraftShape) -> Reach:
+        assert shape.block_size is not None
+        most = shape.block_size - 1
+        return Reach(min(most, _USUAL_GUESSES), most, shape.block_size)
+
+    def halo(self, options: Options) -> int:
+        """See Strategy. What a block reads of its tokens is the anchor, which goes to who has the block."""
+        return 0
+
+    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+        """See Strategy. Captured are as many layers as the draft has, evenly from the second to the third last; of one,
+        the middle. The mask is the target's padding token, or its last one: best is one that no text has."""
+        if config.draft_vocab_size not in (None, vocab_size):
+            raise OperationError(
+                f"draft_vocab_size is {config.draft_vocab_size}: a draft of dflash says all {vocab_size} tokens by the"
+                " target's own output head, leave it out"
+            )
+        found = resolved(config, target, vocab_size, 1)
+        text = target.get_text_config()
+        mask = _mask_token(text, vocab_size) if config.mask_token_id is None else config.mask_token_id
+        if mask >= vocab_size:
+            raise OperationError(
+                f"mask_token_id is {mask}: the target has tokens 0 to {vocab_size - 1}, name one that no text has"
+            )
+        assert found.num_layers is not None
+        captured = found.capture_layers or _spaced(int(text.num_hidden_layers), found.num_layers)
+        own = {"capture_layers": captured, "block_size": found.block_size or _BLOCK_SIZE, "mask_token_id": mask}
+        return found.model_copy(update=own)
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy."""
+        return {
+            "architectures": ["DFlashDraftModel"],
+            "model_type": "qwen3",
+            "block_size": config.block_size,
+            "dflash_config": {
+                "mask_token_id": config.mask_token_id,
+                "target_layer_ids": list(config.capture_layers or ()),
+            },
+        }
+
+    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+        shapes = {"fc": (shape.hidden, shape.captured * shape.hidden), "hidden_norm": (shape.hidden,)}
+        for layer in range(shape.layers):
+            shapes |= {f"layers.{layer}.{name}": size for name, size in _layer_shapes(shape).items()}
+        shapes["norm"] = (shape.hidden,)
+        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+
+    def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
+        """Norms of 1, and else draws whose outputs are about as large as their inputs."""
+        for weight in parameters.values():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            else:
+                weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
+
+    def network(
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
+    ) -> "DFlashNetwork":
+        """See Strategy. All is kept: blocks are few, however long a sequence is."""
+        return DFlashNetwork(shape, parameters, team)
+
+
+class DFlashNetwork:
+    """See Network."""
+
+    def __init__(self, shape: DraftShape, parameters: Tensors, team: Team) -> None:
+        assert shape.block_size is not None
+        self.shape, self.parameters, self._team = shape, parameters, team
+        self.block_size = shape.block_size
+
+    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "DFlashPass":
+        assert features.head is not None
+        blocks = Blocks.drawn(features.packing, labels, options, self.block_size)
+        own, depth = blocks.some(features.shared.every), self.block_size - 1
+        chunk_rows = room.rows_of(depth, depth * self.shape.target_vocabulary)
+        return DFlashPass(self.guessed(features, blocks), own, features.head, labels, chunk_rows, self._team)
+
+    def guessed(self, features: Features, blocks: Blocks) -> Tensor:
+        """What the output head reads for each token of the blocks, [m, size, hidden]; nothing for the first ones. Where
+        ranks share out tokens, of this one's blocks."""
+        stretch = features.shared
+        known, blocks = _embedded_anchors(features, blocks)[stretch.every], blocks.some(stretch.every)
+        steps = torch.arange(blocks.size, device=blocks.anchors.device)
+        positions = features.positions[blocks.anchors, None] + steps
+        assert features.mask is not None
+        state = self._inputs(known, features.mask)
+        places = positions.flatten(), features.positions[stretch.own]
+        turn, context_turn = (self._rotation(each, state.dtype) for each in places)
+        context = self._context(features.captured)
+        for layer in range(self.shape.layers):
+            own_memory = self._memory(context, f"layers.{layer}", context_turn)
+            memory = Memory(*(stretch.joined(each) for each in own_memory))
+
+            def attended(query: Tensor, own: Memory, memory: Memory = memory) -> Tensor:
+                return attend_blocks(query, memory, own, blocks, self.shape.scaling)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
+        return self._said(state).unflatten(0, (-1, blocks.size))
+
+    def take_in(self, told: Told, ends: Ends) -> None:
+        context = self._context(told.captured)
+        turn = self._rotation(told.positions(), context.dtype)
+        for layer in range(self.shape.layers):
+            key, value = self._memory(context, f"layers.{layer}", turn)
+            for chunk in told.chunks:
+                chunk.store(key, value, layer)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """All at once, by a block whose anchor is the last token, of which nobody knows what the target has there. The
+        masks of those that are not asked for are in it too, as in training."""
+        self.take_in(told, ends)
+        hidden = self._block(told, ends)[:, 1 : num + 1]
+        for logits in ends.logits(hidden).unbind(1):
+            draw(logits)
+
+    def _block(self, told: Told, ends: Ends) -> Tensor:
+        """What the output head reads, [m, size, hidden]; nothing for the first ones."""
+        size, last = self.block_size, told.last()
+        anchors = told.following[last]
+        embedded = ends.embedded(torch.cat([anchors, anchors.new_tensor([self.shape.mask_token])]))
+        state = self._inputs(embedded[:-1], embedded[-1])
+        positions = told.positions()[last, None] + 1 + torch.arange(size, device=last.device)
+        turn = self._rotation(positions.flatten(), state.dtype)
+        chunks = told.ahead(size, is_causal=False)
+        row = CachedRow((), chunks, None, len(state), ())
+        for layer in range(self.shape.layers):
+            kind = AttentionKind(layer, self.shape.scaling)
+
+            def attended(query: Tensor, own: Memory, kind: AttentionKind = kind) -> Tensor:
+                return row.attend(query, *own, kind)
+
+            state = self._behind(state, f"layers.{layer}", turn, attended)
+        return self._said(state).unflatten(0, (-1, size))
+
+    def _inputs(self, known: Tensor, mask: Tensor) -> Tensor:
+        """[m * size, hidden]: of each block the anchor, known [m, hidden], and then masks."""
+        masks = mask.expand(len(known), self.block_size - 1, -1)
+        return torch.cat([known[:, None], masks], dim=1).flatten(0, 1)
+
+    def _context(self, captured: Tensor) -> Tensor:
+        """What all layers read of the target's features."""
+        return copied(self._normed(linear(captured, self.parameters["fc.weight"]), "hidden_norm"), self._team)
+
+    def _behind(self, state: Tensor, prefix: str, turn: Turn, attended: Attended) -> Tensor:
+        """A layer."""
+        x = copied(self._normed(state, f"{prefix}.input_layernorm"), self._team)
+        query = rotated(self._normed_heads(x, f"{prefix}.self_attn.q"), *turn)
+        found = attended(query, self._memory(x, prefix, turn)).flatten(1)
+        state = state + summed(linear(found, self.parameters[f"{prefix}.self_attn.o_proj.weight"]), self._team)
+        x = self._normed(state, f"{prefix}.post_attention_layernorm")
+        return state + swiglu_mlp(x, self.parameters, f"{prefix}.mlp", self._team)
+
+    def _said(self, state: Tensor) -> Tensor:
+        """What the target's output head reads, whose hidden states carry the scale of its logits."""
+        normed, scale = self._normed(state, "norm"), self.shape.logit_scale
+        return normed if scale == 1 else normed * scale
+
+    def _memory(self, x: Tensor, prefix: str, turn: Turn) -> Memory:
+        """The target's features and the blocks' tokens go through the same projections."""
+        key = rotated(self._normed_heads(x, f"{prefix}.self_attn.k"), *turn)
+        return Memory(key, self._heads(x, f"{prefix}.self_attn.v"))
+
+    def _normed_heads(self, x: Tensor, name: str) -> Tensor:
+        return self._normed(self._heads(x, name), f"{name}_norm")
+
+    def _heads(self, x: Tensor, name: str) -> Tensor:
+        return linear(x, self.parameters[f"{name}_proj.weight"]).unflatten(-1, (-1, self.shape.head_dim))
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> Turn:
+        frequencies, scale = self.shape.rotation(positions.device)
+        return rotation(positions, frequencies.to(torch.promote_types(dtype, frequencies.dtype)), scale, dtype)
+
+
+class DFlashPass:
+    """See DraftPass. A row for each block: its guesses, which were made at once. What they learn are the tokens: their
+    acceptance is the draft's probability of the token. Where ranks share out layers, each scores some of the blocks."""
+
+    def __init__(
+        self, outputs: Tensor, blocks: Blocks, head: TargetHead, labels: Labels, chunk_rows: int, team: Team = ALONE
+    ) -> None:
+        self._outputs, self._head, self._labels = outputs, head, labels
+        # All guesses of a block are scored at once.
+        self.chunk_rows = chunk_rows
+        self._places, self._exists = blocks.places(), blocks.exists()
+        self._depth = blocks.size - 1
+        self._team, self._scored = team, stretch_of(len(outputs), team.index, team.size)
+        self._slopes = torch.zeros_like(outputs) if outputs.requires_grad else None
+        self._log_draft = torch.empty(0)
+        self._acceptance = torch.empty(0)
+        self._rows = slice(0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return self._scored.stop - self._scored.start
+
+    def scores(self, rows: slice) -> DraftScores:
+        self._rows = rows = self._among_all(rows)
+        exists = self._exists[rows]
+        logits = self._head.logits(self._outputs.detach()[rows, 1:].flatten(0, 1))
+        self._log_draft = torch.log_softmax(logits.to(torch.promote_types(logits.dtype, torch.float32)), dim=-1)
+        cross_entropy = -self._log_draft.gather(1, self._tokens()).view(exists.shape)
+        cross_entropy = cross_entropy.masked_fill(~exists, 0.0)
+        real = exists.to(cross_entropy.dtype)
+        self._acceptance = (-cross_entropy).exp() * real
+        correct = (self._log_draft.argmax(-1, keepdim=True) == self._tokens()).view(exists.shape) * real
+        products = correct.cumprod(1), self._acceptance.cumprod(1)
+        return DraftScores(cross_entropy, self._acceptance, correct, real, real, *products)
+
+    def weights(self, rows: slice) -> Tensor:
+        """0 of what there is no guess of."""
+        rows = self._among_all(rows)
+        return self._labels.weights[self._places[rows]] * self._exists[rows]
+
+    def places(self, rows: slice) -> Tensor:
+        return self._places[self._among_all(rows)]
+
+    def backward(self, slopes: Slopes) -> None:
+        """Where there is no guess, or no slope, there is no gradient, whatever the logits are."""
+        assert self._slopes is not None
+        has_slope = self._exists[self._rows] & ((slopes.cross_entropy != 0) | (slopes.acceptance != 0))
+        of_log = (self._acceptance * slopes.acceptance - slopes.cross_entropy).masked_fill(~has_slope, 0.0).view(-1, 1)
+        gradient = self._log_draft.exp_().neg_()
+        gradient.scatter_add_(1, self._tokens(), torch.ones_like(of_log)).mul_(of_log)
+        gradient.masked_fill_(~has_slope.view(-1, 1), 0.0)
+        of_hidden = self._head.backward(gradient).view(-1, self._depth, self._outputs.shape[-1])
+        self._slopes[self._rows, 1:] = of_hidden.to(self._slopes.dtype)
+
+    def close(self) -> None:
+        assert self._slopes is not None
+        torch.autograd.backward(self._outputs, self._team.sum(self._slopes))
+
+    def _among_all(self, rows: slice) -> slice:
+        return slice(self._scored.start + rows.start, self._scored.start + rows.stop)
+
+    def _tokens(self) -> Tensor:
+        """int64 [rows * depth, 1], that are to be guessed; any where there is no guess."""
+        return self._labels.targets[self._places[self._rows]].view(-1, 1)
+
+
+def _embedded_anchors(features: Features, blocks: Blocks) -> Tensor:
+    """[m, hidden], also of those that lie in other ranks' stretches."""
+    if features.stretch is None:
+        return features.embedded[blocks.anchors]
+    own = features.stretch.own
+    is_here = (blocks.anchors >= own.start) & (blocks.anchors < own.stop)
+    found = features.embedded.new_zeros(len(blocks.anchors), features.embedded.shape[1])
+    found[is_here] = features.embedded[blocks.anchors[is_here] - own.start]
+    return features.stretch.summed(found)
+
+
+def _layer_shapes(shape: DraftShape) -> dict[str, tuple[int, ...]]:
+    hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    return {
+        "input_layernorm": (hidden,),
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "self_attn.q_norm": (shape.head_dim,),
+        "self_attn.k_norm": (shape.head_dim,),
+        "post_attention_layernorm": (hidden,),
+        "mlp.gate_proj": (shape.intermediate, hidden),
+        "mlp.up_proj": (shape.intermediate, hidden),
+        "mlp.down_proj": (hidden, shape.intermediate),
+    }
+
+
+def _spaced(num_layers: int, count: int) -> tuple[int, ...]:
+    """Fewer than count where the target has not so many."""
+    if count == 1:
+        return (num_layers // 2,)
+    first = min(1, num_layers - 1)
+    last = max(first, num_layers - 3)
+    return tuple(sorted({round(first + number * (last - first) / (count - 1)) for number in range(count)}))
+
+
+def _mask_token(text: PreTrainedConfig, vocab_size: int) -> int:
+    padding, ends = getattr(text, "pad_token_id", None), getattr(text, "eos_token_id", None)
+    stands_in_texts = padding == ends or (isinstance(ends, list) and padding in ends)
+    return padding if isinstance(padding, int) and 0 <= padding < vocab_size and not stands_in_texts else vocab_size - 1

@@ -1,0 +1,322 @@
+"""EAGLE-3: one layer that goes on from the target's inner states, unrolled in training as it is in drafting.
+
+Li et al., EAGLE-3 (2025), https://arxiv.org/abs/2503.01840. Of a sequence x_0 .. x_T: from token t the draft guesses
+x_(t+2), x_(t+3), ...: guess i of them reads the embedding of x_(t+1+i), and its own state behind the guess before, of
+which the first one is made of what the target had at t. It learns what the target says at t+1+i. Names of parameters
+are those of published drafts.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+from transformers import PreTrainedConfig
+
+from ....schemas.errors import OperationError
+from ....schemas.models import DraftConfig
+from ...losses.draft_scores import DraftScores, Slopes
+from ...models.model import BaseModel
+from ...ops.attention import AttentionKind, CachedPacking, attend
+from ...ops.kv_cache import CachedRow, Chunk
+from ...parallel.collectives import copied, summed
+from ...parallel.mesh import ALONE, Team
+from ...state.parameter import Parameter
+from ..sequences.drafting import Draw, Ends, Reach, Told
+from ..sequences.features import Features
+from ..sequences.labels import Labels, Options
+from ..sequences.stored import TargetRepr
+from ..sequences.stretch import Stretch, stretch_of
+from ..sequences.unrolled_attention import attend_unrolled
+from .guesses import Distribution, GuessChunk, Survival
+from .modules import normed, rotated, rotation, swiglu_mlp
+from .recompute import Run, run_again, run_once
+from .room import LogitRoom
+from .shape import DraftShape, resolved
+from .strategy import Tensors
+
+_LAYER = "midlayer"
+
+
+class Eagle3:
+    """See Strategy."""
+
+    target_repr: TargetRepr | None = "hidden_state"
+
+    def reach(self, shape: DraftShape) -> Reach:
+        return Reach(usual=4, most=16)
+
+    def halo(self, options: Options) -> int:
+        """See Strategy. The next guess from a token reads the one behind it, and so on."""
+        return int(options["ttt_length"])
+
+    def resolved(self, config: DraftConfig, target: PreTrainedConfig, vocab_size: int) -> DraftConfig:
+        """See Strategy. Captured are a layer near the first, one in the middle and one near the last."""
+        if config.num_layers not in (None, 1):
+            raise OperationError(f"num_layers is {config.num_layers}: a draft of eagle3 has 1 layer")
+        for name in ("block_size", "mask_token_id"):
+            if getattr(config, name) is not None:
+                raise OperationError(f"{name} is of dflash: a draft of eagle3 has none, leave it out")
+        num_layers = int(target.get_text_config().num_hidden_layers)
+        wanted = {min(1, num_layers - 1), max(0, num_layers // 2 - 1), max(0, num_layers - 4)}
+        captured = config.capture_layers or tuple(sorted(wanted))
+        return resolved(config, target, vocab_size, 1).model_copy(update={"capture_layers": captured})
+
+    def published(self, config: DraftConfig) -> Mapping[str, Any]:
+        """See Strategy. vLLM reads the first list, where 0 is what goes into the first layer; SGLang the second one,
+        where 0 is what comes out of it."""
+        layers = list(config.capture_layers or ())
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "draft_vocab_size": config.draft_vocab_size,
+            "eagle_aux_hidden_state_layer_ids": [layer + 1 for layer in layers],
+            "eagle_config": {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": layers},
+        }
+
+    def parameters(self, shape: DraftShape) -> Sequence[Parameter]:
+        hidden, queries, keys = shape.hidden, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        shapes = {
+            "fc": (hidden, shape.captured * hidden),
+            f"{_LAYER}.input_layernorm": (hidden,),
+            f"{_LAYER}.hidden_norm": (hidden,),
+            f"{_LAYER}.self_attn.q_proj": (queries, 2 * hidden),
+            f"{_LAYER}.self_attn.k_proj": (keys, 2 * hidden),
+            f"{_LAYER}.self_attn.v_proj": (keys, 2 * hidden),
+            f"{_LAYER}.self_attn.o_proj": (hidden, queries),
+            f"{_LAYER}.post_attention_layernorm": (hidden,),
+            f"{_LAYER}.mlp.gate_proj": (shape.intermediate, hidden),
+            f"{_LAYER}.mlp.up_proj": (shape.intermediate, hidden),
+            f"{_LAYER}.mlp.down_proj": (hidden, shape.intermediate),
+            "norm": (hidden,),
+            "lm_head": (shape.vocabulary, hidden),
+        }
+        return [Parameter(f"{name}.weight", f"{name}.weight", size) for name, size in shapes.items()]
+
+    def initialize(self, parameters: Tensors, base: BaseModel, vocabulary: Tensor, generator: torch.Generator) -> None:
+        """Norms of 1, the target's output head, and else draws whose outputs are about as large as their inputs."""
+        for name, weight in parameters.items():
+            if weight.ndim == 1:
+                weight.fill_(1.0)
+            elif name == "lm_head.weight":
+                weight.copy_(base.unembedding[vocabulary])
+            else:
+                weight.copy_(torch.empty(weight.shape).normal_(std=weight.shape[1] ** -0.5, generator=generator))
+
+    def network(
+        self,
+        shape: DraftShape,
+        parameters: Tensors,
+        vocabulary: Tensor,
+        recomputes: bool = False,
+        team: Team = ALONE,
+    ) -> "Eagle3Network":
+        return Eagle3Network(shape, parameters, vocabulary, recomputes, team)
+
+
+class Eagle3Network:
+    """See Network."""
+
+    def __init__(
+        self, shape: DraftShape, parameters: Tensors, vocabulary: Tensor, recomputes: bool = False, team: Team = ALONE
+    ) -> None:
+        self.shape, self.parameters, self.vocabulary, self.team = shape, parameters, vocabulary, team
+        self._run: Run = run_again if recomputes else run_once
+        self._kind = AttentionKind(0, shape.scaling)
+
+    def over(self, features: Features, labels: Labels, options: Options, room: LogitRoom) -> "Eagle3Pass":
+        depth, shape = int(options["ttt_length"]), self.shape
+        chunk_rows = room.rows_of(depth, max(depth * shape.vocabulary, shape.target_vocabulary))
+        return Eagle3Pass(self, self.unrolled(features, depth), features, labels, chunk_rows)
+
+    def unrolled(self, features: Features, depth: int) -> list[Tensor]:
+        """What the output head reads for each guess, [tokens, hidden], in the row of the token from which it goes on;
+        of guesses beyond the end of the sequence it means nothing."""
+        state, outputs = self.begun(features.captured[: _number_of(features.shared.own)]), []
+        of_embeddings, of_states = self._halves()
+        of_embedded = self._projected(features.embedded, "input_layernorm", of_embeddings)
+        stretch, positions = features.shared, features.positions[features.shared.own]
+        keys: list[Tensor] = []
+        values: list[Tensor] = []
+        for step in range(depth):
+            ahead = _ahead(len(state), step + 1, state.device).clamp_(max=len(features.embedded) - 1)
+            of_state = self._run(self._projected, state, "hidden_norm", of_states)
+            query, key, value = (a[ahead] + b for a, b in zip(of_embedded, of_state, strict=True))
+            turn = self._rotation(positions + step, state.dtype)
+            query, key, value = rotated(self._heads(query), *turn), rotated(self._heads(key), *turn), self._heads(value)
+            keys.append(key if step else self._by_heads(key, stretch))
+            values.append(value if step else self._by_heads(value, stretch))
+            attended = attend_unrolled(query, keys, values, features.packing, self._kind, stretch)
+            state, output = self._run(self._said, state, attended)
+            outputs.append(output)
+        return outputs
+
+    def _by_heads(self, x: Tensor, stretch: Stretch) -> Tensor:
+        copies = stretch.copies(self.shape.heads // self.team.size, self.shape.kv_heads // self.team.size)
+        return stretch.by_heads(x if copies == 1 else x.repeat_interleave(copies, dim=1))
+
+    def begun(self, captured: Tensor) -> Tensor:
+        """The state [tokens, hidden] from which the first guess is made, of what the target had there."""
+        return linear(captured, self.parameters["fc.weight"])
+
+    def take_in(self, told: Told, ends: Ends) -> None:
+        self._told(told, ends)
+
+    def guess(self, told: Told, num: int, ends: Ends, draw: Draw) -> None:
+        """Each guess goes on from the one before."""
+        last = told.last()
+        state, hidden = (each[last] for each in self._told(told, ends))
+        positions = told.positions()[last]
+        for number in range(num):
+            tokens = draw(linear(hidden, self.parameters["lm_head.weight"]))
+            if number < num - 1:
+                packing, positions = _row(told.ahead(1, number)), positions + 1
+                state, hidden = self.guessed(state, ends.embedded(tokens), positions, packing)
+
+    def _told(self, told: Told, ends: Ends) -> tuple[Tensor, Tensor]:
+        """Of each token as `guessed`."""
+        embedded = ends.embedded(told.following)
+        return self.guessed(self.begun(told.captured), embedded, told.positions(), _row(told.chunks))
+
+    def guessed(
+        self, state: Tensor, embedded: Tensor, positions: Tensor, packing: CachedPacking
+    ) -> tuple[Tensor, Tensor]:
+        """A step of drafting: of tokens of many sequences the state behind them, and what the output head reads.
+
+        state: [tokens, hidden] before them. embedded: of the tokens that follow. positions: int64 [tokens].
+        """
+        of_embeddings, of_states = self._halves()
+        of_embedded = self._projected(embedded, "input_layernorm", of_embeddings)
+        of_state = self._projected(state, "hidden_norm", of_states)
+        query, key, value = (self._heads(a + b) for a, b in zip(of_embedded, of_state, strict=True))
+        turn = self._rotation(positions, state.dtype)
+        return self._said(state, attend(rotated(query, *turn), rotated(key, *turn), value, packing, self._kind))
+
+    def _said(self, state: Tensor, attended: Tensor) -> tuple[Tensor, Tensor]:
+        """The state behind a token, and what the output head reads."""
+        state = self._behind(state, attended)
+        return state, self._normed(state, "norm")
+
+    def _behind(self, state: Tensor, attended: Tensor) -> Tensor:
+        """attended: [tokens, heads, head_dim]."""
+        update = linear(attended.flatten(1), self.parameters[f"{_LAYER}.self_attn.o_proj.weight"])
+        state = state + summed(update, self.team)
+        x = self._normed(state, f"{_LAYER}.post_attention_layernorm")
+        return state + swiglu_mlp(x, self.parameters, f"{_LAYER}.mlp", self.team)
+
+    def _halves(self) -> tuple[list[Tensor], list[Tensor]]:
+        """Of query, key and value the weights of the embedding, and those of the state. Once for all steps: backward
+        puts the gradient of each half into one of the whole."""
+        weights = [self.parameters[f"{_LAYER}.self_attn.{name}_proj.weight"] for name in "qkv"]
+        hidden = self.shape.hidden
+        return [weight[:, :hidden] for weight in weights], [weight[:, hidden:] for weight in weights]
+
+    def _projected(self, x: Tensor, norm: str, weights: Sequence[Tensor]) -> list[Tensor]:
+        """This half's part of query, key and value: the embeddings' is the same in every step."""
+        x = copied(self._normed(x, f"{_LAYER}.{norm}"), self.team)
+        return [linear(x, weight) for weight in weights]
+
+    def _normed(self, x: Tensor, name: str) -> Tensor:
+        return normed(x, self.parameters[f"{name}.weight"], self.shape.eps)
+
+    def _heads(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.shape.head_dim))
+
+    def _rotation(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        return rotation(positions, *self.shape.rotation(positions.device), dtype)
+
+
+class Eagle3Pass:
+    """See DraftPass. A row for each token: what was guessed of the one behind it, from the tokens before. No row where
+    neither this counts nor what guesses through it go on to. Where ranks share out tokens, those before are this
+    rank's, and rows go on behind these. Where they share out layers, each scores what was guessed from some tokens."""
+
+    def __init__(
+        self, network: Eagle3Network, outputs: Sequence[Tensor], features: Features, labels: Labels, chunk_rows: int
+    ) -> None:
+        self._network, self._outputs, self._features, self._labels = network, outputs, features, labels
+        self._target = Distribution(features.logits, network.vocabulary, network.shape.target_vocabulary)
+        self._slopes = [torch.zeros_like(output) for output in outputs] if outputs[0].requires_grad else []
+        # All guesses of a row are scored at once.
+        self.chunk_rows, self._first = chunk_rows, features.shared.own.start
+        # Of the outputs those that this rank scores.
+        self._scored = stretch_of(len(outputs[0]), network.team.index, network.team.size)
+        self._survival = Survival(len(outputs[0]), outputs[0])
+        self._counting = self._that_count()
+        self._chunk: GuessChunk | None = None
+        self._rows = slice(0, 0)
+
+    @property
+    def num_rows(self) -> int:
+        return len(self._counting)
+
+    def scores(self, rows: slice) -> DraftScores:
+        self._rows = rows
+        sources, exists, network = self._sources(), self._exists(), self._network
+        hidden = torch.stack([each.detach()[sources[:, i]] for i, each in enumerate(self._outputs)], dim=1)
+        # What is of another sequence may be broken there.
+        hidden = hidden.masked_fill_(~exists.unsqueeze(-1), 0.0)
+        head = network.parameters["lm_head.weight"]
+        self._chunk = GuessChunk(hidden, head, network.vocabulary, self._target.of(self._counting[rows]))
+        return self._chunk.scores(exists, self._survival.at(sources))
+
+    def weights(self, rows: slice) -> Tensor:
+        return self._labels.weights[self._among_all(rows), None].expand(-1, len(self._outputs))
+
+    def places(self, rows: slice) -> Tensor:
+        return self._among_all(rows)[:, None].expand(-1, len(self._outputs))
+
+    def backward(self, slopes: Slopes) -> None:
+        assert self._chunk is not None
+        of_hidden, sources = self._chunk.backward(slopes), self._sources()
+        for i, slope in enumerate(self._slopes):
+            slope.index_add_(0, sources[:, i], of_hidden[:, i])
+
+    def close(self) -> None:
+        for slope in self._slopes:
+            self._network.team.sum(slope)
+        torch.autograd.backward(self._outputs, self._slopes)
+
+    def _that_count(self) -> Tensor:
+        """int64, ascending, among the tokens that this rank knows, of which the first are those with an output."""
+        scored, depth, device = self._scored, len(self._outputs), self._features.positions.device
+        num_known = len(self._features.positions) - self._first
+        stop = min(scored.stop + depth, num_known) if scored.start < scored.stop else scored.start
+        counts = torch.nn.functional.pad((self._labels.weights[self._first :] != 0).cumsum(0), (1, depth))
+        # Of a row, and of those that guesses through it reach.
+        counts[num_known + 1 :] = counts[num_known]
+        rows = torch.arange(scored.start, stop, device=device)
+        return rows[counts[rows + depth] > counts[rows]]
+
+    def _sources(self) -> Tensor:
+        """int64 [m, depth]: the tokens from which the guesses went on; any where there is no such token here."""
+        return self._before().clamp_(0, len(self._outputs[0]) - 1)
+
+    def _exists(self) -> Tensor:
+        """bool [m, depth]: whether there is one in the sequence, and here."""
+        sources = self._before()
+        steps = torch.arange(sources.shape[1], device=sources.device)
+        is_here = (sources >= self._scored.start) & (sources < self._scored.stop)
+        return is_here & (self._features.positions[self._among_all(self._rows), None] > steps)
+
+    def _before(self) -> Tensor:
+        """int64 [m, depth]"""
+        steps = torch.arange(len(self._outputs), device=self._features.positions.device)
+        return self._counting[self._rows, None] - 1 - steps
+
+    def _among_all(self, rows: slice) -> Tensor:
+        """int64 [m]"""
+        return self._first + self._counting[rows]
+
+
+def _number_of(rows: slice) -> int:
+    return rows.stop - rows.start
+
+
+def _row(chunks: Sequence[Chunk]) -> CachedRow:
+    return CachedRow((), chunks, None, chunks[-1].stop, ())
+
+
+def _ahead(num_tokens: int, distance: int, device: torch.device) -> Tensor:
+    """int64 [tokens]: of each the one so far ahead, if there is one."""
+    return torch.arange(distance, num_tokens + distance, device=device)

@@ -1,0 +1,26 @@
+"""The kinds of draft models, by algorithm."""
+
+from dataclasses import dataclass
+
+from ...losses import GUESS_LOSSES
+from ...state.program import Program
+from .dflash import DFlash
+from .eagle3 import Eagle3
+from .strategy import Strategy
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftProgram(Program):
+    """A kind of model that is no head over the trunk's last hidden states, but a model by itself, which reads what
+    another one has inside."""
+
+    strategy: Strategy
+
+
+EAGLE3 = DraftProgram(
+    role="draft", scores="losses", losses={"eagle3": GUESS_LOSSES["eagle3"]}, samples=False, strategy=Eagle3()
+)
+DFLASH = DraftProgram(
+    role="draft", scores="losses", losses={"dflash": GUESS_LOSSES["dflash"]}, samples=False, strategy=DFlash()
+)
+DRAFT_PROGRAMS = {"eagle3": EAGLE3, "dflash": DFLASH}

@@ -1,0 +1,1 @@
+"""The sequences that drafts learn from, and attention over them."""

@@ -1,0 +1,141 @@
+"""Attention of blocks: each token of a block sees the whole block, and the context before the block's anchor.
+
+The context at the anchor itself is left out: where a draft is used, the target has not read the anchor yet.
+Chen et al., DFlash (2026), https://arxiv.org/abs/2602.06036.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...shapes.windows import MOST_SCORES
+from .blocks import Blocks, Span
+
+
+class Memory(NamedTuple):
+    """Keys and values [tokens, kv_heads, head_dim]."""
+
+    key: Tensor
+    value: Tensor
+
+
+def attend_blocks(query: Tensor, context: Memory, own: Memory, blocks: Blocks, scaling: float) -> Tensor:
+    """query [m * size, heads, head_dim], own: of the blocks' tokens. context: of n packed tokens. Returns the shape of
+    the query."""
+    return _Blocks.apply(blocks, scaling, query, *context, *own)  # pyright: ignore[reportReturnType]
+
+
+class _Blocks(torch.autograd.Function):
+    """Scores exist of some blocks at a time: memory grows with blocks and tokens, not with their product."""
+
+    @staticmethod
+    def forward(ctx: Any, blocks: Blocks, scaling: float, query: Tensor, *memories: Tensor) -> Tensor:
+        kv_heads = memories[0].shape[1]
+        out = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
+        log_sums = out.new_zeros(out.shape[:-1])
+        for span in _some_blocks(blocks, query.shape[1]):
+            part = _Part(span, blocks, scaling, query, memories)
+            seen, own = part.context_scores(), part.own_scores()
+            sums = torch.logaddexp(seen.logsumexp(-1), own.logsumexp(-1))
+            log_sums[:, span.blocks] = sums
+            of_seen, of_own = (scores.sub_(sums.unsqueeze(-1)).exp_() for scores in (seen, own))
+            out[:, span.blocks] = _flat_product(of_seen, part.context.value) + of_own @ part.own.value
+        result = _by_token(out, blocks.size).to(query.dtype)
+        ctx.save_for_backward(result, log_sums, query, *memories)
+        ctx.blocks, ctx.scaling = blocks, scaling
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        out, log_sums, query, *memories = ctx.saved_tensors
+        (grad,), blocks = grads, ctx.blocks
+        dtype, kv_heads = log_sums.dtype, memories[0].shape[1]
+        along = torch.linalg.vecdot(grad.to(dtype), out.to(dtype)).unsqueeze(-1)
+        along = _by_block(along, kv_heads, blocks.size)
+        of_query = _by_block(torch.zeros_like(query), kv_heads, blocks.size)
+        of_context = [torch.zeros_like(each, dtype=dtype) for each in memories[:2]]
+        of_own = [_by_block(torch.zeros_like(each), kv_heads, blocks.size) for each in memories[2:]]
+        for span in _some_blocks(blocks, query.shape[1]):
+            part = _Part(span, blocks, ctx.scaling, query, memories)
+            of_out, sums = part.of_blocks(grad), log_sums[:, span.blocks].unsqueeze(-1)
+            weights = part.context_scores().sub_(sums).exp_()
+            of_context[1][span.context] += _flat_sum(weights, of_out)
+            of_scores = _flat_product(of_out, part.context.value.mT).sub_(along[:, span.blocks]).mul_(weights)
+            of_context[0][span.context] += _flat_sum(of_scores, part.query)
+            of_query[:, span.blocks] = _flat_product(of_scores, part.context.key)
+            weights = part.own_scores().sub_(sums).exp_()
+            of_own[1][:, span.blocks] = weights.mT @ of_out
+            of_scores = (of_out @ part.own.value.mT).sub_(along[:, span.blocks]).mul_(weights)
+            of_own[0][:, span.blocks] = of_scores.mT @ part.query
+            of_query[:, span.blocks] += of_scores @ part.own.key
+        of_query *= ctx.scaling
+        found = [_by_token(of_query, blocks.size), *of_context, *(_by_token(each, blocks.size) for each in of_own)]
+        return None, None, *(each.to(query.dtype) for each in found)
+
+
+class _Part:
+    """Some blocks of one sequence, c of them, all in float32 at least. query: [kv_heads, c, queries, head_dim], scaled,
+    `queries` being those of a block that share a key. context: [kv_heads, seen, head_dim]. own: [kv_heads, c, size,
+    head_dim]."""
+
+    def __init__(self, span: Span, blocks: Blocks, scaling: float, query: Tensor, memories: Sequence[Tensor]) -> None:
+        self._span, self._blocks = span, blocks
+        self._kv_heads = memories[0].shape[1]
+        self.query = self.of_blocks(query) * scaling
+        self.context = Memory(*(_wide(each[span.context]).transpose(0, 1) for each in memories[:2]))
+        self.own = Memory(*(self.of_blocks(each) for each in memories[2:]))
+
+    def of_blocks(self, x: Tensor) -> Tensor:
+        """[m * size, heads, head_dim] -> [kv_heads, c, queries, head_dim]."""
+        size, rows = self._blocks.size, self._span.blocks
+        return _by_block(x[rows.start * size : rows.stop * size], self._kv_heads, size)
+
+    def context_scores(self) -> Tensor:
+        """[kv_heads, c, queries, seen]; what is not seen is -inf. What is before the first anchor all of them see."""
+        context, anchors = self._span.context, self._blocks.anchors[self._span.blocks, None]
+        first = self._blocks.known_anchors[self._span.blocks.start]
+        scores = _flat_product(self.query, self.context.key.mT)
+        hidden = torch.arange(first, context.stop, device=anchors.device) >= anchors
+        scores[..., first - context.start :].masked_fill_(hidden[:, None, :], float("-inf"))
+        return scores
+
+    def own_scores(self) -> Tensor:
+        """[kv_heads, c, queries, size]"""
+        return self.query @ self.own.key.mT
+
+
+def _some_blocks(blocks: Blocks, heads: int) -> Iterator[Span]:
+    """So many of a sequence at a time that their scores are not too many."""
+    for span in blocks.spans:
+        num_seen = span.context.stop - span.context.start + blocks.size
+        step = max(1, MOST_SCORES // (heads * blocks.size * num_seen))
+        for start in range(span.blocks.start, span.blocks.stop, step):
+            stop = min(start + step, span.blocks.stop)
+            yield Span(slice(start, stop), slice(span.context.start, blocks.known_anchors[stop - 1]))
+
+
+def _by_block(x: Tensor, kv_heads: int, size: int) -> Tensor:
+    """[m * size, heads, head_dim] -> [kv_heads, m, queries, head_dim], float32 at least."""
+    parts = _wide(x).unflatten(0, (-1, size)).unflatten(2, (kv_heads, -1))
+    return parts.permute(2, 0, 1, 3, 4).flatten(2, 3)
+
+
+def _by_token(x: Tensor, size: int) -> Tensor:
+    """The other way."""
+    return x.unflatten(2, (size, -1)).permute(1, 2, 0, 3, 4).flatten(2, 3).flatten(0, 1)
+
+
+def _flat_product(x: Tensor, y: Tensor) -> Tensor:
+    """[kv_heads, c, queries, p] by [kv_heads, p, q], the same for all blocks -> [kv_heads, c, queries, q]."""
+    return (x.flatten(1, 2) @ y).unflatten(1, x.shape[1:3])
+
+
+def _flat_sum(x: Tensor, y: Tensor) -> Tensor:
+    """Over all queries: [kv_heads, c, queries, p] by [kv_heads, c, queries, q] -> [p, kv_heads, q]."""
+    return (x.flatten(1, 2).mT @ y.flatten(1, 2)).transpose(0, 1)
+
+
+def _wide(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))

@@ -1,0 +1,1 @@
+"""How drafts learn of a micro-batch, and what they are judged by."""

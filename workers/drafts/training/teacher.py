@@ -1,0 +1,104 @@
+"""Teachers: who tells what a target has inside. One runs the target, with hooks in its layers; the other reads what was
+stored when it ran before. Both tell the same, bit for bit, where it ran over the same sequences together.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ...batch.micro_batch import MicroBatch
+from ...lora import Adapters, Segment
+from ...lora.segment import within
+from ...models.fused_decoder import EMBEDDING
+from ...models.model import BaseModel
+from ...parallel.rows import TokenShare
+from ..model import DraftModel
+from ..sequences.stored import CAPTURED, FeatureKind, Stored
+
+
+@dataclass(frozen=True, eq=False)
+class Inside:
+    """Of n tokens. embedded: [n, hidden], what goes into the first layer. captured: [n, layers * hidden]. last: [n,
+    hidden], of which the target's words are made; None where the draft does not hear them."""
+
+    embedded: Tensor
+    captured: Tensor
+    last: Tensor | None
+
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Inside":
+        last = None if self.last is None else function(self.last)
+        return Inside(function(self.embedded), function(self.captured), last)
+
+    def stored(self, rows: slice, kind: FeatureKind) -> dict[str, Tensor]:
+        """What is to be kept of these rows: the embedding is frozen, and need not be."""
+        kept = {CAPTURED: self.captured[rows]}
+        if kind.target_repr is not None:
+            assert self.last is not None
+            kept[kind.target_repr] = self.last[rows]
+        return kept
+
+    @staticmethod
+    def together(parts: Sequence[tuple[Tensor, "Inside"]]) -> "Inside":
+        """Parts with the rows, int64, that they are of the whole; what a part has beyond these is no one's."""
+        places = torch.cat([rows for rows, _ in parts]).argsort()
+
+        def joined(tensors: Sequence[Tensor]) -> Tensor:
+            own = [tensor[: len(rows)] for tensor, (rows, _) in zip(tensors, parts, strict=True)]
+            return torch.cat(own)[places]
+
+        embedded, captured = (joined([getattr(part, name) for _, part in parts]) for name in ("embedded", "captured"))
+        lasts = [part.last for _, part in parts if part.last is not None]
+        return Inside(embedded, captured, joined(lasts) if len(lasts) == len(parts) else None)
+
+
+class Teacher(Protocol):
+    def inside(self, micro_batch: MicroBatch) -> Inside:
+        """Of the tokens of a draft's micro-batch. Of all ranks at once, each with its own."""
+        ...
+
+
+class HookedTarget:
+    """See Teacher. It runs what the draft is aimed at, without gradients."""
+
+    def __init__(
+        self, base: BaseModel, adapters: Adapters, draft: DraftModel, share_of: Callable[[MicroBatch], TokenShare]
+    ) -> None:
+        self._base, self._adapters, self._draft, self._share_of = base, adapters, draft, share_of
+
+    def inside(self, micro_batch: MicroBatch) -> Inside:
+        share, own = self._share_of(micro_batch), self.own(micro_batch)
+        return own if share.is_all else own.mapped(share.joined)
+
+    @torch.no_grad()
+    def own(self, micro_batch: MicroBatch) -> Inside:
+        """Of the tokens that this rank scores."""
+        layers, share = self._draft.capture_layers, self._share_of(micro_batch)
+        segments = [Segment(0, share.num_tokens, self._draft)]
+        if share.num_missing:
+            segments.append(Segment(share.num_tokens, share.num_filled, None))
+        captured: dict[int, Tensor] = dict.fromkeys((EMBEDDING, *layers), torch.empty(0))
+        with self._adapters.applied(within(segments, share.tokens)):
+            last = self._base.shared_hidden_states(micro_batch, share, captured)
+        of_layers = torch.cat([captured[layer] for layer in layers], dim=-1)
+        return Inside(captured[EMBEDDING], of_layers, last).mapped(share.scored)
+
+
+class StoredFeatures:
+    """See Teacher. stored: those of the micro-batch's sequences, in their order."""
+
+    def __init__(self, base: BaseModel, draft: DraftModel, stored: Sequence[Stored]) -> None:
+        self._base, self._draft, self._stored = base, draft, stored
+
+    @torch.no_grad()
+    def inside(self, micro_batch: MicroBatch) -> Inside:
+        embedded, kind = self._base.embedded(micro_batch.tokens), self._draft.feature_kind
+        found = {name: self._read(name, embedded.new_empty(0, width)) for name, width in kind.widths.items()}
+        return Inside(embedded, found[CAPTURED], found[kind.target_repr] if kind.target_repr else None)
+
+    def _read(self, name: str, like: Tensor) -> Tensor:
+        """like: what there is of no sequences."""
+        tensors = {each.address: each.tensor(name) for each in self._stored}
+        return torch.cat([like, *(tensors[each.address].to(like.device, non_blocking=True) for each in self._stored)])

@@ -1,0 +1,1 @@
+"""Workers that only sample, with copies of adapters."""

@@ -1,0 +1,207 @@
+"""HeldAdapter: what a sampler group has of an adapter, in which versions, and how many requests are on each.
+
+An adapter is overwritten where it is, also under a request. A model's own weights stay as they are while one is on
+them: the newest come beside them, where there are none yet, or in place of those that no request is on any more.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from ....schemas.errors import OperationError
+from ....schemas.models import FullConfig
+from ...scheduler.group import Group
+from ...scheduler.work import Verb
+from ..in_flight import end_all
+from .copies import AdapterCopies, AdapterCopy
+
+logger = logging.getLogger(__name__)
+
+# Of a version that has not come whole.
+_NONE = 0
+
+
+@dataclass
+class Pushes:
+    """Of models' own weights into a group since the start."""
+
+    num: int = 0
+    num_bytes: int = 0
+    seconds: float = 0.0
+
+    def add(self, num_bytes: int, seconds: float) -> None:
+        self.num += 1
+        self.num_bytes += num_bytes
+        self.seconds += seconds
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "num_pushes": self.num,
+            "pushed_weights_bytes": self.num_bytes,
+            "pushed_weights_milliseconds": round(1000 * self.seconds),
+        }
+
+
+@dataclass(eq=False)
+class Version:
+    """One version of an adapter, in a worker.
+
+    worker_id: what it is called there. number: see AdapterCopy. num_deaths: of workers before the one that has it.
+    stays: whether it is not to change while requests are on it, of which there are num_users.
+    """
+
+    worker_id: str
+    number: int
+    num_deaths: int
+    stays: bool
+    num_users: int = 0
+
+
+class HeldAdapter:
+    """Of one group: at most two versions, of which the newer one is for all requests from now on."""
+
+    def __init__(self, adapter_id: str, group: Group, copies: AdapterCopies, pushes: Pushes) -> None:
+        self._adapter_id = adapter_id
+        self._group, self._copies, self._pushes = group, copies, pushes
+        self._worker_ids = (adapter_id, f"{adapter_id}@2")
+        self._versions: list[Version] = []
+        self._changing = asyncio.Lock()
+        self._next_end: asyncio.Future[None] | None = None
+        self._moving: set[asyncio.Task[None]] = set()
+        # The version that did not come beside those that requests are on.
+        self._without_room = _NONE
+
+    @asynccontextmanager
+    async def in_use(self) -> AsyncIterator[Version]:
+        """The newest version, brought to the group if need be; for it requests may have to end that are on others.
+
+        One that stays is the same until the end of the block. Raises OperationError.
+        """
+        version = await self._newest()
+        version.num_users += 1
+        try:
+            yield version
+        finally:
+            version.num_users -= 1
+            if not version.num_users:
+                self._ended(version)
+
+    async def move_forward(self) -> None:
+        """The newest version replaces one that is held, or comes beside it, if it can now; those go that are of no use
+        any more. Where that fails, it is tried again when it is next wanted."""
+        try:
+            async with self._changing:
+                if self._there() and self._adapter_id in self._copies:
+                    newest = await self._bring()
+                    await self._drop_all_but(newest)
+        except OperationError as error:
+            logger.warning(
+                "%s did not take the newest version of adapter %s: %s", self._group.name, self._adapter_id, error
+            )
+        finally:
+            self._wake()  # who waits for the end of a request may have nothing to wait for any more
+
+    async def drop(self) -> None:
+        """All of it; requests under way fail. Raises OperationError."""
+        await end_all(self._moving)
+        async with self._changing:
+            for version in self._there():
+                await self._drop(version)
+            for worker_id in self._worker_ids:
+                self._group.forget_lost(worker_id)
+        self._wake()
+
+    async def close(self) -> None:
+        await end_all(self._moving)
+
+    async def _newest(self) -> Version:
+        while True:
+            self._copies.get(self._adapter_id)
+            async with self._changing:
+                version = await self._bring()
+            if version is not None:
+                return version
+            self._next_end = self._next_end or asyncio.get_running_loop().create_future()
+            await asyncio.shield(self._next_end)
+
+    async def _bring(self) -> Version | None:
+        """The newest version, once the group has it; None while there is no room for it beside requests."""
+        copy, there = self._copies.get(self._adapter_id), self._there()
+        newest = next((each for each in there if each.number == copy.version), None)
+        if newest is not None:
+            return newest
+        replaced = next((each for each in there if not (each.stays and each.num_users)), None)
+        if replaced is not None:
+            await self._push(copy, replaced)
+            return replaced
+        return await self._push_beside(copy)
+
+    async def _push_beside(self, copy: AdapterCopy) -> Version | None:
+        there = self._there()
+        free = [worker_id for worker_id in self._worker_ids if worker_id not in [each.worker_id for each in there]]
+        if not free or (there and copy.version == self._without_room):
+            return None
+        version = Version(free[0], _NONE, self._group.num_deaths, isinstance(copy.training, FullConfig))
+        self._versions = [*there, version]
+        try:
+            await self._push(copy, version)
+        except OperationError as error:
+            self._versions.remove(version)
+            if not there or self._group.num_deaths != version.num_deaths:
+                raise
+            self._without_room = copy.version
+            logger.warning(
+                "%s has no room for version %d of the weights of %s beside those that requests are on: it comes when"
+                " these have ended (%s)", self._group.name, copy.version, self._adapter_id, error,
+            )  # fmt: skip
+            return None
+        return version
+
+    async def _push(self, copy: AdapterCopy, version: Version) -> None:
+        """Raises OperationError."""
+        version.number = _NONE
+        weights, started = copy.read(), time.monotonic()
+        verb = Verb("import_adapter", (version.worker_id, weights), creates=version.worker_id)
+        await self._group.submit(self._adapter_id, "", verb)
+        version.number = copy.version
+        if version.stays:
+            seconds, num_bytes = time.monotonic() - started, weights.weights.nbytes
+            self._pushes.add(num_bytes, seconds)
+            logger.info(
+                "%s has version %d of the weights of %s: %d bytes in %.3f s",
+                self._group.name, copy.version, self._adapter_id, num_bytes, seconds,
+            )  # fmt: skip
+
+    def _ended(self, version: Version) -> None:
+        """No request is on it any more."""
+        self._wake()
+        if version in self._there() and self._is_behind(version):
+            moving = asyncio.create_task(self.move_forward())
+            self._moving.add(moving)
+            moving.add_done_callback(self._moving.discard)
+
+    def _is_behind(self, version: Version) -> bool:
+        return self._adapter_id in self._copies and self._copies.get(self._adapter_id).version != version.number
+
+    def _wake(self) -> None:
+        ended, self._next_end = self._next_end, None
+        if ended is not None:
+            ended.set_result(None)
+
+    async def _drop_all_but(self, newest: Version | None) -> None:
+        for version in self._there():
+            if version is not newest and not version.num_users:
+                await self._drop(version)
+
+    async def _drop(self, version: Version) -> None:
+        verb = Verb("drop_adapter", (version.worker_id,), drops=version.worker_id)
+        await self._group.submit(self._adapter_id, "", verb)
+        if version in self._versions:
+            self._versions.remove(version)
+
+    def _there(self) -> list[Version]:
+        """Those of dead workers are gone."""
+        return [each for each in self._versions if each.num_deaths == self._group.num_deaths]

@@ -1,0 +1,204 @@
+"""Sampler groups: workers that only sample, each with a base of its own, which the server gives the adapters.
+
+An adapter leaves the training worker once, for the server's copy. A group gets it when a request first wants it there,
+a newer version as soon as there is one, and all that it still needs again after its worker died.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from ....schemas.errors import OperationError
+from ....schemas.sampling import SampleResponse
+from ...protocol.verbs import AdapterWeights, SampleJob, WorkerLost
+from ...scheduler.cohorts import OnProgress
+from ...scheduler.group import Group
+from ...scheduler.work import Verb
+from ..drafts import drop_draft, load_draft
+from ..in_flight import Told, Underway
+from ..quarantine import MOST_STRIKES
+from .adapter_versions import HeldAdapter, Pushes, Version
+from .copies import AdapterCopies
+
+
+class SamplerGroups:
+    """Requests go to the group with the fewest tokens in flight; one whose worker died is run again."""
+
+    def __init__(self, training: Group, groups: Sequence[Group], copies: AdapterCopies) -> None:
+        self._training = training
+        self._replicas = [_Replica(group, copies) for group in groups]
+        self._copies = copies
+        self._underway = Underway()
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        for replica in self._replicas:
+            await replica.group.start(on_progress)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(replica.close() for replica in self._replicas))
+        self._copies.close()
+
+    def status(self) -> str | None:
+        return next((status for replica in self._replicas if (status := replica.group.status())), None)
+
+    def pids(self) -> list[int]:
+        return [pid for replica in self._replicas for pid in replica.group.pids()]
+
+    async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
+        weights = await self._training.submit(run_id, tenant_id, Verb("export_adapter", (run_id,)))
+        await self._keep(adapter_id, weights)
+
+    async def load_adapter(self, adapter_id: str, directory: Path) -> None:
+        await self._keep(
+            adapter_id, await self._training.submit(adapter_id, "", Verb("read_adapter", (str(directory),)))
+        )
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        self._copies.drop(adapter_id)
+        await asyncio.gather(*(replica.drop(adapter_id) for replica in self._replicas))
+
+    def has_draft(self, draft_id: str) -> bool:
+        return not self._without_draft(draft_id)
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        """Into each group that is up; one whose worker died gets it when it is next asked for."""
+        lacking = self._without_draft(draft_id)
+        await asyncio.gather(*(load_draft(group, draft_id, directory) for group in lacking))
+
+    async def drop_draft(self, draft_id: str) -> None:
+        await asyncio.gather(*(drop_draft(replica.group, draft_id) for replica in self._replicas))
+
+    async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        return await self._underway.run(job.job_id, self._sample(job, Told(on_progress)))
+
+    def cancel(self, job_id: str) -> None:
+        self._underway.cancel(job_id)
+
+    async def memory(self) -> dict[str, dict[str, int]]:
+        """And of models' own weights that came to each, how often, how many bytes of them, and how long this took."""
+        replicas = [replica for replica in self._replicas if not replica.group.restarting]
+        answers = await asyncio.gather(*(replica.group.memory() for replica in replicas))
+        return {
+            replica.group.name: answer | replica.pushes.memory()
+            for replica, answer in zip(replicas, answers, strict=True)
+            if answer is not None
+        }
+
+    async def _keep(self, adapter_id: str, weights: AdapterWeights) -> None:
+        await self._copies.put(adapter_id, weights)
+        await asyncio.gather(*(replica.move_forward(adapter_id) for replica in self._replicas))
+
+    async def _sample(self, job: SampleJob, told: Told) -> SampleResponse:
+        request = _Request(job, told)
+        while request.num_strikes < MOST_STRIKES:
+            try:
+                return await told.run(partial(self._next_replica().sample, request))
+            except _WorkerDied:
+                continue
+        raise OperationError(
+            f"{MOST_STRIKES} sampler workers died of sampling request {job.job_id} while they had no other: see the"
+            " server's log; a shorter prompt or fewer samples need less memory",
+            "server",
+        )
+
+    def _without_draft(self, draft_id: str) -> list[Group]:
+        groups = [replica.group for replica in self._replicas]
+        up = [group for group in groups if not group.restarting] or groups
+        return [group for group in up if not group.holds(draft_id)]
+
+    def _next_replica(self) -> "_Replica":
+        return min(self._replicas, key=lambda replica: (replica.group.restarting, replica.num_tokens))
+
+
+class _WorkerDied(Exception):
+    """Over the request, or beside it."""
+
+
+@dataclass
+class _Request:
+    """num_strikes: workers that died of it while they did nothing else. version: of the weights with which it began
+    last, where these were to stay as they are."""
+
+    job: SampleJob
+    told: Told
+    num_strikes: int = 0
+    version: int | None = None
+
+    def begins_with(self, version: Version) -> None:
+        """Raises OperationError where what is told of it would go on with other weights."""
+        if self.told.has_told and self.version not in (None, version.number):
+            raise OperationError(
+                f"sampling request {self.job.job_id} began with weights that are gone with their worker, and what was"
+                " streamed of it cannot go on with newer ones: send the request again",
+                "server",
+            )
+        self.version = version.number if version.stays else None
+
+
+class _Replica:
+    """One sampler group and the adapters that it has. num_tokens: that it has or that wait for it, as far as known."""
+
+    def __init__(self, group: Group, copies: AdapterCopies) -> None:
+        self.group = group
+        self.num_tokens = 0
+        self.pushes = Pushes()
+        self._copies = copies
+        self._held: dict[str, HeldAdapter] = {}
+
+    async def close(self) -> None:
+        await self.group.close()
+        await asyncio.gather(*(held.close() for held in self._held.values()))
+
+    async def sample(self, request: _Request, on_progress: OnProgress | None) -> SampleResponse:
+        """Raises _WorkerDied, having counted it, and OperationError."""
+        num_deaths = self.group.num_deaths
+        with self._counted(request.job):
+            try:
+                async with self._ready(request) as job:
+                    return await self.group.sample(job, on_progress)
+            except OperationError as error:
+                if self.group.num_deaths == num_deaths:
+                    raise
+                request.num_strikes += isinstance(error, WorkerLost) and error.alone
+                raise _WorkerDied from None
+
+    async def move_forward(self, adapter_id: str) -> None:
+        """See HeldAdapter."""
+        if adapter_id in self._held:
+            await self._held[adapter_id].move_forward()
+
+    async def drop(self, adapter_id: str) -> None:
+        if adapter_id in self._held:
+            await self._held[adapter_id].drop()
+            self._held.pop(adapter_id, None)
+
+    @asynccontextmanager
+    async def _ready(self, request: _Request) -> AsyncIterator[SampleJob]:
+        """The job as the group knows it, which has its adapter until the end of the block. Raises OperationError."""
+        job = request.job
+        if job.adapter_id is None:
+            yield job
+            return
+        async with self._held_adapter(job.adapter_id).in_use() as version:
+            request.begins_with(version)
+            yield replace(job, adapter_id=version.worker_id)
+
+    def _held_adapter(self, adapter_id: str) -> HeldAdapter:
+        """Raises OperationError where there is none, so that nothing is kept of one that is gone."""
+        self._copies.get(adapter_id)
+        if adapter_id not in self._held:
+            self._held[adapter_id] = HeldAdapter(adapter_id, self.group, self._copies, self.pushes)
+        return self._held[adapter_id]
+
+    @contextmanager
+    def _counted(self, job: SampleJob) -> Iterator[None]:
+        room = max(1, self.group.info.max_context_length - len(job.prompt))
+        num_tokens = len(job.prompt) + job.num_samples * min(job.params.max_tokens or room, room)
+        self.num_tokens += num_tokens
+        try:
+            yield
+        finally:
+            self.num_tokens -= num_tokens

@@ -1,0 +1,144 @@
+"""Sampling requests under way: cancelling them by id, and running them again without telling a token twice."""
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from ...schemas.errors import OperationError
+from ...schemas.sampling import SampleResponse, TopkLogprobs
+from ..protocol.verbs import SampledPart
+from ..scheduler.cohorts import OnProgress
+
+Attempt = Callable[[OnProgress | None], Coroutine[None, None, SampleResponse]]
+
+
+class Underway:
+    """The requests that an engine works on, by job id."""
+
+    def __init__(self) -> None:
+        self._tasks: dict[str, asyncio.Task[SampleResponse]] = {}
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._tasks)
+
+    async def run(self, job_id: str, work: Coroutine[None, None, SampleResponse]) -> SampleResponse:
+        """Raises OperationError when it is cancelled by its id. A caller that is cancelled cancels it, too."""
+        if job_id in self._tasks:
+            work.close()
+            raise OperationError(f"sampling request {job_id} is under way already", "server")
+        task = self._tasks[job_id] = asyncio.create_task(work)
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError:
+            task.cancel()
+            raise
+        finally:
+            del self._tasks[job_id]
+        if task.cancelled() and self._closed:
+            raise OperationError("the server is shutting down", "server")
+        if task.cancelled():
+            raise OperationError(f"sampling request {job_id} was cancelled")
+        return task.result()
+
+    def cancel(self, job_id: str) -> None:
+        """Finished or unknown: no-op."""
+        if task := self._tasks.get(job_id):
+            task.cancel()
+
+    async def close(self) -> None:
+        """Fails what is under way, and waits for its end."""
+        self._closed = True
+        await end_all(self._tasks.values())
+
+
+class Told:
+    """What a job's caller was told already. A request that is run again tells all of it again: that is left out.
+
+    The same seed gives the same tokens, unless the adapter has moved on meanwhile, or vLLM had another batch.
+    """
+
+    def __init__(self, on_progress: OnProgress | None) -> None:
+        self._on_progress = on_progress
+        self._told: defaultdict[int, list[np.ndarray]] = defaultdict(list)
+
+    @property
+    def has_told(self) -> bool:
+        return bool(self._told)
+
+    async def run(self, attempt: Attempt) -> SampleResponse:
+        """One run of the request. Raises OperationError as soon as it draws other tokens than were told."""
+        if self._on_progress is None:
+            return await attempt(None)
+        repetition = _Repetition({sample: np.concatenate(parts) for sample, parts in self._told.items()})
+        task = asyncio.create_task(attempt(lambda parts: self._tell(repetition, parts)))
+        try:
+            await asyncio.wait({task, repetition.failed}, return_when=asyncio.FIRST_COMPLETED)
+            if not repetition.failed.done():
+                repetition.check(task.result())
+            if repetition.failed.done():
+                raise OperationError(
+                    "the sample was begun again after what drew it had died, and came out otherwise than what was"
+                    " streamed of it: send the request again",
+                    "server",
+                )
+            return task.result()
+        finally:
+            await end_all([task])
+
+    def _tell(self, repetition: "_Repetition", parts: tuple[SampledPart, ...]) -> None:
+        fresh = tuple(rest for part in parts if (rest := repetition.rest(part)) is not None)
+        if fresh and not repetition.failed.done():
+            for part in fresh:
+                self._told[part.sample].append(part.tokens)
+            assert self._on_progress is not None
+            self._on_progress(fresh)
+
+
+class _Repetition:
+    """One run, and what was told before it, by sample. failed: once it is seen to contradict that."""
+
+    def __init__(self, told: Mapping[int, np.ndarray]) -> None:
+        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._told = told
+        self._num_seen: Counter[int] = Counter()
+
+    def rest(self, part: SampledPart) -> SampledPart | None:
+        """What was not told."""
+        start = self._num_seen[part.sample]
+        self._num_seen[part.sample] += len(part.tokens)
+        told = self._told.get(part.sample, part.tokens[:0])[start : start + len(part.tokens)]
+        self._compare(part.tokens[: len(told)], told)
+        if len(told) == len(part.tokens):
+            return None
+        return _behind(part, len(told)) if len(told) else part
+
+    def check(self, response: SampleResponse) -> None:
+        for sample, told in self._told.items():
+            self._compare(response.sequences[sample].tokens[: len(told)], told)
+
+    def _compare(self, tokens: np.ndarray, told: np.ndarray) -> None:
+        if not np.array_equal(tokens, told) and not self.failed.done():
+            self.failed.set_result(None)
+
+
+async def end_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancels them, and waits until they have ended."""
+    ending = list(tasks)
+    for task in ending:
+        task.cancel()
+    await asyncio.gather(*ending, return_exceptions=True)
+
+
+def _behind(part: SampledPart, start: int) -> SampledPart:
+    top = part.topk_logprobs
+    return replace(
+        part,
+        tokens=part.tokens[start:],
+        logprobs=part.logprobs[start:],
+        topk_logprobs=top and TopkLogprobs(top.token_ids[start:], top.logprobs[start:]),
+    )

@@ -1,0 +1,162 @@
+"""VllmAdapters: versions of adapters in directories that vLLM reads, each under a name of its own.
+
+A name never changes its weights, not even when another server of ours comes to the same vLLM, so vLLM's prefix cache
+stays right, and a request keeps the version it began with.
+"""
+
+import asyncio
+import contextlib
+import os
+import re
+import secrets
+import shutil
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from ....schemas.errors import OperationError
+from ...scheduler.group import Group
+from ...scheduler.work import Verb
+from ..engine import gone, not_kept
+from ..groups.scratch import ScratchDirectory
+from ..in_flight import end_all
+from .api import VllmApi
+
+_READS_ON_SECONDS = 5.0
+"""So long vLLM may still begin what was cancelled, and end when it does not find the files."""
+
+_UNLOADING_SECONDS = 5.0
+"""So much time there is for it at the end."""
+
+
+@dataclass(eq=False)
+class Version:
+    """One version of an adapter. num_users: requests under way.
+
+    vllm_start: that of the vLLM which has it; training_deaths: those before the training worker which has it.
+    """
+
+    name: str
+    directory: Path
+    num_users: int = 0
+    is_current: bool = True
+    vllm_start: int | None = None
+    training_deaths: int | None = None
+    giving_to_vllm: asyncio.Lock = field(default_factory=asyncio.Lock)
+    giving_to_training: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class VllmAdapters:
+    """Versions by adapter id, given to vLLM, which samples them, and to the training group, which scores with them.
+
+    directory: made if need be, and emptied of an earlier process's; None = a temporary one.
+    """
+
+    def __init__(self, api: VllmApi, training: Group, directory: Path | None) -> None:
+        self._api = api
+        self._training = training
+        self._scratch = ScratchDirectory(directory)
+        self._current: dict[str, Version] = {}
+        self._numbers = count(1)
+        self._server_id = secrets.token_hex(4)
+        self._discarding: set[asyncio.Task[None]] = set()
+
+    async def put(self, adapter_id: str, write: Callable[[Path], Awaitable[None]]) -> None:
+        """The newest version of it, written by `write` into an empty directory: for all requests from now on."""
+        name = f"{adapter_id}-v{next(self._numbers)}-{self._server_id}"
+        try:
+            version = Version(name, await self._scratch.path() / re.sub("[^A-Za-z0-9_-]", "_", name)[-100:])
+            version.directory.mkdir()
+        except OSError as error:
+            raise not_kept(adapter_id, error) from None
+        try:
+            await write(version.directory)
+        except BaseException:
+            shutil.rmtree(version.directory, ignore_errors=True)
+            raise
+        earlier, self._current[adapter_id] = self._current.get(adapter_id), version
+        self._retire(earlier)
+
+    def drop(self, adapter_id: str) -> None:
+        """Unknown ids are ignored. Requests under way keep it to their end."""
+        self._retire(self._current.pop(adapter_id, None))
+
+    @contextmanager
+    def in_use(self, adapter_id: str) -> Iterator[Version]:
+        """The newest version, which stays until the end of the block. Raises OperationError."""
+        version = self._current.get(adapter_id)
+        if version is None:
+            raise gone(adapter_id)
+        version.num_users += 1
+        try:
+            yield version
+        finally:
+            version.num_users -= 1
+            self._discard_unused(version)
+
+    async def give_to_vllm(self, version: Version, start: int) -> None:
+        """start: the number of vLLM's. Raises as VllmApi."""
+        if version.vllm_start == start:
+            return
+        async with version.giving_to_vllm:
+            if version.vllm_start != start:
+                await self._api.load_adapter(version.name, version.directory)
+                version.vllm_start = start
+
+    async def give_to_training(self, version: Version) -> None:
+        """In turns with passes and saves, for which vLLM need not wait. Raises OperationError."""
+        async with version.giving_to_training:
+            num_deaths = self._training.num_deaths
+            if version.training_deaths != num_deaths:
+                verb = Verb("load_adapter", (version.name, str(version.directory)), creates=version.name)
+                await self._training.submit(version.name, "", verb)
+                version.training_deaths = num_deaths
+
+    async def close(self) -> None:
+        """Takes back what vLLM has of them: one at a URL goes on without us."""
+        await end_all(self._discarding)
+        unloading = asyncio.gather(*(self._unload(version) for version in self._current.values()))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(unloading, _UNLOADING_SECONDS)
+        self._scratch.close()
+
+    def _retire(self, version: Version | None) -> None:
+        if version is not None:
+            version.is_current = False
+            self._discard_unused(version)
+
+    def _discard_unused(self, version: Version) -> None:
+        if not version.is_current and not version.num_users:
+            task = asyncio.create_task(self._discard(version))
+            self._discarding.add(task)
+            task.add_done_callback(self._discarding.discard)
+
+    async def _discard(self, version: Version) -> None:
+        await self._unload(version)
+        if version.training_deaths is not None and not self._training.forget_lost(version.name):
+            with contextlib.suppress(OperationError):  # at the end of the server
+                verb = Verb("drop_adapter", (version.name,), drops=version.name)
+                await self._training.submit(version.name, "", verb)
+        await asyncio.sleep(_READS_ON_SECONDS)
+        await asyncio.to_thread(shutil.rmtree, version.directory, ignore_errors=True)
+
+    async def _unload(self, version: Version) -> None:
+        if version.vllm_start is not None:
+            await self._api.unload_adapter(version.name)
+
+
+async def link_files(source: Path, target: Path) -> None:
+    """A checkpoint's files in another directory, of which nothing is lost when the first one goes."""
+    try:
+        await asyncio.to_thread(shutil.copytree, source, target, copy_function=_link, dirs_exist_ok=True)
+    except (OSError, shutil.Error) as error:
+        raise OperationError(f"checkpoint {source} cannot be read: {error}", "server") from None
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:  # a file system without links, or another one
+        shutil.copyfile(source, target)

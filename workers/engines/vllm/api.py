@@ -1,0 +1,289 @@
+"""VllmApi: what is said to a vLLM server over HTTP, and what it answers. Its formats are known here alone.
+
+Prompts and samples are token ids both ways, so no text is tokenized twice. Log-probabilities are those of the model at
+temperature 1: vLLM's `--logprobs-mode raw_logprobs`, its default.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+
+from ....schemas.errors import OperationError
+from ....schemas.sampling import EMPTY_LOGPROB, TopkLogprobs
+from ...protocol.verbs import SampleJob
+from .server import VllmServer
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT = httpx.Timeout(None, connect=10.0, write=60.0)
+
+# vLLM closes idle connections after 5 seconds: one that is used in that moment breaks off.
+_KEPT_ALIVE_SECONDS = 2.0
+
+# An answer beyond it is read in a thread.
+_LARGE_BYTES = 256 << 10
+
+SAID_AS_THEY_ARE = ("top_p", "min_p", "min_tokens", "repetition_penalty", "presence_penalty", "frequency_penalty")
+SAID_PARAMS = frozenset({"max_tokens", "seed", "stop", "temperature", "top_k", "logit_bias", *SAID_AS_THEY_ARE})
+"""The fields of SamplingParams that reach vLLM."""
+
+# Below this native sampling is greedy, and so is vLLM.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+class VllmGone(Exception):
+    """The server does not answer, or broke off. reached: it had the request, and may have died of it."""
+
+    def __init__(self, message: str, reached: bool) -> None:
+        super().__init__(message)
+        self.reached = reached
+
+
+class VllmFailed(VllmGone):
+    """It answered with an error of its own."""
+
+
+class UnknownModel(Exception):
+    """The server has nothing of that name, or not any more: it was started again."""
+
+
+@dataclass(frozen=True)
+class VllmModel:
+    """The base model as the server calls it."""
+
+    name: str
+    max_length: int
+
+
+@dataclass(frozen=True)
+class Ask:
+    """Samples first, first + 1, ... of a job in one request."""
+
+    first: int
+    num_samples: int
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What an answer, or an event of it, holds of sample number `sample` of its request.
+
+    tokens int32 [n], logprobs float32 [n]. finish_reason: None while it goes on.
+    """
+
+    sample: int
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    top: TopkLogprobs | None
+    finish_reason: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Answer:
+    """An answer, or an event of it. num_cached: of the prompt's tokens, how many vLLM's cache had, if it says."""
+
+    pieces: list[Piece]
+    num_cached: int | None
+
+
+class VllmApi:
+    """Raises VllmGone, UnknownModel, and OperationError with what the server refuses."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server = server
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=64, keepalive_expiry=_KEPT_ALIVE_SECONDS)
+        self._client = httpx.AsyncClient(timeout=_TIMEOUT, limits=limits, trust_env=False)
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def model(self, name: str) -> VllmModel:
+        """The one served under this name, else the only one that there is. Raises OperationError."""
+        cards = json.loads(await self._ask("GET", "/v1/models"))["data"]
+        bases = [card for card in cards if card.get("parent") is None]
+        found = [card for card in bases if card["id"] == name] or (bases if len(bases) == 1 else [])
+        if not found:
+            served = ", ".join(card["id"] for card in bases)
+            raise OperationError(
+                f"the vLLM at {self._server.url} serves {served}, not {name}: start it with --served-model-name {name}",
+                "server",
+            )
+        return VllmModel(found[0]["id"], found[0]["max_model_len"])
+
+    async def load_adapter(self, name: str, directory: Path) -> None:
+        """No-op where it has one of that name."""
+        # Not in place: vLLM would read the files again in every step of a request.
+        body = {"lora_name": name, "lora_path": str(directory), "load_inplace": False}
+        try:
+            await self._ask("POST", "/v1/load_lora_adapter", body)
+        except (OperationError, VllmFailed) as error:
+            if "has already been loaded" in str(error):
+                return
+            if isinstance(error, VllmFailed) and not await self.is_healthy():
+                raise
+            logger.error("vLLM does not load adapter %s from %s: %s", name, directory, error)
+            reason = str(error).replace(str(directory), "its directory")
+            raise OperationError(
+                f"vLLM does not load adapter {name}: {reason}; it must see the server's directories, run with"
+                " --enable-lora, a --max-lora-rank of at least this rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=1",
+                "server",
+            ) from None
+
+    async def is_healthy(self, within_seconds: float = 10.0) -> bool:
+        try:
+            return (await self._client.get(f"{self._server.url}/health", timeout=within_seconds)).is_success
+        except httpx.TransportError:
+            return False
+
+    async def unload_adapter(self, name: str) -> None:
+        """One that it does not have, or not any more: no-op."""
+        with contextlib.suppress(OperationError, UnknownModel, VllmGone):
+            await self._ask("POST", "/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def complete(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> Answer:
+        """The samples, whole."""
+        answer = await self._ask("POST", "/v1/completions", _body(job, ask, model, max_tokens))
+        return await _read(answer, job)
+
+    async def stream(self, job: SampleJob, ask: Ask, model: str, max_tokens: int) -> AsyncGenerator[Answer, None]:
+        """The samples as they grow."""
+        body = _body(job, ask, model, max_tokens) | {"stream": True, "stream_options": {"include_usage": True}}
+        request = self._request("POST", "/v1/completions", body)
+        async with self._reaching(), aclosing(await self._client.send(request, stream=True)) as response:
+            if not response.is_success:
+                await response.aread()
+                _refuse(response)
+            async for line in response.aiter_lines():
+                if line.startswith("data: {"):
+                    yield await _read(line.removeprefix("data: "), job)
+
+    async def _ask(self, method: str, path: str, body: object = None) -> bytes:
+        async with self._reaching():
+            response = await self._client.send(self._request(method, path, body))
+        if not response.is_success:
+            _refuse(response)
+        return response.content
+
+    def _request(self, method: str, path: str, body: object) -> httpx.Request:
+        key = self._server.api_key
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        return self._client.build_request(method, f"{self._server.url}{path}", json=body, headers=headers)
+
+    @asynccontextmanager
+    async def _reaching(self) -> AsyncIterator[None]:
+        try:
+            yield
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.PoolTimeout) as error:
+            raise VllmGone(f"cannot be reached: {error}", reached=False) from None
+        except httpx.TransportError as error:
+            raise VllmGone(f"broke off: {error or type(error).__name__}", reached=True) from None
+
+
+def is_greedy(job: SampleJob) -> bool:
+    return job.params.temperature < _LOWEST_TEMPERATURE
+
+
+def _body(job: SampleJob, ask: Ask, model: str, max_tokens: int) -> dict[str, object]:
+    """Every parameter is said: what is left out vLLM may take from its own configuration."""
+    params = job.params
+    assert params.seed is not None, "the seed is drawn at submit"
+    return {
+        "model": model,
+        "prompt": job.prompt.tolist(),
+        "add_special_tokens": False,
+        "n": ask.num_samples,
+        # vLLM adds the number of the sample in the request.
+        "seed": _spread(params.seed) + ask.first,
+        "max_tokens": max_tokens,
+        "temperature": 0.0 if is_greedy(job) else params.temperature,
+        "top_k": max(0, params.top_k),
+        "logit_bias": {str(token): bias for token, bias in (params.logit_bias or {}).items()},
+        **{name: getattr(params, name) for name in SAID_AS_THEY_ARE},
+        "stop": list(job.stop_strings),
+        "stop_token_ids": list(job.stop_token_ids),
+        # The model's end tokens are among the stops where they are to stop.
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "spaces_between_special_tokens": False,
+        "logprobs": job.topk_sample_logprobs,
+        "return_token_ids": True,
+        "return_tokens_as_token_ids": True,
+        # What prompts others have sent would show in the time of an answer, and in what of a prompt was cached.
+        **({"cache_salt": job.owner} if job.owner else {}),
+    }
+
+
+def _spread(seed: int) -> int:
+    """62 bits, far from those of the next seed: the samples of seed 1 are not those of seed 0, shifted by one."""
+    return int.from_bytes(blake2b(str(seed).encode(), digest_size=8).digest()) >> 2
+
+
+async def _read(text: str | bytes, job: SampleJob) -> Answer:
+    """Raises VllmFailed with an error that comes as an event."""
+    if len(text) < _LARGE_BYTES:
+        return _answer(json.loads(text), job)
+    return await asyncio.to_thread(lambda: _answer(json.loads(text, parse_float=_number), job))
+
+
+def _number(text: str) -> float:
+    """Between calls of Python others get their turn; left to itself json keeps the interpreter to the end."""
+    return float(text)
+
+
+def _answer(answer: dict[str, Any], job: SampleJob) -> Answer:
+    if "error" in answer:
+        raise VllmFailed(str(answer["error"].get("message", answer["error"])), reached=True)
+    details = (answer.get("usage") or {}).get("prompt_tokens_details") or {}
+    return Answer([_piece(choice, job) for choice in answer["choices"]], details.get("cached_tokens"))
+
+
+def _piece(choice: dict[str, Any], job: SampleJob) -> Piece:
+    tokens, found = choice.get("token_ids") or [], choice.get("logprobs") or {}
+    return Piece(
+        sample=choice["index"],
+        tokens=np.array(tokens, np.int32),
+        logprobs=np.array(found.get("token_logprobs") or [], np.float32),
+        top=_top(found.get("top_logprobs") or [], job.topk_sample_logprobs) if job.topk_sample_logprobs else None,
+        finish_reason=choice.get("finish_reason"),
+    )
+
+
+def _top(rows: list[dict[str, float]], k: int) -> TopkLogprobs:
+    """Of each token: the sampled one is among them, whether it is one of the k likeliest or not."""
+    top = TopkLogprobs(np.zeros((len(rows), k), np.int32), np.full((len(rows), k), EMPTY_LOGPROB, np.float32))
+    for position, row in enumerate(rows):
+        _fill(top, position, {int(token.removeprefix("token_id:")): logprob for token, logprob in row.items()})
+    return top
+
+
+def _fill(top: TopkLogprobs, position: int, entries: dict[int, float]) -> None:
+    k = top.token_ids.shape[1]
+    for rank, (token, logprob) in enumerate(sorted(entries.items(), key=lambda entry: -entry[1])[:k]):
+        top.token_ids[position, rank], top.logprobs[position, rank] = token, logprob
+
+
+def _refuse(response: httpx.Response) -> None:
+    """Raises what the status means."""
+    message = _message(response)
+    if response.status_code >= 500:
+        raise VllmFailed(f"answered {response.status_code}: {message}", reached=True)
+    if response.status_code == 404 and "does not exist" in message:
+        raise UnknownModel(message)
+    raise OperationError(f"vLLM refuses the request: {message}", "user" if response.status_code == 400 else "server")
+
+
+def _message(response: httpx.Response) -> str:
+    try:
+        body = response.json()
+        return str(body["error"]["message"] if "error" in body else body["detail"])
+    except (ValueError, KeyError, TypeError):
+        return response.text[:300]

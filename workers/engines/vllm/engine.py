@@ -1,0 +1,253 @@
+"""Vllm: sampling by a vLLM server, one of ours or one that somebody runs, with the adapters that we train."""
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+from ....schemas.errors import OperationError
+from ....schemas.models import LoraConfig
+from ....schemas.sampling import SampleResponse, SamplingParams
+from ...protocol.verbs import RunSpec, SampleJob
+from ...scheduler.cohorts import OnProgress
+from ...scheduler.group import Group
+from ...scheduler.work import Verb
+from ..in_flight import Told, Underway, end_all
+from ..quarantine import MOST_STRIKES, Company, Standing
+from .adapters import Version, VllmAdapters, link_files
+from .api import Ask, UnknownModel, VllmApi, VllmGone, VllmModel, is_greedy
+from .limits import check, check_size, max_tokens_of, num_cells
+from .samples import Samples
+from .server import VllmServer
+from .timeouts import Patience, Pulse
+
+_MOST_AT_ONCE = 64
+"""Samples of one request to vLLM, whose --max-num-seqs bounds them."""
+
+_MOST_CELLS_AT_ONCE = 1 << 18
+"""Of top log-probabilities in one answer of vLLM; it makes some 40 bytes of each. More come as a stream."""
+
+_BARE = "bare-base"
+"""Its id as an adapter, which no run and no sampler has: theirs are made of ids of sessions."""
+
+Done = TypeVar("Done")
+
+
+class Vllm:
+    """A seed gives the same samples again; they are not those of the native engine, which draws otherwise.
+
+    A request keeps the weights with which it began. While vLLM is away requests wait: for one of ours until it is back,
+    for one at a URL two minutes.
+    """
+
+    def __init__(self, training: Group, server: VllmServer, directory: Path | None) -> None:
+        self._training = training
+        self._server = server
+        self._api = VllmApi(server)
+        self._adapters = VllmAdapters(self._api, training, directory and directory / "adapters")
+        self._underway = Underway()
+        self._company = Company(server.name)
+        self._pulse = Pulse(server, self._api)
+        self._model: VllmModel | None = None
+        self._bare: str | None = None
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        await self._server.start(on_progress)
+        if self._server.is_on_cpu:
+            await self._add_bare_base()
+
+    async def close(self) -> None:
+        await self._underway.close()
+        await self._adapters.close()
+        await self._api.close()
+        await self._server.close()
+
+    def status(self) -> str | None:
+        if not self._server.is_ready:
+            return f"{self._server.name} is starting again"
+        number = len(self._underway)
+        if not number:
+            return None
+        requests = f"{number} sampling requests wait or run" if number > 1 else "1 sampling request waits or runs"
+        if waiting := self._company.num_waiting:
+            requests += f"; {waiting} of them until others have come past the place at which it died"
+        return f"{requests} on {self._server.name}"
+
+    def pids(self) -> list[int]:
+        return list(self._server.pids)
+
+    async def copy_adapter(self, run_id: str, tenant_id: str, adapter_id: str) -> None:
+        async def save(directory: Path) -> None:
+            await self._training.submit(run_id, tenant_id, Verb("save_run", (run_id, str(directory), False)))
+            _check_adapter(directory)
+
+        await self._adapters.put(adapter_id, save)
+
+    async def load_adapter(self, adapter_id: str, directory: Path) -> None:
+        _check_adapter(directory)
+        await self._adapters.put(adapter_id, partial(link_files, directory))
+
+    async def drop_adapter(self, adapter_id: str) -> None:
+        self._adapters.drop(adapter_id)
+
+    def has_draft(self, draft_id: str) -> bool:
+        return False
+
+    async def load_draft(self, draft_id: str, directory: Path) -> None:
+        raise OperationError(
+            "draft_path is not to be had from vLLM: leave it out, or start the server with --sampler native"
+        )
+
+    async def drop_draft(self, draft_id: str) -> None:
+        pass
+
+    async def sample(self, job: SampleJob, on_progress: OnProgress | None = None) -> SampleResponse:
+        check(job)
+        return await self._underway.run(job.job_id, self._answer(job, Told(on_progress)))
+
+    def cancel(self, job_id: str) -> None:
+        self._underway.cancel(job_id)
+
+    async def memory(self) -> dict[str, dict[str, int]]:
+        return {}
+
+    async def _answer(self, job: SampleJob, told: Told) -> SampleResponse:
+        with self._weights(job) as version:
+            if not _wants_scores(job):
+                return await self._sample(job, version, told)
+            sampled, scored = await _all([self._sample(job, version, told), self._score(job, version)])
+            hits = sampled.prompt_cache_hit_tokens
+            return replace(scored, sequences=sampled.sequences, prompt_cache_hit_tokens=hits)
+
+    @contextmanager
+    def _weights(self, job: SampleJob) -> Iterator[Version | None]:
+        """None: the base, under its own name."""
+        adapter_id = job.adapter_id or self._bare
+        if adapter_id is None:
+            yield None
+            return
+        with self._adapters.in_use(adapter_id) as version:
+            yield version
+
+    async def _score(self, job: SampleJob, version: Version | None) -> SampleResponse:
+        """What the job asks about its prompt, by the training workers.
+
+        vLLM 0.32 would add the output head's part of an adapter to the wrong rows of a prompt, and ends on a CPU when
+        prompts are scored beside other requests.
+        """
+        adapter_id = None
+        if version is not None and job.adapter_id is not None:
+            await self._adapters.give_to_training(version)
+            adapter_id = version.name
+        params = SamplingParams(max_tokens=1, seed=job.params.seed, temperature=job.params.temperature)
+        plain = replace(job, num_samples=1, topk_sample_logprobs=0, streams=False, stop_token_ids=(), stop_strings=())
+        scoring = replace(plain, job_id=f"{job.job_id}:scores", adapter_id=adapter_id, params=params)
+        return await self._training.sample(scoring)
+
+    async def _sample(self, job: SampleJob, version: Version | None, told: Told) -> SampleResponse:
+        patience = Patience(self._server)
+        with self._company.standing() as standing:
+            while True:
+                try:
+                    return await self._in_company(job, version, told, standing)
+                except VllmGone as gone:
+                    self._model = None
+                    if standing.num_strikes >= MOST_STRIKES:
+                        raise OperationError(
+                            f"sampling request {job.job_id} failed {MOST_STRIKES} times: {self._server.name} {gone};"
+                            " see its log",
+                            "server",
+                        ) from None
+                    await patience.wait(gone)
+
+    async def _in_company(
+        self, job: SampleJob, version: Version | None, told: Told, standing: Standing
+    ) -> SampleResponse:
+        async with self._company.joined(standing):
+            await self._server.ready()
+            start = self._server.num_starts
+            try:
+                async with self._company.running(standing):
+                    return await self._pulse.watch(told.run(partial(self._attempt, job, version)))
+            except UnknownModel as error:
+                if version is not None:
+                    version.vllm_start = None
+                standing.num_strikes += 1
+                raise VllmGone(str(error), reached=True) from None
+            except VllmGone as gone:
+                if gone.reached:
+                    await self._blame(standing, start)
+                raise
+
+    async def _blame(self, standing: Standing, start: int) -> None:
+        """A server that lives has failed this request alone."""
+        if self._server.num_starts == start and await self._api.is_healthy():
+            standing.num_strikes += 1
+        else:
+            self._company.died(standing)
+
+    async def _attempt(self, job: SampleJob, version: Version | None, on_progress: OnProgress | None) -> SampleResponse:
+        model = self._model = self._model or await self._api.model(self._training.name)
+        max_tokens = max_tokens_of(job, model)
+        check_size(job, max_tokens)
+        if version is not None:
+            await self._adapters.give_to_vllm(version, self._server.num_starts)
+        samples, name = Samples(job, on_progress), version.name if version is not None else model.name
+        await _all([self._draw(ask, job, name, max_tokens, samples) for ask in _asks_of(job)])
+        return samples.response()
+
+    async def _draw(self, ask: Ask, job: SampleJob, name: str, max_tokens: int, samples: Samples) -> None:
+        if not job.streams and num_cells(job, max_tokens) <= _MOST_CELLS_AT_ONCE:
+            samples.grow(ask, await self._api.complete(job, ask, name, max_tokens))
+            return
+        async with aclosing(self._api.stream(job, ask, name, max_tokens)) as answers:
+            async for answer in answers:
+                samples.grow(ask, answer)
+
+    async def _add_bare_base(self) -> None:
+        """The base as an adapter that changes nothing.
+
+        On a CPU vLLM 0.32 gives what has no adapter the one in its last slot, once that is taken.
+        """
+        spec = RunSpec(_BARE, LoraConfig(rank=1, seed=0, train_unembed=False))
+
+        async def save(directory: Path) -> None:
+            await self._training.submit(_BARE, "", Verb("create_run", (spec,), creates=_BARE))
+            await self._training.submit(_BARE, "", Verb("save_run", (_BARE, str(directory), False)))
+            await self._training.submit(_BARE, "", Verb("drop_run", (_BARE,), drops=_BARE))
+
+        await self._adapters.put(_BARE, save)
+        self._bare = _BARE
+
+
+def _check_adapter(directory: Path) -> None:
+    """Raises OperationError where it is a model with weights of its own."""
+    if any(directory.glob("model*.safetensors")):
+        raise OperationError(
+            "vLLM is given adapters, and this model has weights of its own: sample it from a server with --sampler "
+            "native"
+        )
+
+
+def _asks_of(job: SampleJob) -> list[Ask]:
+    """Greedy samples are all the same, and vLLM refuses more than one."""
+    num_samples = 1 if is_greedy(job) else job.num_samples
+    starts = range(0, num_samples, _MOST_AT_ONCE)
+    return [Ask(start, min(_MOST_AT_ONCE, num_samples - start)) for start in starts]
+
+
+async def _all(works: Sequence[Coroutine[None, None, Done]]) -> list[Done]:
+    """When one fails, none of the others goes on."""
+    tasks = [asyncio.create_task(work) for work in works]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        await end_all(tasks)
+
+
+def _wants_scores(job: SampleJob) -> bool:
+    alternatives = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or alternatives

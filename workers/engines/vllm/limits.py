@@ -1,0 +1,74 @@
+"""What is refused before vLLM sees it: what it has not, and what it would end of, with everybody else's requests."""
+
+from ....schemas.errors import OperationError
+from ...protocol.verbs import SampleJob
+from .api import SAID_PARAMS, VllmModel
+
+_HIGHEST_TEMPERATURE = 2.0
+
+# Of vLLM 0.32 on GPUs, which ends of more.
+_MOST_BIASES = 1024
+
+# It ends of more than 128 with min_tokens, the model's own end tokens among them.
+_MOST_STOPS = 120
+
+# As native sampling has it for one sample; vLLM holds those of all samples of a request at the same time.
+_MOST_CELLS = 1 << 24
+
+
+def max_tokens_of(job: SampleJob, model: VllmModel) -> int:
+    """Of a sample, where the context ends at the latest. Raises OperationError when nothing is left of it."""
+    room = model.max_length - len(job.prompt)
+    if room < 1:
+        raise OperationError(
+            f"the prompt has {len(job.prompt)} tokens, and vLLM's context of {model.max_length} holds one less at the"
+            " most: shorten it"
+        )
+    return min(job.params.max_tokens or room, room)
+
+
+def num_cells(job: SampleJob, max_tokens: int) -> int:
+    """Of the top log-probabilities of all samples."""
+    return job.topk_sample_logprobs * job.num_samples * max_tokens
+
+
+def check_size(job: SampleJob, max_tokens: int) -> None:
+    """Raises OperationError on what would only fill memory."""
+    if num_cells(job, max_tokens) > _MOST_CELLS:
+        raise OperationError(
+            f"topk_sample_logprobs {job.topk_sample_logprobs} of {job.num_samples} samples of {max_tokens} tokens makes"
+            f" more than {_MOST_CELLS} cells: lower it or max_tokens, or split the request"
+        )
+
+
+def check(job: SampleJob) -> None:
+    """Raises OperationError on what vLLM has not, and on what would confuse or end it."""
+    for name in _unavailable(job):
+        raise OperationError(
+            f"{name} is not to be had from vLLM: leave it out, or start the server with --sampler native"
+        )
+    if job.params.temperature > _HIGHEST_TEMPERATURE:
+        raise OperationError(
+            f"temperature {job.params.temperature:g} exceeds vLLM's {_HIGHEST_TEMPERATURE:g}: lower it, or start the"
+            " server with --sampler native"
+        )
+    if len(job.params.logit_bias or {}) > _MOST_BIASES:
+        raise OperationError(
+            f"logit_bias has {len(job.params.logit_bias or {})} tokens, vLLM takes {_MOST_BIASES}: leave some out, or"
+            " start the server with --sampler native"
+        )
+    if job.params.min_tokens and len(set(job.stop_token_ids)) > _MOST_STOPS:
+        raise OperationError(
+            f"{len(set(job.stop_token_ids))} stop tokens go with min_tokens, with which vLLM takes {_MOST_STOPS}: leave"
+            " out min_tokens, or start the server with --sampler native"
+        )
+    if not len(job.prompt):
+        raise OperationError("the prompt is empty: give at least one token, such as the model's BOS token")
+    if "" in job.stop_strings:
+        raise OperationError("a stop string is empty, which would stop every sample at once: leave it out")
+
+
+def _unavailable(job: SampleJob) -> list[str]:
+    """What the job asks and we do not ask vLLM."""
+    fields = type(job.params).model_fields.items()
+    return [name for name, field in fields if name not in SAID_PARAMS and getattr(job.params, name) != field.default]

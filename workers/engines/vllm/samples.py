@@ -1,0 +1,63 @@
+"""Samples: those of a job as vLLM tells them, in pieces, until they are whole."""
+
+from collections import defaultdict
+from typing import Literal
+
+import numpy as np
+
+from ....schemas.sampling import SampledSequence, SampleResponse, TopkLogprobs
+from ...protocol.verbs import SampledPart, SampleJob
+from ...scheduler.cohorts import OnProgress
+from .api import Answer, Ask, Piece, VllmGone, is_greedy
+
+
+class Samples:
+    """The samples of a job as they come, in pieces."""
+
+    def __init__(self, job: SampleJob, on_progress: OnProgress | None) -> None:
+        self._job = job
+        self._on_progress = on_progress
+        self._pieces: defaultdict[int, list[Piece]] = defaultdict(list)
+        self._num_cached: list[int] = []
+
+    def grow(self, ask: Ask, answer: Answer) -> None:
+        if answer.num_cached is not None:
+            self._num_cached.append(answer.num_cached)
+        for piece in answer.pieces:
+            for sample in _samples_of(self._job, ask.first + piece.sample):
+                self._pieces[sample].append(piece)
+                if self._on_progress is not None and len(piece.tokens):
+                    part = SampledPart(sample, piece.tokens, piece.logprobs, piece.top, _stop_reason(piece))
+                    self._on_progress((part,))
+
+    def response(self) -> SampleResponse:
+        """Once all of them have ended."""
+        sequences = tuple(_sequence(self._pieces[sample]) for sample in range(self._job.num_samples))
+        return SampleResponse(sequences, prompt_cache_hit_tokens=min(self._num_cached, default=0))
+
+
+def _samples_of(job: SampleJob, drawn: int) -> range:
+    """The job's samples that the drawn one is."""
+    return range(job.num_samples) if is_greedy(job) else range(drawn, drawn + 1)
+
+
+def _sequence(pieces: list[Piece]) -> SampledSequence:
+    reason = _stop_reason(pieces[-1]) if pieces else None
+    if reason is None:
+        raise VllmGone(f"ended a sample with {pieces[-1].finish_reason if pieces else 'nothing'}", reached=True)
+    tops = [piece.top for piece in pieces if piece.top is not None]
+    return SampledSequence(
+        stop_reason=reason,
+        tokens=np.concatenate([piece.tokens for piece in pieces]),
+        logprobs=np.concatenate([piece.logprobs for piece in pieces]),
+        topk_logprobs=_joined(tops) if tops else None,
+    )
+
+
+def _stop_reason(piece: Piece) -> Literal["stop", "length"] | None:
+    """None while it goes on, and when something went wrong with it."""
+    return piece.finish_reason if piece.finish_reason in ("stop", "length") else None
+
+
+def _joined(tops: list[TopkLogprobs]) -> TopkLogprobs:
+    return TopkLogprobs(np.concatenate([top.token_ids for top in tops]), np.concatenate([top.logprobs for top in tops]))

@@ -1,0 +1,80 @@
+"""How long requests wait for a vLLM that is away, or that hangs: for one of ours until it is back."""
+
+import asyncio
+import math
+import time
+from collections.abc import Coroutine
+from typing import TypeVar
+
+from ....schemas.errors import OperationError
+from ..in_flight import end_all
+from .api import VllmApi, VllmGone
+from .server import VllmServer
+
+_LONGEST_PAUSE_SECONDS = 8.0
+
+# While requests wait, so often in the time of their patience.
+_NUM_LOOKS = 12
+
+Done = TypeVar("Done")
+
+
+class Patience:
+    """Of one request, which is sent again."""
+
+    def __init__(self, server: VllmServer) -> None:
+        self._server = server
+        self._pause = 0.25
+        self._gone_since: float | None = None
+
+    async def wait(self, gone: VllmGone) -> None:
+        """Raises OperationError when it is enough."""
+        if gone.reached or self._gone_since is None:
+            self._gone_since = time.monotonic()
+        most = self._server.patience_seconds
+        if most is not None and time.monotonic() - self._gone_since > most:
+            raise _silent(self._server, most, str(gone))
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
+
+
+class Pulse:
+    """Of a server, felt while requests wait for its answers: one that hangs keeps their connections open."""
+
+    def __init__(self, server: VllmServer, api: VllmApi) -> None:
+        self._server = server
+        self._api = api
+        self._felt_at = self._answered_at = -math.inf
+
+    async def watch(self, work: Coroutine[None, None, Done]) -> Done:
+        """Its result. Raises OperationError when the server has been silent for longer than requests wait."""
+        most = self._server.patience_seconds
+        if most is None:
+            return await work
+        tasks = working, silence = asyncio.create_task(work), asyncio.create_task(self._silence(most))
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            if silence.done() and not working.done():
+                raise _silent(self._server, most, "it takes requests and says nothing")
+            return working.result()
+        finally:
+            await end_all(tasks)
+
+    async def _silence(self, most: float) -> None:
+        """Until it has lasted so many seconds."""
+        started, pause = time.monotonic(), most / _NUM_LOOKS
+        while time.monotonic() - max(started, self._answered_at) < most:
+            await asyncio.sleep(pause)
+            # For all that wait.
+            if time.monotonic() - self._felt_at >= pause:
+                self._felt_at = time.monotonic()
+                if await self._api.is_healthy(pause):
+                    self._answered_at = time.monotonic()
+
+
+def _silent(server: VllmServer, seconds: float, reason: str) -> OperationError:
+    return OperationError(
+        f"{server.name} does not answer since {seconds:.0f} seconds ({reason}): start it, or start this server with"
+        " --sampler native",
+        "server",
+    )

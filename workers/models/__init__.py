@@ -1,0 +1,1 @@
+"""The base model: loaded, checked, sharded, and run through packed rows."""

@@ -1,0 +1,300 @@
+"""The experts of a sparse layer: tokens go to the ranks that have theirs, and run sorted by expert in grouped products.
+
+Of each expert rows are sorted by adapter, so that all adapters' terms are grouped products, too.
+Fedus et al., Switch Transformers (2021); Lepikhin et al., GShard (2020), section 3.2.
+"""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu
+from transformers.activations import SiLUActivation
+from transformers.integrations.moe import _default_apply_gate
+
+from ..ops.fused import swiglu
+from ..ops.grouped_gemm import GroupedRows
+from ..ops.quantized import whole
+from ..parallel.collectives import exchanged, summed
+from ..parallel.mesh import Team
+
+
+class AdapterTerms(Protocol):
+    """What adapters add to the experts of one layer, whose rows are sorted as the experts' are."""
+
+    def add_gate_up(self, y: Tensor, x: Tensor) -> None: ...
+
+    def add_down(self, y: Tensor, x: Tensor) -> None: ...
+
+    def gate_up_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor | None) -> None: ...
+
+    def down_backward(self, grad: Tensor, x: Tensor, grad_x: Tensor) -> None: ...
+
+
+class AdapterPlan(Protocol):
+    """Which adapter each token of a packed row has at its experts."""
+
+    adapters: Any
+
+    @property
+    def has_bare(self) -> bool:
+        """True if some of the row's tokens have no adapter."""
+        ...
+
+    def slots(self, num_tokens: int) -> Tensor:
+        """int64 [num_tokens]: the place of each token's adapter among `adapters`, or their number."""
+        ...
+
+    def terms(self, layer: str, counts: Tensor, has_bare: bool) -> AdapterTerms | None: ...
+
+
+class ActiveAdapters(Protocol):
+    """The plan in force, and a leaf that makes outputs require a gradient."""
+
+    anchor: Tensor
+
+    @property
+    def experts(self) -> AdapterPlan | None: ...
+
+
+def runs_as_ours(experts: Any) -> bool:
+    """True if RoutedExperts computes what this module of transformers does, as its flags say: a gate with SiLU before
+    the ups, nothing interleaved, transposed or added."""
+    flags = ("has_gate", "is_concatenated", "has_bias", "is_transposed", "has_post_expert_norm")
+    return (
+        [getattr(experts, flag, None) for flag in flags] == [True, True, False, False, False]
+        and type(experts)._apply_gate is _default_apply_gate
+        and isinstance(getattr(experts, "act_fn", None), nn.SiLU | SiLUActivation)
+    )
+
+
+class RoutedExperts:
+    """Experts of transformers, whose weights lie one after the other: gate_up_proj [experts, 2 * features, hidden], the
+    gates before the others, and down_proj [experts, hidden, features]. Of a team each rank has some.
+
+    linears: what gate, up and down of one are called in files. router: None = transformers' own layers choose.
+    """
+
+    def __init__(self, experts: Any, team: Team, linears: tuple[str, str, str], router: Any = None) -> None:
+        self.linears = linears
+        self._router, self._experts, self._team = router, experts, team
+        self._active: ActiveAdapters | None = None
+        self._name = ""
+
+    @property
+    def num_experts(self) -> int:
+        """Of all ranks."""
+        return self._experts.num_experts
+
+    @property
+    def hidden_size(self) -> int:
+        return self._experts.hidden_dim
+
+    @property
+    def num_features(self) -> int:
+        """Of each expert, on all ranks."""
+        return self._experts.intermediate_dim
+
+    def adapt(self, active: ActiveAdapters, name: str) -> None:
+        """From now on adapters add their terms. name: of the experts in the causal LM."""
+        self._active, self._name = active, name
+        if self._router is None:
+            self._experts.forward = self.weighted
+
+    def quantize(self, quantize: Callable[..., None]) -> None:
+        """quantize: parameters of a module, by name."""
+        quantize(self._experts, "gate_up_proj", "down_proj")
+
+    def forward(self, x: Tensor, are_alike: bool) -> Tensor:
+        """x [tokens, hidden] -> the same. are_alike: whether all ranks of the team have the same tokens."""
+        _, weights, chosen = self._router(x)
+        return self.weighted(x, chosen, weights, are_alike)
+
+    def weighted(self, x: Tensor, chosen: Tensor, weights: Tensor, are_alike: bool = True) -> Tensor:
+        """As `forward`. chosen, weights [tokens, experts of each]: which experts, and by what their outputs are
+        multiplied."""
+        keys = self._keys(chosen)
+        if are_alike or self._team.size == 1:
+            pairs = _OwnPairs(keys, self._num_own, self._num_kinds, self._team)
+            return summed(pairs.weighted(self._mlp(x, pairs), weights), self._team)
+        pairs = _SentPairs(keys, self._num_own, self._num_kinds, self._team)
+        return pairs.weighted(self._mlp(x, pairs), weights)
+
+    @property
+    def _num_own(self) -> int:
+        return self._experts.gate_up_proj.shape[0]
+
+    @property
+    def _num_kinds(self) -> int:
+        """Adapters of experts, and none."""
+        plan = self._active.experts if self._active else None
+        return 1 + (len(plan.adapters) if plan else 0)
+
+    def _keys(self, chosen: Tensor) -> Tensor:
+        """Of each pair of token and expert [tokens, experts of each] the group, by expert and adapter."""
+        plan = self._active.experts if self._active else None
+        if plan is None or not plan.adapters:
+            return chosen
+        return chosen * self._num_kinds + plan.slots(len(chosen))[:, None]
+
+    def _mlp(self, x: Tensor, pairs: "_Pairs") -> Tensor:
+        """x [tokens, hidden] -> [pairs, hidden]. Of pairs beyond this rank's, zeros."""
+        terms, anchor = None, None
+        if self._active is not None and self._active.experts is not None:
+            terms = self._active.experts.terms(self._name, pairs.counts, pairs.has_bare(self._active.experts))
+            anchor = self._active.anchor if terms is not None else None
+        y = _ExpertMlp.apply(x, anchor, self._experts, pairs, terms)
+        assert isinstance(y, Tensor)
+        return y
+
+
+class _Pairs(Protocol):
+    """Pairs of token and expert, as this rank's experts have them: sorted by expert and kind, which is the adapter or
+    none. counts: int64 [own experts, kinds]. groups: the pairs of each expert."""
+
+    counts: Tensor
+    groups: GroupedRows
+
+    def gathered(self, x: Tensor) -> Tensor:
+        """x [tokens, hidden] -> [pairs, hidden], without a gradient."""
+        ...
+
+    def spread(self, grad: Tensor) -> Tensor:
+        """The way back: the gradient of what was gathered -> of x."""
+        ...
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        """What the experts give [pairs, hidden] -> its weighted sum [tokens, hidden]."""
+        ...
+
+    def has_bare(self, plan: AdapterPlan) -> bool:
+        """Whether there may be some without an adapter."""
+        ...
+
+
+class _OwnPairs:
+    """Those of tokens that this rank has; the pairs of other ranks' experts lie behind its own."""
+
+    def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
+        """keys: int64 [tokens, experts of each], expert * num_kinds + kind."""
+        number, num_groups = keys.flatten() - team.index * num_own * num_kinds, num_own * num_kinds
+        if team.size > 1:
+            number = torch.where((number >= 0) & (number < num_groups), number, num_groups)
+        self._shape, order = keys.shape, number.argsort(stable=True)
+        self._tokens, self._places = order // keys.shape[1], _inverse(order)
+        self.counts = number.bincount(minlength=num_groups)[:num_groups].view(num_own, num_kinds)
+        self.groups = GroupedRows(self.counts.sum(1))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        return x.index_select(0, self._tokens)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        return _by_token(grad, self._places, self._shape).sum(1)
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        return (_by_token(of_pairs, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+
+    def has_bare(self, plan: AdapterPlan) -> bool:
+        return plan.has_bare
+
+
+class _SentPairs:
+    """Those that all ranks of a team have for the experts of this one: they come from there, and go back."""
+
+    def __init__(self, keys: Tensor, num_own: int, num_kinds: int, team: Team) -> None:
+        """keys: as of _OwnPairs."""
+        number, num_groups = keys.flatten(), num_own * num_kinds
+        self._team, self._shape, order = team, keys.shape, number.argsort(stable=True)
+        self._tokens, self._places = order // keys.shape[1], _inverse(order)
+        counts = number.bincount(minlength=num_groups * team.size)
+        # [ranks, own groups]: how many come from each rank for each of this one's groups.
+        arriving = team.exchanged(counts).view(team.size, -1)
+        self._sent, self._received = counts.view(team.size, -1).sum(1).tolist(), arriving.sum(1).tolist()
+        self._sorted = _group_of_each(arriving).argsort(stable=True)
+        self._arrived = _inverse(self._sorted)
+        self.counts = arriving.sum(0).view(num_own, num_kinds)
+        self.groups = GroupedRows(self.counts.sum(1))
+
+    def gathered(self, x: Tensor) -> Tensor:
+        sent = x.index_select(0, self._tokens)
+        return self._team.exchanged(sent, self._sent, self._received).index_select(0, self._sorted)
+
+    def spread(self, grad: Tensor) -> Tensor:
+        returned = self._team.exchanged(grad.index_select(0, self._arrived), self._received, self._sent)
+        return _by_token(returned, self._places, self._shape).sum(1)
+
+    def weighted(self, of_pairs: Tensor, weights: Tensor) -> Tensor:
+        returned = exchanged(of_pairs[self._arrived], self._team, self._received, self._sent)
+        return (_by_token(returned, self._places, self._shape) * weights.unsqueeze(-1)).sum(1).to(of_pairs.dtype)
+
+    def has_bare(self, plan: AdapterPlan) -> bool:
+        """Of any rank's tokens."""
+        return bool(self.counts[:, -1].any())
+
+
+class _ExpertMlp(torch.autograd.Function):
+    """Experts and adapters' terms; backward adds to the adapters' scratch, and to the `grad` of the experts' weights
+    where they have one.
+
+    Kept are the tokens, where adapters want them, and gate and up; rows are gathered again, activations made again.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, anchor: Tensor | None, experts: Any, pairs: _Pairs, terms: AdapterTerms | None
+    ) -> Tensor:
+        rows, groups = pairs.gathered(x), pairs.groups
+        features = groups.times(rows, whole(experts.gate_up_proj).mT)
+        if terms is not None:
+            terms.add_gate_up(features, rows)
+        del rows
+        hidden = swiglu(*features.chunk(2, dim=-1))
+        y = groups.times(hidden, whole(experts.down_proj).mT)
+        if terms is not None:
+            terms.add_down(y, hidden)
+        ctx.experts, ctx.pairs, ctx.terms = experts, pairs, terms
+        ctx.save_for_backward(x if terms is not None or experts.gate_up_proj.requires_grad else None, features)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """In the memory of gate and up, which nothing else reads: backward runs once."""
+        x, features = ctx.saved_tensors
+        pairs, terms, grad = ctx.pairs, ctx.terms, grads[0].contiguous()
+        gate, up = features.chunk(2, dim=-1)
+        active = silu(gate)
+        of_down, of_gate_up = ctx.experts.down_proj.grad, ctx.experts.gate_up_proj.grad
+        grad_hidden = pairs.groups.times(grad, whole(ctx.experts.down_proj))
+        if of_down is not None:
+            pairs.groups.add_outer([of_down], grad, active * up)
+        if terms is not None:
+            terms.down_backward(grad, active * up, grad_hidden)
+        grad_active = grad_hidden * up
+        torch.mul(active, grad_hidden, out=up)
+        torch.ops.aten.silu_backward.grad_input(grad_active, gate, grad_input=gate)
+        del active, grad_active, grad_hidden
+        if of_gate_up is not None:
+            pairs.groups.add_outer([of_gate_up], features, pairs.gathered(x))
+        wants_x = ctx.needs_input_grad[0]
+        grad_rows = pairs.groups.times(features, whole(ctx.experts.gate_up_proj)) if wants_x else None
+        if terms is not None:
+            terms.gate_up_backward(features, pairs.gathered(x), grad_rows)
+        return pairs.spread(grad_rows) if grad_rows is not None else None, None, None, None, None
+
+
+def _group_of_each(arriving: Tensor) -> Tensor:
+    """arriving [ranks, groups], how many rows come from each for each -> of every row, as they come, its group."""
+    groups = torch.arange(arriving.shape[1], device=arriving.device).repeat(arriving.shape[0])
+    return groups.repeat_interleave(arriving.flatten())
+
+
+def _by_token(of_pairs: Tensor, places: Tensor, shape: torch.Size) -> Tensor:
+    """[pairs, hidden] -> [tokens, experts of each, hidden]"""
+    return of_pairs[places].view(*shape, -1)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    places = torch.empty_like(order)
+    places[order] = torch.arange(len(order), device=order.device)
+    return places

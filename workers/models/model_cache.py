@@ -1,0 +1,312 @@
+"""ModelCache: base models that lie at URLs of fsspec (s3://, gs://, ...), as directories of this machine.
+
+Each content that a URL has had, as names, sizes and tags of its files tell it, is downloaded once: into a staging
+directory, which takes its place by one rename. A lock on the URL keeps processes of this machine apart. Imports no
+torch.
+"""
+
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import astuple, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, TypeVar
+
+import fsspec
+
+from ..planner.footprint import gigabytes
+from ..protocol.config import Origin, WorkerConfig
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+Say = Callable[[str], None]
+
+_CONFIG, _WEIGHTS = "config.json", ".safetensors"
+_SUFFIXES = (_WEIGHTS, ".json", ".txt", ".model", ".jinja", ".tiktoken")
+"""Of the files that are loaded. Others, pickled weights and programs among them, stay where they are."""
+_TAGS = ("ETag", "etag", "md5Hash", "content_md5", "blob_id", "mtime", "LastModified", "last_modified", "updated")
+"""What tells two contents of a file apart, by the file systems' own names for it; the first that there is."""
+_NUM_THREADS = 8
+_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0)
+_NEVER = (FileNotFoundError, PermissionError, IsADirectoryError, NotADirectoryError, ImportError, ValueError, TypeError)
+"""What another try would not mend."""
+_STAGING = ".staging-"
+
+
+class NoModel(ValueError):
+    """A URL has no base model that can be brought here; the message names the URL, the reason and the remedy."""
+
+    def __init__(self, url: str, reason: str) -> None:
+        super().__init__(f"{url}: {reason}")
+
+
+class Unreached(NoModel):
+    """For now, as it seems: another try may mend it."""
+
+
+class Changed(NoModel):
+    """It has another content by now."""
+
+
+@dataclass(frozen=True)
+class RemoteFile:
+    name: str
+    num_bytes: int
+    tag: str
+
+    @property
+    def has_weights(self) -> bool:
+        return self.name.endswith(_WEIGHTS)
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The files of a base model at a URL, by name."""
+
+    url: str
+    files: tuple[RemoteFile, ...]
+
+    @cached_property
+    def version(self) -> str:
+        return _digest(json.dumps([astuple(file) for file in self.files]))
+
+    @property
+    def origin(self) -> Origin:
+        return Origin(self.url, self.version)
+
+
+class ModelCache:
+    """root: of any number of processes of this machine; None = `default_root`. Every method blocks.
+
+    ROOT/URL/VERSION is a whole model, ROOT/URL/VERSION.small one without its weights; URL is a hash.
+    """
+
+    def __init__(self, root: str | os.PathLike[str] | None = None) -> None:
+        self._root = default_root() if root is None else Path(root).expanduser()
+
+    def newest(self, url: str) -> Origin:
+        """What is at the URL now; while that cannot be reached, what was brought from there last. Raises NoModel."""
+        try:
+            return listing(url).origin
+        except Unreached as error:
+            there = [path for path in self._of(url).glob("*") if not path.name.startswith(".")]
+            if not there:
+                raise
+            last = max(there, key=lambda path: path.stat().st_mtime)
+            logger.warning("%s; what was downloaded before is served: %s", error, last)
+            return Origin(url, last.name.partition(".")[0])
+
+    def bring(self, origin: Origin, say: Say, weights: bool = True) -> Path:
+        """The directory of this content, downloaded unless it is here: then nothing is asked of the URL.
+
+        weights: else all other files. Raises NoModel; what was downloaded until then stays, and is taken up again.
+        """
+        place = self._of(origin.url) / (origin.version if weights else f"{origin.version}.small")
+        if not place.is_dir():
+            with self._locked(origin.url):
+                if not place.is_dir():  # else another process has brought it meanwhile
+                    self._download(origin, place, say, weights)
+        with suppress(OSError):  # a cache that is not ours may be read all the same
+            os.utime(place)
+        return place
+
+    def _of(self, url: str) -> Path:
+        return self._root / _digest(url.rstrip("/"))
+
+    @contextmanager
+    def _locked(self, url: str) -> Iterator[None]:
+        """Given back by the system when this process dies."""
+        try:
+            self._of(url).mkdir(parents=True, exist_ok=True)
+            with (self._of(url) / ".lock").open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield
+        except OSError as error:
+            reason = f"{self._root} cannot be written to ({error.strerror or error})"
+            raise NoModel(url, f"{reason}: mend that, or name another directory with --model-cache") from error
+
+    def _download(self, origin: Origin, place: Path, say: Say, weights: bool) -> None:
+        url = origin.url
+        files = [file for file in _same(origin).files if weights or not file.has_weights]
+        staging = place.with_name(f"{_STAGING}{place.name}")
+        self._drop_other_staging(staging)
+        staging.mkdir(exist_ok=True)
+        missing = [file for file in files if not (staging / file.name).is_file()]
+        size = sum(file.num_bytes for file in missing)
+        _check_room(url, staging, size)
+        say(f"downloading {url} ({len(missing)} files, {gigabytes(size)}) to {place} ...")
+        started = time.monotonic()
+        _fetch_all(url, missing, staging)
+        self._check_still(origin, staging)
+        (staging / ".url").write_text(f"{url}\n")
+        _sync(staging)
+        staging.rename(place)
+        _sync(place.parent)
+        say(f"{url} downloaded in {time.monotonic() - started:.1f} s")
+
+    def _check_still(self, origin: Origin, staging: Path) -> None:
+        """What came may be of several contents else."""
+        try:
+            _same(origin)
+        except Changed:
+            shutil.rmtree(staging)
+            raise
+
+    def _drop_other_staging(self, staging: Path) -> None:
+        """Of contents that the URL no longer has: whoever holds the lock is alone."""
+        for other in staging.parent.glob(f"{_STAGING}*"):
+            if other != staging and other.name.removesuffix(".small") != staging.name.removesuffix(".small"):
+                shutil.rmtree(other, ignore_errors=True)
+
+
+def default_root() -> Path:
+    return cache_directory() / "models"
+
+
+def cache_directory() -> Path:
+    """This user's."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trainhouse"
+
+
+def with_model_here(config: WorkerConfig) -> WorkerConfig:
+    """Of a rank: its base model in a directory of its own machine. Raises NoModel."""
+    model = config.model
+    if model.origin is None:
+        return config
+    here = ModelCache(config.model_cache).bring(model.origin, logger.info)
+    return replace(config, model=replace(model, source=str(here)))
+
+
+def listing(url: str) -> Listing:
+    """Raises NoModel where there is no base model, Unreached where that may be so for now."""
+    found = _tried(url, lambda files, path: files.ls(path, detail=True))
+    remote = sorted(_remote_files(found), key=lambda file: file.name)
+    if not any(file.name == _CONFIG for file in remote):
+        names = ", ".join(sorted(_name(info) for info in found)[:5]) or "nothing"
+        raise NoModel(url, f"there is no {_CONFIG} (but {names}): name the prefix right above the model's files")
+    if not any(file.has_weights for file in remote):
+        raise NoModel(url, f"there are no {_WEIGHTS} weights: store the model's release in that format there")
+    return Listing(url, tuple(remote))
+
+
+def read_config(url: str) -> Mapping[str, object]:
+    """The config.json of a base model at a URL, or at its own, without anything else. Raises NoModel."""
+    if not url.endswith(".json"):
+        url = f"{url.rstrip('/')}/{_CONFIG}"
+    try:
+        config = json.loads(_tried(url, lambda files, path: files.cat_file(path)))
+    except ValueError as error:
+        if isinstance(error, NoModel):
+            raise
+        raise NoModel(url, f"it is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise NoModel(url, "it is not the config of a model: expected an object")
+    return config
+
+
+def _remote_files(found: list[dict[str, Any]]) -> Iterator[RemoteFile]:
+    for info in found:
+        if info["type"] == "file" and (name := _name(info)).endswith(_SUFFIXES):
+            tag = next((str(info[key]) for key in _TAGS if info.get(key) is not None), "")
+            yield RemoteFile(name, int(info["size"]), tag)
+
+
+def _name(info: dict[str, Any]) -> str:
+    return str(info["name"]).rstrip("/").rpartition("/")[2]
+
+
+def _same(origin: Origin) -> Listing:
+    """Raises NoModel, Changed."""
+    now = listing(origin.url)
+    if now.version != origin.version:
+        raise Changed(origin.url, "what lies there has changed since it was to be loaded: start again")
+    return now
+
+
+def _check_room(url: str, directory: Path, num_bytes: int) -> None:
+    free = shutil.disk_usage(directory).free
+    if free < num_bytes:
+        raise NoModel(
+            url,
+            f"it takes {gigabytes(num_bytes)}, and {directory.parent} has room for {gigabytes(free)}: make room, or "
+            "name another directory with --model-cache",
+        )
+
+
+def _fetch_all(url: str, files: list[RemoteFile], directory: Path) -> None:
+    threads = ThreadPoolExecutor(_NUM_THREADS, "model-download")
+    try:
+        # The largest last would be waited for alone.
+        for _ in threads.map(
+            lambda file: _fetch(url, file, directory), sorted(files, key=lambda file: -file.num_bytes)
+        ):
+            pass
+    finally:
+        threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _fetch(url: str, file: RemoteFile, directory: Path) -> None:
+    """By its name once it is whole."""
+    arriving = directory / f".{file.name}"
+    _tried(url, lambda files, path: files.get_file(f"{path}/{file.name}", str(arriving)))
+    arrived = arriving.stat().st_size
+    if arrived != file.num_bytes:
+        raise NoModel(url, f"of the {file.num_bytes} bytes of {file.name} {arrived} have arrived: start again")
+    _sync(arriving)
+    arriving.rename(directory / file.name)
+
+
+def _tried(url: str, work: Callable[[fsspec.AbstractFileSystem, str], T]) -> T:
+    """What may be passing trouble is tried again with pauses. Raises NoModel."""
+    for pause_seconds in (*_PAUSES_SECONDS, None):
+        try:
+            # Listings are never remembered: others may write there.
+            files, path = fsspec.core.url_to_fs(url, use_listings_cache=False)
+            return work(files, path.rstrip("/"))
+        except Exception as error:  # each of fsspec's packages raises its own
+            if isinstance(error, _NEVER) or _lacks_credentials(error):
+                raise NoModel(url, _reason(error)) from error
+            if pause_seconds is None:
+                raise Unreached(url, str(error) or type(error).__name__) from error
+            logger.warning("%s: %s; trying again in %g s", url, error, pause_seconds)
+        time.sleep(pause_seconds)
+    raise AssertionError
+
+
+def _lacks_credentials(error: Exception) -> bool:
+    """By name: the packages that raise it need not be installed."""
+    return "credentials" in type(error).__name__.lower()
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, FileNotFoundError):
+        return f"there is no such bucket or prefix ({error}): name one that there is"
+    if isinstance(error, PermissionError) or _lacks_credentials(error):
+        return (
+            f"access is refused ({error}): give credentials as its package takes them, for s3:// AWS_ACCESS_KEY_ID and "
+            "AWS_SECRET_ACCESS_KEY, ~/.aws, or the machine's role"
+        )
+    if isinstance(error, ImportError):
+        return f"a package is missing ({error}): for s3:// pip install 'trainhouse[s3]'"
+    return str(error) or type(error).__name__
+
+
+def _sync(path: Path) -> None:
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:32]

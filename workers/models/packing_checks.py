@@ -1,0 +1,208 @@
+"""Checks that a loaded model may run packed: its modules are of kinds that look at each token by itself, but for
+attention, and a packed pass has the numbers of transformers' own passes over each sequence."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import accumulate, pairwise
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from ..batch.micro_batch import MicroBatch, part_of
+from ..ops.attention import AttentionKind, CachedPacking, Packing, attend, pack_lengths
+from ..ops.memory import is_out_of_memory
+
+Logits = Callable[[Tensor, Tensor, CachedPacking], Tensor]
+"""Of tokens and positions int64 [tokens], in a packing: [tokens, vocab]."""
+
+# The sequences that are compared: each crosses the window that layers have meanwhile.
+LENGTHS = [5, 11, 8]
+_WINDOW = 4
+
+# How far log-probabilities may lie apart, as a part of how far they lie from their mean. Measured over the models of
+# tests/workers/test_survey.py and SmolLM2-135M: rounding makes at most 4e-6 in float32 and 0.12 in bfloat16,
+# where a router may choose another expert.
+TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.25}
+
+# torch's and transformers' modules by whose name alone it is clear that tokens do not meet in them.
+_BY_TOKEN = (nn.Linear, nn.Embedding, nn.LayerNorm, nn.RMSNorm, nn.Dropout, nn.Identity, nn.ModuleList, nn.Sequential)
+_HOMES = ("transformers.activations", "torch.nn.modules.activation")
+# What the classes of a model's own modules end with. Attention is looked at by its numbers.
+_ENDINGS = re.compile(r"(Attention|MLP|Norm(1P)?|Experts|Router|Gate|Gating|Statics|M[oO][eEA](Layer|Block)?)$")
+
+
+def check_modules(source: str, model: PreTrainedModel) -> None:
+    """Raises ValueError where a module below a layer is none whose tokens are known to meet in attention alone."""
+    for path, layer in _layers(model):
+        for name, module in layer.named_modules():
+            if name and not _is_plain(module):
+                raise ValueError(
+                    f"{source}: {model.config.model_type} models are not supported: {path}.{name} is a"
+                    f" {type(module).__name__}, which may carry something from one sequence of a pass into the next"
+                )
+
+
+def check_numbers(source: str, model: PreTrainedModel, logits: Logits, longest: int | None) -> None:
+    """Compares a packed pass of three short sequences with transformers' own pass over each of them.
+
+    logits: of the packed pass. longest: the longest context; windows that are shorter are made so short that the
+    sequences cross them. Raises ValueError where the difference is more than rounding.
+    """
+    model_type = model.config.model_type
+    try:
+        with _short_windows(model, longest):
+            distance = _distance(model, logits)
+    except Exception as error:  # whatever a model of another shape makes of it
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"{source}: {model_type} models are not supported: a packed pass fails with {type(error).__name__}: {error}"
+        ) from error
+    _refuse_distance(source, model, distance, "log-probabilities", "by transformers", _remedy(model, longest))
+
+
+class _Seen:
+    """A packing that looks at what layers give to attention: a cache holds a key and a value of one shape for each
+    token and layer."""
+
+    def __init__(self, packing: Packing) -> None:
+        self._packing = packing
+        self._layers: list[int] = []
+        self._shapes: set[tuple[int, ...]] = set()
+
+    @property
+    def longest(self) -> int:
+        return self._packing.longest
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> Tensor:
+        self._layers.append(kind.layer)
+        self._shapes |= {tuple(key.shape[1:]), tuple(value.shape[1:])}
+        if len(self._shapes) > 1:
+            raise ValueError(f"keys and values have several shapes (heads, features): {sorted(self._shapes)}")
+        return attend(query, key, value, self._packing, kind)
+
+    def check(self, num_layers: int) -> None:
+        """Raises ValueError where a cache would not hold what all layers gave."""
+        if self._layers != list(range(num_layers)):
+            raise ValueError(f"its {num_layers} layers attend in the order {self._layers}, not once each")
+
+
+def check_ranks(source: str, model: PreTrainedModel, hidden_states: Callable[[MicroBatch], Tensor]) -> None:
+    """Compares a packed pass of the same sequences with single ones, by ranks that have the model together: none of
+    them can run transformers' own. Raises ValueError as `check_numbers`.
+
+    hidden_states: the last ones of a micro-batch, [tokens, hidden]; of all ranks at once.
+    """
+    embedding: Any = model.get_input_embeddings()
+    whole = _sequences(embedding.num_embeddings, embedding.weight.device)
+    together = hidden_states(whole)
+    alone = torch.cat([hidden_states(part_of(whole, [bounds])) for bounds in _bounds()])
+    _refuse_distance(source, model, _farthest(together.float(), alone.float()), "hidden states", "alone", "")
+
+
+def _remedy(model: PreTrainedModel, longest: int | None) -> str:
+    windows = sorted(_windows(model, longest))
+    return f"; without its window it may be: serve with --max-context-length {windows[0]}" if windows else ""
+
+
+def _refuse_distance(source: str, model: PreTrainedModel, distance: float, what: str, other: str, remedy: str) -> None:
+    tolerance = TOLERANCES[model.dtype]
+    if not distance <= tolerance:
+        raise ValueError(
+            f"{source}: this {model.config.model_type} model is not supported: {what} of sequences that share a pass"
+            f" are {distance:.2g} of their spread away from those {other}, and rounding in"
+            f" {str(model.dtype).removeprefix('torch.')} explains {tolerance:g}{remedy}"
+        )
+
+
+@torch.no_grad()
+def _distance(model: PreTrainedModel, logits: Logits) -> float:
+    embedding: Any = model.get_input_embeddings()
+    whole = _sequences(embedding.num_embeddings, embedding.weight.device)
+    seen = _Seen(whole.packing)
+    ours = _centered(logits(whole.tokens, whole.positions, seen))
+    seen.check(model.config.num_hidden_layers)
+    with _attention_of_transformers(model):
+        passes = [model(input_ids=whole.tokens[None, start:stop], use_cache=False) for start, stop in _bounds()]
+    return _farthest(ours, _centered(torch.cat([each.logits[0] for each in passes])))
+
+
+def _sequences(vocab_size: int, device: torch.device) -> MicroBatch:
+    tokens = torch.randint(vocab_size, (sum(LENGTHS),), generator=torch.Generator().manual_seed(0))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])
+    return MicroBatch(tokens.to(device), positions.to(device), Packing(pack_lengths(LENGTHS)), (), ())
+
+
+def _bounds() -> list[tuple[int, int]]:
+    """Returns where each sequence starts and stops."""
+    return list(pairwise(accumulate(LENGTHS, initial=0)))
+
+
+def _farthest(ours: Tensor, theirs: Tensor) -> float:
+    """Returns the mean over the tokens of the sequence that is farthest off."""
+    by_token = (ours - theirs).norm(dim=-1) / theirs.norm(dim=-1)
+    return max(float(by_token[start:stop].mean()) for start, stop in _bounds())
+
+
+def _centered(logits: Tensor) -> Tensor:
+    """Returns log-probabilities less their mean."""
+    logits = logits.float()
+    return logits - logits.mean(dim=-1, keepdim=True)
+
+
+@contextmanager
+def _attention_of_transformers(model: PreTrainedModel) -> Iterator[None]:
+    ours: Any = model.config._attn_implementation
+    model.set_attn_implementation("eager")
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(ours)
+
+
+@contextmanager
+def _short_windows(model: PreTrainedModel, longest: int | None) -> Iterator[None]:
+    """Inside, layers whose window some sequence may cross have one that short sequences cross."""
+    with ExitStack() as held:
+        for owner in _owners(model):
+            if _is_crossed(window := getattr(owner, "sliding_window", None), longest):
+                held.callback(setattr, owner, "sliding_window", window)
+                owner.sliding_window = _WINDOW
+        yield
+
+
+def _windows(model: PreTrainedModel, longest: int | None) -> set[int]:
+    windows = (getattr(owner, "sliding_window", None) for owner in _owners(model))
+    return {window for window in windows if _is_crossed(window, longest)}
+
+
+def _is_crossed(window: object, longest: int | None) -> TypeGuard[int]:
+    return isinstance(window, int) and window > 0 and (longest is None or window < longest)
+
+
+def _owners(model: PreTrainedModel) -> list[Any]:
+    """Returns what has windows: configs, and modules."""
+    modules = list(model.modules())
+    configs = {id(config): config for module in modules if (config := getattr(module, "config", None)) is not None}
+    return [*configs.values(), *modules]
+
+
+def _layers(model: PreTrainedModel) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the layers with their paths: those of the outermost list that has as many modules as there are layers."""
+    number = model.config.num_hidden_layers
+    for path, module in model.named_modules():
+        if isinstance(module, nn.ModuleList) and len(module) == number:
+            yield from ((f"{path}.{i}", layer) for i, layer in enumerate(module))
+            return
+    raise ValueError(f"{model.config.model_type} models have no list of {number} layers")
+
+
+def _is_plain(module: nn.Module) -> bool:
+    kind = type(module)
+    if kind in _BY_TOKEN or kind is Conv1D or kind.__module__ in _HOMES:
+        return True
+    return kind.__module__.startswith("transformers.models.") and _ENDINGS.search(kind.__name__) is not None

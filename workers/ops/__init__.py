@@ -1,0 +1,1 @@
+"""Kernels: attention, linear layers, memory and threads of a device."""

@@ -1,0 +1,309 @@
+"""Attention over packed sequences, for training, prefill and decoding alike, behind transformers' attention interface.
+
+A forward runs one packed row [1, tokens]; `Packing` says which tokens belong together. Sequences never share an
+attention row, so what is wrong in one (a NaN) cannot reach another.
+"""
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from itertools import accumulate
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from ..shapes.windows import queries_of_mask
+
+ATTENTION = "trainhouse_packed"
+
+# torch 2.11's kernel takes fewer key than query heads without being told.
+_TELLS_GROUPED = "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@dataclass(frozen=True)
+class Group:
+    """`count` consecutive sequences of one `length`, the first of them starting at token `start` of the packed row."""
+
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Packing:
+    """The sequences of a packed row in order, none with a past; consecutive equal lengths are one group."""
+
+    groups: tuple[Group, ...]
+    cumulative: dict[torch.device, Tensor] = field(default_factory=dict)
+
+    @property
+    def num_tokens(self) -> int:
+        last = self.groups[-1]
+        return last.start + last.count * last.length
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence."""
+        return max(group.length for group in self.groups)
+
+    def bounds(self, device: torch.device) -> Tensor:
+        """int32 [sequences + 1]: where each sequence starts, and the end. Made once for all layers."""
+        if device not in self.cumulative:
+            lengths = [group.length for group in self.groups for _ in range(group.count)]
+            self.cumulative[device] = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+        return self.cumulative[device]
+
+
+class CachedPacking(Protocol):
+    """The sequences of a packed row of which some have a past in a key/value cache."""
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest sequence, those in the cache included."""
+        ...
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, kind: "AttentionKind") -> Tensor:
+        """As the function `attend`; stores keys and values too."""
+        ...
+
+
+def pack_lengths(lengths: list[int]) -> tuple[Group, ...]:
+    """Consecutive equal lengths become one group, attended as one batch."""
+    groups: list[Group] = []
+    start = 0
+    for length in lengths:
+        last = groups[-1] if groups else None
+        if last and last.length == length:
+            groups[-1] = Group(last.start, last.count + 1, length)
+        else:
+            groups.append(Group(start, 1, length))
+        start += length
+    return tuple(groups)
+
+
+@dataclass(frozen=True)
+class AttentionKind:
+    """What sets a layer's attention apart. layer: its index, in the cache too.
+
+    window: how many tokens it sees, itself included; None = all that came before.
+    """
+
+    layer: int
+    scaling: float
+    window: int | None = None
+
+    @property
+    def window_size(self) -> tuple[int, int]:
+        """How many tokens before and behind a query's own it sees; -1 = all."""
+        return (self.window - 1 if self.window else -1, 0)
+
+    def views(self, length: int, device: torch.device, dtype: torch.dtype) -> Iterator["View"]:
+        """Of a sequence: one, where causal attention is all there is to it, else of some queries after the others."""
+        window = self.window
+        if not window or window >= length:
+            yield View(slice(0, length), slice(0, length), None)
+            return
+        step = min(queries_of_mask(window), length)
+        mask = _window_mask(window, step, device, dtype)
+        for start in range(0, length, step):
+            stop, before = min(start + step, length), min(start, window - 1)
+            first = window - 1 - before
+            keys = slice(start - before, stop)
+            yield View(slice(start, stop), keys, mask[: stop - start, first : first + stop - start + before])
+
+
+@dataclass(frozen=True)
+class View:
+    """What some queries of a sequence see: mask [queries, keys], added to the scores, None = causal attention."""
+
+    queries: slice
+    keys: slice
+    mask: Tensor | None
+
+
+def _window_mask(window: int, num_queries: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+    """[queries, queries + window - 1] of consecutive queries: the first sees the first `window` keys."""
+    shape = num_queries, num_queries + window - 1
+    seen = torch.ones(shape, dtype=torch.bool, device=device).tril_(window - 1).triu_()
+    return torch.zeros(shape, dtype=dtype, device=device).masked_fill_(seen.logical_not_(), float("-inf"))
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    packing: Packing | CachedPacking,
+    scaling: float,
+    **options: object,
+) -> tuple[Tensor, None]:
+    """query [1, heads, tokens, head_dim], key and value with kv_heads; returns [1, tokens, heads, head_dim].
+
+    Signature of transformers' AttentionInterface; `packing` arrives through the model's keyword arguments.
+    """
+    del attention_mask  # by this name for models that give it so; what it would say is in the packing
+    layer = module.layer_idx
+    assert isinstance(layer, int)
+    q, k, v = (x[0].transpose(0, 1) for x in (query, key, value))
+    window: Any = options["sliding_window"] if "sliding_window" in options else window_in_mask(module)
+    return attend(q, k, v, packing, AttentionKind(layer, scaling, window)).unsqueeze(0), None
+
+
+def window_in_mask(module: Any) -> int | None:
+    """Returns the window of a layer that leaves it to transformers' mask."""
+    of_all_layers = module.config.sliding_window if module.config.model_type == "phimoe" else None
+    return getattr(module, "sliding_window", of_all_layers)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing | CachedPacking, kind: AttentionKind) -> Tensor:
+    """query [tokens, heads, head_dim], key and value [tokens, kv_heads, head_dim]; returns the shape of the query."""
+    if not isinstance(packing, Packing):
+        return packing.attend(query, key, value, kind)
+    if query.device.type == "cpu":
+        if torch.is_grad_enabled():
+            return _FlashOnCpu.apply(query, key, value, packing, kind)  # pyright: ignore[reportReturnType]
+        return _flash_on_cpu(query, key, value, packing, kind)[0]
+    if fits_varlen(query):
+        return _varlen(query, key, value, packing, kind)
+    return joined_groups([_scaled_dot_product(query, key, value, group, kind) for group in packing.groups])
+
+
+def rows_by_group(x: Tensor, group: Group) -> Tensor:
+    """[tokens, heads, head_dim] -> a view [count, heads, length, head_dim] of a group's sequences."""
+    part = x[group.start : group.start + group.count * group.length]
+    return part.unflatten(0, (group.count, group.length)).transpose(1, 2)
+
+
+def joined_groups(parts: list[Tensor]) -> Tensor:
+    """[count, heads, length, head_dim] of each group -> [tokens, heads, head_dim]."""
+    tokens = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return tokens[0] if len(tokens) == 1 else torch.cat(tokens)
+
+
+def _scaled_dot_product(query: Tensor, key: Tensor, value: Tensor, group: Group, kind: AttentionKind) -> Tensor:
+    q, k, v = rows_by_group(query, group), rows_by_group(key, group), rows_by_group(value, group)
+    gqa, parts = q.shape[1] != k.shape[1], []
+    for view in kind.views(group.length, q.device, q.dtype):
+        part, seen = q[:, :, view.queries], (k[:, :, view.keys], v[:, :, view.keys])
+        parts.append(
+            scaled_dot_product_attention(
+                part, *seen, attn_mask=view.mask, is_causal=view.mask is None, scale=kind.scaling, enable_gqa=gqa
+            )
+        )
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
+
+
+def fits_varlen(query: Tensor) -> bool:
+    """What flash attention takes: 16 bit, heads of a multiple of 8 up to 256, a GPU no older than Ampere."""
+    head_dim = query.shape[-1]
+    return (
+        query.is_cuda
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and head_dim % 8 == 0
+        and head_dim <= 256
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+    )
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+    out = varlen(query, key, value, packing, kind)
+    assert isinstance(out, Tensor)
+    return out
+
+
+def varlen(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind, aux: AuxRequest | None = None
+) -> Tensor | tuple[Tensor, ...]:
+    """All sequences in one kernel. aux: as of torch's varlen_attn. No machine with a GPU has run this yet."""
+    bounds, longest = packing.bounds(query.device), packing.longest
+    grouped: dict[str, Any] = {"enable_gqa": query.shape[1] != key.shape[1]} if _TELLS_GROUPED else {}
+    return varlen_attn(
+        query,
+        key,
+        value,
+        bounds,
+        bounds,
+        longest,
+        longest,
+        return_aux=aux,
+        scale=kind.scaling,
+        window_size=kind.window_size,
+        **grouped,
+    )
+
+
+def _flash_on_cpu(
+    query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind
+) -> tuple[Tensor, list[Tensor]]:
+    """Attention, and per group the logarithm of the sum of its scores' exponentials, which backward needs."""
+    outs, log_sums = [], []
+    for group in packing.groups:
+        q, k, v = (rows_by_group(x, group) for x in (query, key, value))
+        out, log_sum = flash_on_cpu(q, k, v, kind)
+        outs.append(out)
+        log_sums.append(log_sum)
+    return joined_groups(outs), log_sums
+
+
+def flash_on_cpu(query: Tensor, key: Tensor, value: Tensor, kind: AttentionKind) -> tuple[Tensor, Tensor]:
+    """Of sequences of one length, query [count, heads, length, head_dim], key and value with kv_heads: the result, and
+    float32 [count, heads, length] the logarithm of the sum of the scores' exponentials."""
+    flash, parts = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, []
+    for view in kind.views(query.shape[2], query.device, query.dtype):
+        q, k, v = query[:, :, view.queries], key[:, :, view.keys], value[:, :, view.keys]
+        parts.append(flash(q, k, v, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling))
+    if len(parts) == 1:
+        return parts[0]
+    outs, log_sums = zip(*parts, strict=True)
+    return torch.cat(outs, dim=2), torch.cat(log_sums, dim=2)
+
+
+def flash_gradients_on_cpu(
+    grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, log_sums: Tensor, kind: AttentionKind
+) -> tuple[Tensor, ...]:
+    """Of query, key and value, as `flash_on_cpu` takes them. Those of keys in several views are added up in float32."""
+    backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+    of_query = torch.empty_like(query)
+    of_key, of_value = (torch.zeros_like(x, dtype=torch.float32) for x in (key, value))
+    for view in kind.views(query.shape[2], query.device, query.dtype):
+        g, q, o, sums = (x[:, :, view.queries] for x in (grad, query, out, log_sums))
+        k, v = key[:, :, view.keys], value[:, :, view.keys]
+        parts = backward(g, q, k, v, o, sums, 0.0, view.mask is None, attn_mask=view.mask, scale=kind.scaling)
+        if view.mask is None:
+            return parts
+        of_query[:, :, view.queries] = parts[0]
+        of_key[:, :, view.keys] += parts[1]
+        of_value[:, :, view.keys] += parts[2]
+    return of_query, of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+class _FlashOnCpu(torch.autograd.Function):
+    """torch's own kernels with the groups inside: autograd would make a zero tensor of all tokens for each group."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, packing: Packing, kind: AttentionKind) -> Tensor:
+        out, log_sums = _flash_on_cpu(query, key, value, packing, kind)
+        ctx.save_for_backward(query, key, value, out, *log_sums)
+        ctx.packing, ctx.kind = packing, kind
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, out, *log_sums = ctx.saved_tensors
+        (grad,) = grads
+        parts = []
+        for group, log_sum in zip(ctx.packing.groups, log_sums, strict=True):
+            g, q, k, v, o = (rows_by_group(x, group) for x in (grad, query, key, value, out))
+            parts.append(flash_gradients_on_cpu(g, q, k, v, o, log_sum, ctx.kind))
+        gradients = [joined_groups(list(of_groups)) for of_groups in zip(*parts, strict=True)]
+        return (*gradients, None, None)
+
+
+# Registered without a mask function: transformers then builds no mask, and `Packing` says all there is to say.
+AttentionInterface.register(ATTENTION, packed_attention)

@@ -1,1 +1,0 @@
-"""A pass over the model: the operations of many runs, forward and backward together."""

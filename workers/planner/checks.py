@@ -1,0 +1,191 @@
+"""check_layout: a layout that cannot work is refused with the offending value, the reason and the valid choices.
+
+Before anything is loaded: imports no torch.
+"""
+
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from math import gcd
+from pathlib import Path
+
+from ..protocol.parallel_spec import AXES, ParallelSpec, Unit
+from ..shapes.families import FAMILIES, FIXED_ROTATIONS
+from ..shapes.model_shape import Model, ModelShape
+from ..shapes.styles import PATTERNS
+
+DTYPES = ("auto", "float32", "bfloat16")
+
+# What needs nothing of a model's layers.
+_OF_ANY_MODEL = ("replicas",)
+
+
+def check_layout(
+    spec: ParallelSpec,
+    model: Model,
+    num_devices: int | None = None,
+    max_context_length: int | None = None,
+    dtype: str = "auto",
+    activations: str = "keep",
+    quantization: str = "none",
+) -> None:
+    """num_devices: those that there are, one for each rank; None = not known. Raises ValueError."""
+    if model.refusal is not None:
+        raise ValueError(f"{model.name}: {model.refusal}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype {dtype}: base models are held in one of {', '.join(DTYPES)}")
+    _check_context(model, max_context_length)
+    _check_family(spec, model)
+    _check_activations(activations, model)
+    if quantization != "none" and spec.fsdp > 1:
+        raise ValueError(
+            f"fsdp={spec.fsdp}: ranks along fsdp gather weights, and those of --base-quantization {quantization} are "
+            "made whole where they lie: share them out by tp or ep, or leave the base as it is"
+        )
+    if isinstance(model, ModelShape):
+        _check_replicated(spec, model)
+        _check_tensor(spec, model)
+        _check_experts(spec, model)
+    _check_devices(spec, num_devices)
+
+
+def keeps_all(name: str, model_type: str, activations: str) -> str:
+    """Why this model's passes keep all that their way back needs."""
+    return (
+        f"activations {activations}: passes of {model_type} models such as {name} keep all that their way back needs, "
+        f"since they run by transformers' own forward: leave out --activations {activations}"
+    )
+
+
+def nothing_known(model: Model) -> str:
+    """Returns why no layout is found for this model."""
+    return (
+        f"--parallel auto: nothing is known of {model.model_type} models such as {model.name}, but of "
+        f"{', '.join(FAMILIES)}: name a layout"
+    )
+
+
+def valid_tp(shape: ModelShape, replicated: Collection[Unit] = ()) -> list[int]:
+    """In ascending order; any number divides what all ranks have whole."""
+    sizes = [things.number for things in _shared_by_tp(shape) if things.unit not in replicated]
+    return divisors(gcd(*sizes)) if sizes else [1]
+
+
+def valid_ep(shape: ModelShape) -> list[int]:
+    return divisors(shape.experts.num) if shape.experts else [1]
+
+
+def cuda_devices() -> int | None:
+    """Those of this machine that a process may use; None where there are none."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is not None:
+        return len([name for name in visible.split(",") if name.strip() not in ("", "-1")]) or None
+    return len([file for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdigit()]) or None
+
+
+def divisors(number: int) -> list[int]:
+    """In ascending order."""
+    return [size for size in range(1, number + 1) if number % size == 0]
+
+
+def _check_context(model: Model, max_context_length: int | None) -> None:
+    longest = model.max_positions
+    if longest is not None and max_context_length is not None and max_context_length > longest:
+        raise ValueError(
+            f"max_context_length {max_context_length} exceeds the {longest} positions of {model.name} ({model.rope}): "
+            f"at most {longest}, unless its config.json names a RoPE scaling that reaches further"
+        )
+
+
+def _check_family(spec: ParallelSpec, model: Model) -> None:
+    """Other axes than those of any model need layers that run by our own forward."""
+    wanted = [f"{axis}={getattr(spec, axis)}" for axis in AXES if axis not in _OF_ANY_MODEL and getattr(spec, axis) > 1]
+    if not wanted:
+        return
+    any_model = " and ".join(_OF_ANY_MODEL)
+    if not isinstance(model, ModelShape):
+        raise ValueError(
+            f"{wanted[0]}: {model.model_type} models such as {model.name} run with {any_model} alone; all axes are for "
+            f"models of type {', '.join(FAMILIES)}"
+        )
+    if not _has_fixed_rotations(model):
+        raise ValueError(
+            f"{wanted[0]}: {model.name} has {model.rope}, under which a token's rotation depends on the batch; with "
+            f"{any_model} alone it runs, and with all axes under {', '.join(sorted(FIXED_ROTATIONS))}"
+        )
+    if not model.is_regular:
+        raise ValueError(
+            f"{wanted[0]}: {model.name} has another activation than {model.family.activation}, or rotates a part of "
+            f"each head only; such models run with {any_model} alone"
+        )
+
+
+def _check_activations(activations: str, model: Model) -> None:
+    is_own = isinstance(model, ModelShape) and model.is_regular and _has_fixed_rotations(model)
+    if activations != "keep" and not is_own:
+        raise ValueError(keeps_all(model.name, model.model_type, activations))
+
+
+def _has_fixed_rotations(model: Model) -> bool:
+    return model.rope.kind in FIXED_ROTATIONS
+
+
+def _check_replicated(spec: ParallelSpec, shape: ModelShape) -> None:
+    """A pattern may be of more than a model has, but not of nothing that it has and the layout splits."""
+    units: set[Unit] = {things.unit for things in _shared_by_tp(shape)}
+    replicated: list[Unit] = [unit for unit in spec.replicated if unit in units]
+    if spec.replicated and not replicated:
+        there = ", ".join(sorted(PATTERNS[each] for each in units))
+        raise ValueError(f"{PATTERNS[spec.replicated[0]]}=replicate: {shape.name} has no such weights, but {there}")
+    if replicated and spec.tp == 1 and not ("experts" in replicated and spec.ep > 1):
+        raise ValueError(
+            f"{PATTERNS[replicated[0]]}=replicate: neither tp nor ep of {spec.axes} splits them: leave --shard out"
+        )
+
+
+def _check_tensor(spec: ParallelSpec, shape: ModelShape) -> None:
+    for things in _shared_by_tp(shape):
+        if things.number % spec.tp_of(things.unit):
+            choices = ", ".join(map(str, valid_tp(shape, spec.replicated)))
+            others: set[Unit] = {*spec.replicated, things.unit}
+            if spec.tp in valid_tp(shape, others):
+                choices += f" (--parallel with --shard {PATTERNS[things.unit]}=replicate: {spec.tp}, too)"
+            what = f"{things.number} {things.what} of {shape.name}"
+            raise ValueError(f"tp={spec.tp} does not divide {what}; valid tp: {choices}")
+
+
+@dataclass(frozen=True)
+class _Things:
+    """Of which ranks along tp have equal parts."""
+
+    unit: Unit
+    number: int
+    what: str
+
+
+def _shared_by_tp(shape: ModelShape) -> Iterator[_Things]:
+    yield _Things("self_attn", shape.heads, "query heads")
+    yield _Things("self_attn", shape.kv_heads, "key/value heads")
+    if shape.num_dense_layers:
+        yield _Things("mlp", shape.intermediate, "feed-forward features")
+    if shape.experts:
+        yield _Things("experts", shape.experts.intermediate, "feed-forward features of each expert")
+
+
+def _check_experts(spec: ParallelSpec, shape: ModelShape) -> None:
+    if spec.ep > 1 and shape.experts is None:
+        raise ValueError(f"ep={spec.ep}: {shape.name} has no experts to share out; valid ep: 1")
+    if shape.experts and shape.experts.num % spec.ep_of("experts"):
+        choices = ", ".join(map(str, valid_ep(shape)))
+        raise ValueError(
+            f"ep={spec.ep} does not divide {shape.experts.num} experts of {shape.name}; valid ep: {choices}"
+        )
+
+
+def _check_devices(spec: ParallelSpec, num_devices: int | None) -> None:
+    if num_devices is not None and spec.num_ranks > num_devices:
+        sizes = " x ".join(f"{axis}={getattr(spec, axis)}" for axis in AXES if getattr(spec, axis) > 1)
+        raise ValueError(
+            f"{sizes} is {spec.num_ranks} ranks, and there {'is' if num_devices == 1 else 'are'} {num_devices} "
+            f"device{'' if num_devices == 1 else 's'}, one for each rank: use at most {num_devices} ranks"
+        )

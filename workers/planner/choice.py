@@ -1,0 +1,214 @@
+"""Choice: the smallest layout that fits a device, and what would make one fit that does not. Imports no torch."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ..protocol.config import USUAL_MICRO_BATCH
+from ..protocol.parallel_spec import ParallelSpec
+from ..shapes.model_shape import ModelShape
+from .activations import activations
+from .checks import divisors, valid_ep, valid_tp
+from .estimate import Memory, estimate
+from .footprint import gigabytes
+from .load import Load
+
+# Ranks along tp meet several times in each layer: they are those of one node.
+DEVICES_PER_NODE = 8
+
+# Of a device's memory, for CUDA and its libraries, buffers of exchanges, and gaps between tensors: a guess.
+_RESERVE = 0.08
+
+_MOST_RANKS = 1024
+
+# Numbers of tokens in a micro-batch that are looked at: each a multiple of this.
+_STEP = 256
+
+# Of what a loaded model leaves free: one for passes, the others for caches, adapters and longer sequences.
+_SHARES = 3
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A layout and what each of its ranks needs. smaller: the best one that has fewer ranks and does not fit."""
+
+    spec: ParallelSpec
+    load: Load
+    memory: Memory
+    smaller: "Choice | None" = None
+
+
+def micro_batch_tokens(shape: ModelShape, spec: ParallelSpec, load: Load, free_bytes: int) -> int:
+    """Returns the default of --micro-batch-tokens: the usual number, or as many as fit a third of what a rank has free
+    once its model is loaded, and at least 256."""
+
+    def fits(number: int) -> bool:
+        tokens = _STEP * number
+        of_pass = activations(shape, spec, replace(load, longest=tokens, micro_batch_tokens=tokens))
+        return of_pass.total <= free_bytes // _SHARES
+
+    return _STEP * max(1, _most(USUAL_MICRO_BATCH // _STEP, fits))
+
+
+def usable_bytes(device_bytes: int) -> int:
+    """What a rank may take of its device."""
+    return int(device_bytes * (1 - _RESERVE))
+
+
+def smallest_layout(shape: ModelShape, load: Load, device_bytes: int, num_devices: int | None = None) -> Choice | None:
+    """Of the layouts with fewest ranks that fit, the one that exchanges least: tp within a node comes before ep, that
+    before sp, and fsdp, which gathers all weights for every micro-batch, last. None where none fits."""
+    best: Choice | None = None
+    for choices in _by_ranks(shape, load, num_devices):
+        fitting = [choice for choice in choices if choice.memory.total <= usable_bytes(device_bytes)]
+        if fitting:
+            return replace(min(fitting, key=lambda choice: _preference(choice.spec)), smaller=best)
+        best = min([*choices, *([best] if best else [])], key=_need)
+    return None
+
+
+def lighter(load: Load) -> list[Load]:
+    """Where passes keep all that their way back needs, those that keep less, which takes longer: the layer run once
+    more is a third of a pass."""
+    return [replace(load, activations=way) for way in ("recompute", "offload")] if load.activations == "keep" else []
+
+
+def least_layout(shape: ModelShape, load: Load, num_devices: int | None = None) -> Choice:
+    """The one whose ranks need least."""
+    return min((choice for choices in _by_ranks(shape, load, num_devices) for choice in choices), key=_need)
+
+
+def layout_that_fits(
+    shape: ModelShape, loads: Sequence[Load], device_bytes: int, num_devices: int | None = None
+) -> Choice:
+    """As `smallest_layout`, with the first of the loads under which one fits. Raises ValueError where none does."""
+    for load in loads:
+        choice = smallest_layout(shape, load, device_bytes, num_devices)
+        if choice is not None:
+            return choice
+    least = least_layout(shape, loads[-1], num_devices)
+    memory = least.memory
+    where, more = (f" on {num_devices} devices", ", or take more devices") if num_devices else ("", "")
+    learned = "adapters" if least.load.training == "lora" else "models' own weights"
+    heaviest = _heaviest(memory, least.load, usable_bytes(device_bytes))
+    remedy = f"lower {' or '.join(heaviest)}" if heaviest else "use larger devices"
+    raise ValueError(
+        f"no layout of {shape.name} fits{where}: {least.spec} with --activations {least.load.activations} needs least, "
+        f"{gigabytes(memory.total)} on each rank (base {gigabytes(memory.base)}, {learned} "
+        f"{gigabytes(memory.learned.total)}, key/value cache {gigabytes(memory.kv_cache)}, work "
+        f"{gigabytes(memory.work)}): {remedy}{more}"
+    )
+
+
+def _heaviest(memory: Memory, load: Load, usable: int) -> list[str]:
+    """Knobs of what takes more than a tenth, the most first; none where what is in one slot is too much."""
+    if memory.learned.total // load.slots > usable:
+        return []
+    knobs = {
+        _slots_flag(load): memory.learned.total if load.slots > 1 else 0,
+        "--kv-cache-bytes": memory.kv_cache,
+        "--micro-batch-tokens and --max-context-length": memory.work,
+    }
+    return sorted(
+        (knob for knob, size in knobs.items() if size > memory.total / 10), key=knobs.__getitem__, reverse=True
+    )
+
+
+@dataclass(frozen=True)
+class Remedy:
+    """A change that alone makes a layout fit. load, spec: with the change."""
+
+    words: str
+    spec: ParallelSpec
+    load: Load
+
+
+def remedies(
+    shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None = None
+) -> list[Remedy]:
+    """Each of them is enough. Where no change alone is, each comes with a single slot."""
+    found = list(_single_changes(shape, spec, load, device_bytes, num_devices))
+    if found or load.slots == 1:
+        return found
+    load = load.with_slots(1)
+    found = _single_changes(shape, spec, load, device_bytes, num_devices)
+    return [replace(remedy, words=f"{_slots_flag(load)} 1 {remedy.words}") for remedy in found]
+
+
+def _slots_flag(load: Load) -> str:
+    return "--" + load.slots_knob.replace("_", "-")
+
+
+def _single_changes(
+    shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int, num_devices: int | None
+) -> Iterator[Remedy]:
+    def largest(limit: int, changed: Callable[[int], Load]) -> Load | None:
+        most = _most(limit, lambda number: _fits(shape, spec, changed(number), device_bytes))
+        return changed(most) if most else None
+
+    if fewer := largest(load.slots - 1, load.with_slots):
+        yield Remedy(f"{_slots_flag(load)} {fewer.slots}", spec, fewer)
+    if less := largest(load.kv_cache_bytes >> 20, lambda number: replace(load, kv_cache_bytes=number << 20)):
+        yield Remedy(f"--kv-cache-bytes {less.kv_cache_bytes >> 20}MiB", spec, less)
+    if shorter := largest(load.tokens // _STEP, lambda number: load.shorter(_STEP * number)):
+        words = f"--max-context-length {shorter.longest} --micro-batch-tokens {shorter.micro_batch_tokens}"
+        yield Remedy(words, spec, shorter)
+    for less in lighter(load):
+        if _fits(shape, spec, less, device_bytes):
+            yield Remedy(f"--activations {less.activations}", spec, less)
+            break
+    if load.samples and _fits(shape, spec, only := replace(load, samples=False), device_bytes):
+        yield Remedy("--train-only", spec, only)
+    if choice := smallest_layout(shape, load, device_bytes, num_devices):
+        yield Remedy(f"--parallel {choice.spec}", choice.spec, load)
+
+
+def _fits(shape: ModelShape, spec: ParallelSpec, load: Load, device_bytes: int) -> bool:
+    return estimate(shape, spec, load).total <= usable_bytes(device_bytes)
+
+
+def _most(limit: int, fits: Callable[[int], bool]) -> int:
+    """The largest number up to limit that fits, by halving; 0 where none does."""
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        if fits(middle):
+            low = middle
+        else:
+            high = middle - 1
+    return low
+
+
+def _by_ranks(shape: ModelShape, load: Load, num_devices: int | None) -> Iterator[list[Choice]]:
+    """All layouts, those of fewest ranks first."""
+    for num_ranks in _numbers_of_ranks(num_devices or _MOST_RANKS):
+        yield [Choice(spec, load, estimate(shape, spec, load)) for spec in _layouts(shape, num_ranks)]
+
+
+def _need(choice: Choice) -> int:
+    return choice.memory.total
+
+
+def _numbers_of_ranks(most: int) -> Iterator[int]:
+    """Powers of two, and at last all devices."""
+    number = 1
+    while number < most:
+        yield number
+        number *= 2
+    yield most
+
+
+def _layouts(shape: ModelShape, num_ranks: int) -> Iterator[ParallelSpec]:
+    for tp in valid_tp(shape):
+        if tp > DEVICES_PER_NODE or num_ranks % tp:
+            continue
+        for ep in valid_ep(shape):
+            if num_ranks // tp % ep:
+                continue
+            rest = num_ranks // tp // ep
+            for sp in divisors(rest):
+                yield ParallelSpec(fsdp=rest // sp, ep=ep, sp=sp, tp=tp)
+
+
+def _preference(spec: ParallelSpec) -> tuple[int, ...]:
+    """Less is better."""
+    return spec.fsdp, spec.sp, spec.ep

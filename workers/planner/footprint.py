@@ -1,0 +1,108 @@
+"""Whether the base models fit into this machine's memory, answered before anything is loaded. Imports no torch."""
+
+import json
+import struct
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+
+from ..protocol.config import WorkerConfig
+from ..protocol.parallel_spec import SINGLE
+from ..shapes.model_shape import ModelShape, model_directory, read_model
+from .load import BYTES_PER_NUMBER
+from .parameters import num_parameters, parameters
+
+
+def check_fit(groups: Iterable[Sequence[WorkerConfig]], take_turns: bool = False) -> None:
+    """Raises ValueError with the numbers when the models on the CPU need more memory than is available.
+
+    groups: for each of its processes that loads a model. take_turns: whether one group alone has its model in memory at
+    a time. Models on CUDA are left to their worker, and so are models that are not on this machine's disk yet.
+    """
+    of_groups = [_needs(group) for group in groups]
+    needs = max(of_groups, key=Counter.total, default=Counter[str]()) if take_turns else sum(of_groups, Counter[str]())
+    needed, available = needs.total(), available_bytes()
+    if available is None or needed <= available:
+        return
+    each = ", ".join(f"{name} {gigabytes(size)}" for name, size in needs.items())
+    raise ValueError(
+        f"the base models need {gigabytes(needed)} of memory ({each}) and {gigabytes(available)} is available: "
+        "serve fewer or smaller models, load them with --dtype bfloat16, or serve with --shared-devices turns"
+    )
+
+
+def _needs(group: Sequence[WorkerConfig]) -> Counter[str]:
+    """Bytes by model."""
+    needs: Counter[str] = Counter()
+    for model in group:
+        needs[model.model.name] += _kept_bytes(model) if runs_on_cpu(model) else 0
+    return needs
+
+
+def _kept_bytes(model: WorkerConfig) -> int:
+    """Of the base model, by each rank of its layout."""
+    whole = loaded_bytes(model) or 0
+    shape = read_model(model.model) if whole and model.parallel != SINGLE else None
+    if not isinstance(shape, ModelShape):
+        return whole
+    return whole * sum(each.kept for each in parameters(shape, model.parallel)) // num_parameters(shape)
+
+
+def loaded_bytes(model: WorkerConfig) -> int | None:
+    """Bytes of the weights in the dtype they will be loaded in; None when there are none on this disk to count."""
+    directory = model_directory(model.model.source)
+    files = sorted(directory.glob("*.safetensors")) if directory else []
+    if not files:
+        return None
+    dtype = model.dtype if model.dtype != "auto" else "float32" if runs_on_cpu(model) else "bfloat16"
+    return sum(_num_elements(file) for file in files) * BYTES_PER_NUMBER[dtype]
+
+
+def planned_bytes(model: WorkerConfig) -> int:
+    """Of the weights, on all ranks together; 0 where there are none on this disk to count."""
+    return _kept_bytes(model) * model.parallel.num_ranks
+
+
+def available_bytes() -> int | None:
+    """What this process may still take: the machine's memory, or the container's if that is less. None: unknown."""
+    return min(_available(), default=None)
+
+
+def runs_on_cpu(model: WorkerConfig) -> bool:
+    """Best guess without torch: a worker on "auto" takes CUDA where there is one."""
+    if model.device == "auto":
+        return not Path("/dev/nvidia0").exists()
+    return model.device.startswith("cpu")
+
+
+def gigabytes(num_bytes: int) -> str:
+    return f"{num_bytes / 1e9:.1f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.0f} MB"
+
+
+def _num_elements(file: Path) -> int:
+    """From the header alone: its length (8 bytes, little-endian), then JSON, name -> dtype, shape, offsets."""
+    with file.open("rb") as stream:
+        (length,) = struct.unpack("<Q", stream.read(8))
+        header = json.loads(stream.read(length))
+    return sum(prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+
+
+def _available() -> Iterator[int]:
+    machine = Path("/proc/meminfo")
+    if machine.exists():
+        fields = dict(line.split(":", 1) for line in machine.read_text().splitlines())
+        yield int(fields["MemAvailable"].split()[0]) * 1024
+    yield from available_to(Path("/sys/fs/cgroup"))
+
+
+def available_to(container: Path) -> Iterator[int]:
+    """Within the limit of a control group (version 2), where it has one.
+
+    Linux counts the cache of files as used, but gives it back when memory is wanted.
+    """
+    limit, used, statistics = (container / f"memory.{name}" for name in ("max", "current", "stat"))
+    if limit.exists() and used.exists() and limit.read_text().strip() != "max":
+        fields = dict(line.split() for line in statistics.read_text().splitlines())
+        cache = int(fields["active_file"]) + int(fields["inactive_file"])
+        yield int(limit.read_text()) - int(used.read_text()) + cache

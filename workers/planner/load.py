@@ -1,0 +1,81 @@
+"""Load: what a rank does with its part of a base model. Imports no torch."""
+
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal
+
+from ..protocol.config import KV_CACHE_BYTES, USUAL_MICRO_BATCH, WorkerConfig
+
+Training = Literal["lora", "full"]
+
+BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2}
+
+
+@dataclass(frozen=True)
+class Load:
+    """What a rank does with the base model, as the worker's knobs of these names say.
+
+    dtype: of the base. longest: tokens of the longest sequence, which runs alone where it is longer than a micro-batch.
+    training: what is in all slots: "lora" = adapters, "full" = models with weights of their own. lora_rank: of all
+    adapters, which adapt what can be adapted of the trunk. adapter_slots: adapters that are in use at a time. samples:
+    whether the rank does, too.
+    """
+
+    longest: int
+    dtype: str = "bfloat16"
+    micro_batch_tokens: int = USUAL_MICRO_BATCH
+    head_chunk_tokens: int = WorkerConfig.head_chunk_tokens
+    lora_rank: int = 32  # that of the SDK
+    adapter_slots: int = 1
+    full_slots: int = WorkerConfig.full_slots
+    kv_cache_bytes: int = KV_CACHE_BYTES
+    tp_activations: str = WorkerConfig.tp_activations
+    zero_stage: str = WorkerConfig.zero_stage
+    activations: str = WorkerConfig.activations
+    base_quantization: str = WorkerConfig.base_quantization
+    optimizer_states: str = WorkerConfig.optimizer_states
+    samples: bool = True
+    training: Training = "lora"
+
+    @staticmethod
+    def of(config: WorkerConfig, longest: int, dtype: str, samples: bool) -> "Load":
+        """Returns the load with adapters of the usual rank, as many as --adapter-slots says.
+
+        Where nobody has said how many, it has one: a worker fills slots as runs come, up to what its device holds.
+        """
+        shared = {each.name for each in fields(Load)} & {each.name for each in fields(WorkerConfig)} - {"dtype"}
+        knobs: dict[str, Any] = {name: getattr(config, name) for name in shared}
+        knobs["kv_cache_bytes"] = config.kv_cache_bytes or KV_CACHE_BYTES
+        knobs["micro_batch_tokens"] = config.micro_batch_tokens or USUAL_MICRO_BATCH
+        if config.adapter_slots == WorkerConfig.adapter_slots:
+            knobs["adapter_slots"] = Load.adapter_slots
+        return Load(longest=longest, dtype=dtype, samples=samples, **knobs)
+
+    @property
+    def tokens(self) -> int:
+        """Of the largest micro-batch."""
+        return max(self.micro_batch_tokens, self.longest)
+
+    @property
+    def number_bytes(self) -> int:
+        return BYTES_PER_NUMBER[self.dtype]
+
+    @property
+    def slots_knob(self) -> str:
+        """Of how many are on the device at a time."""
+        return "adapter_slots" if self.training == "lora" else "full_slots"
+
+    @property
+    def slots(self) -> int:
+        return getattr(self, self.slots_knob)
+
+    def with_slots(self, number: int) -> "Load":
+        return replace(self, **{self.slots_knob: number})
+
+    @property
+    def adapting_rank(self) -> int:
+        """Of what is added to every product; 0 = nothing."""
+        return self.lora_rank if self.training == "lora" else 0
+
+    def shorter(self, tokens: int) -> "Load":
+        """With at most so many tokens in a micro-batch."""
+        return replace(self, longest=min(self.longest, tokens), micro_batch_tokens=min(self.micro_batch_tokens, tokens))

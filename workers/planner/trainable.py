@@ -1,0 +1,48 @@
+"""Learned: the bytes that a rank has of what is trained, in the vectors of workers/state/trainable.py.
+
+Imports no torch.
+"""
+
+from dataclasses import dataclass
+
+from .load import Load
+
+_FLOAT32 = 4
+
+# And a float32 for each block of 256.
+_EIGHT_BIT = 1 + 4 / 256
+
+
+@dataclass(frozen=True)
+class LearnedBytes:
+    """weights: in float32. gradients: of a window, and of an operation under way. optimizer: its moments. copies: in
+    the base's dtype, and those of adapters stacked for the products of a micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer: float
+    copies: int
+
+    @property
+    def total(self) -> int:
+        return round(self.weights + self.gradients + self.optimizer + self.copies)
+
+    def times(self, numbers: int) -> "LearnedBytes":
+        return LearnedBytes(
+            weights=numbers * self.weights,
+            gradients=numbers * self.gradients,
+            optimizer=round(numbers * self.optimizer),
+            copies=numbers * self.copies,
+        )
+
+
+def bytes_per_number(load: Load) -> LearnedBytes:
+    """Of each number that is learned, on the ranks that have it."""
+    cast = load.number_bytes if load.number_bytes < _FLOAT32 else 0
+    stacked = load.number_bytes if load.training == "lora" and load.adapter_slots > 1 else 0
+    return LearnedBytes(
+        weights=_FLOAT32,
+        gradients=2 * _FLOAT32,
+        optimizer=2 * (_EIGHT_BIT if load.training == "full" and load.optimizer_states == "8bit" else _FLOAT32),
+        copies=cast + stacked,
+    )

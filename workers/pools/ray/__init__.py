@@ -1,0 +1,1 @@
+"""Ranks as actors of a Ray cluster."""

@@ -1,0 +1,179 @@
+"""RayPool: ranks that are actors of a Ray cluster.
+
+Ray ends processes that are connected to it: a driver whose head is away for a minute, by _Exit. So this process never
+is: each RayPool has a child that is its driver, and a new pool a new one, which finds whatever cluster is there then.
+"""
+
+import asyncio
+import logging
+import os
+import socket
+import threading
+import traceback
+from collections import defaultdict, deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import cycle
+from queue import SimpleQueue
+from typing import Any
+
+from ...protocol.messages import Incoming, Outgoing, Piece, decode, encode
+from ..base import Answer, NoPlace, PoolSpec, WorkerError, answer_in, settle
+from ..children import Child, ChildrenPool, ignore_signals
+from ..shell import Shell
+from .cluster import RayCluster
+from .placement import places_of
+
+
+class RayPool(ChildrenPool):
+    """One actor per rank, in a placement group of its own, on a cluster that is connected as the pool starts.
+
+    Ray ends the actors when their driver, a child of this process, is gone; also those that do not listen.
+    """
+
+    def __init__(self, spec: PoolSpec, cluster: RayCluster, placement_timeout_seconds: float = 60.0) -> None:
+        super().__init__(spec)
+        self._cluster = cluster
+        self._placement_timeout_seconds = placement_timeout_seconds
+
+    async def _start_ranks(self) -> None:
+        drive = _Drive(self.spec, self._cluster.address, self._cluster.environment, self._placement_timeout_seconds)
+        self._driver = await asyncio.to_thread(_Driver, (), _drive_ray, drive)
+        self._watch(self._driver)
+
+    def _send(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        self._driver.send_on(rank, message, answer)
+
+
+class _Driver(Child):
+    """Takes messages for the ranks in turn. Answers come when they are there, each behind the number of its rank."""
+
+    def __init__(self, preloaded: tuple[str, ...], serve: "Callable[..., None]", *arguments: object) -> None:
+        super().__init__(preloaded, serve, *arguments)
+        self._of_ranks: defaultdict[int, deque[asyncio.Future[Answer]]] = defaultdict(deque)
+        self._answering: int | None = None
+
+    def send_on(self, rank: int, message: list[Piece], answer: "asyncio.Future[Answer]") -> None:
+        self._of_ranks[rank].append(answer)
+        self._begin_to_send(message)
+
+    def _take(self, frame: memoryview) -> None:
+        if self._answering is None:
+            self._answering = _rank_in(frame)
+            return
+        settle(self._of_ranks[self._answering].popleft(), answer_in(frame))
+        self._answering = None
+
+
+def _rank_in(frame: memoryview) -> int:
+    rank: Any = decode(frame)
+    return rank
+
+
+@dataclass(frozen=True)
+class _Drive:
+    """What a driver has to do: `spec` on the cluster at `address`."""
+
+    spec: PoolSpec
+    address: str
+    environment: dict[str, str]
+    placement_timeout_seconds: float
+
+
+def _drive_ray(pipe: socket.socket, lifeline: socket.socket, drive: _Drive) -> None:
+    """The driver: hands messages to the ranks in turn. It ends when it loses one of them."""
+    os.environ.update(drive.environment)
+    try:
+        _connect(drive.address)
+        actors = _start_actors(drive.spec, drive.placement_timeout_seconds)
+    except ValueError as error:
+        _refuse(pipe, error, len(drive.spec.configs))
+        return
+    watches = [actor.wait_forever.options(concurrency_group="watch").remote() for actor in actors]
+    threading.Thread(target=_watch, args=(watches, lifeline), daemon=True).start()
+    answers: list[SimpleQueue[Any]] = [SimpleQueue() for _ in actors]
+    sending = threading.Lock()
+    for rank, of_rank in enumerate(answers):
+        threading.Thread(target=_send_answers, args=(rank, of_rank, pipe, sending), daemon=True).start()
+    incoming = Incoming()
+    for actor, of_rank in cycle(zip(actors, answers, strict=True)):
+        of_rank.put(actor.answer_frame.remote(bytes(incoming.receive(pipe) or b"")))
+
+
+def _refuse(pipe: socket.socket, error: ValueError, num_ranks: int) -> None:
+    incoming = Incoming()
+    for rank in cycle(range(num_ranks)):
+        incoming.receive(pipe)
+        _send_answer(rank, encode(Answer(error=error)), pipe)
+
+
+def _send_answer(rank: int, frame: list[Piece], pipe: socket.socket) -> None:
+    Outgoing(encode(rank)).send(pipe)
+    Outgoing(frame).send(pipe)
+
+
+def _watch(watches: list[Any], lifeline: socket.socket) -> None:
+    import ray
+
+    ray.wait(watches)
+    lifeline.sendall(b"its Ray actor is gone: it ended unexpectedly (out of memory?), or its node did")
+    os._exit(1)
+
+
+def _send_answers(rank: int, answers: "SimpleQueue[Any]", pipe: socket.socket, sending: threading.Lock) -> None:
+    """As soon as each is there: another rank may wait for this one, so that its own answer never comes."""
+    import ray
+    from ray.exceptions import RayActorError
+
+    while True:
+        try:
+            frame: list[Piece] = [ray.get(answers.get())]
+        except RayActorError:  # the watch tells
+            return
+        except Exception as error:  # Ray lost the message or the answer
+            frame = encode(Answer(error=WorkerError(f"{type(error).__name__}: {error}", traceback.format_exc())))
+        with sending:
+            _send_answer(rank, frame, pipe)
+
+
+def _connect(address: str) -> None:
+    import ray
+
+    hint = ""
+    try:
+        _knock(address)
+        hint = " (where it asks for a token, RAY_AUTH_MODE=token and its file have to be here, too: docs/cluster.md)"
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR)
+    except Exception as error:
+        raise NoPlace(f"the Ray cluster at {address} cannot be reached: {error}{hint}") from error
+    ignore_signals()  # Ray has a handler of its own
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens, for which Ray would wait for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+
+
+def _start_actors(spec: PoolSpec, placement_timeout_seconds: float) -> list[Any]:
+    import ray
+
+    decorate: Any = ray.remote
+    # A second thread, in which `wait_forever` stays for as long as the process lives.
+    actor_class = decorate(concurrency_groups={"watch": 1})(_RayShell)
+    return [
+        actor_class.options(num_cpus=spec.cpus_per_rank, num_gpus=spec.gpus_per_rank, scheduling_strategy=place).remote(
+            spec, rank
+        )
+        for rank, place in enumerate(places_of(spec, placement_timeout_seconds))
+    ]
+
+
+class _RayShell(Shell):
+    def answer_frame(self, frame: bytes) -> bytes:
+        # Ray's memory is shared and read-only; what arrives is to be written to.
+        return b"".join(self.answer(memoryview(bytearray(frame))))
+
+    def wait_forever(self) -> None:
+        threading.Event().wait()

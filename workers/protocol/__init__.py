@@ -1,0 +1,1 @@
+"""What crosses between processes: verbs, configurations, messages. Imports no torch."""

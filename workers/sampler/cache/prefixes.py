@@ -1,0 +1,136 @@
+"""Prefixes: keys and values of sequences seen before, found again by the tokens they stand for.
+
+Tokens are counted in blocks, each known by the hash of its tokens and of all before them. Blocks that are stored at
+once are kept, and given up, together.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from itertools import groupby
+
+import numpy as np
+from torch import Tensor
+
+from ...ops.kv_cache import Shelf
+
+BLOCK = 32
+
+
+@dataclass(frozen=True, eq=False)
+class StoredBlocks:
+    """Consecutive blocks. layers: keys and values [kv_heads, blocks * BLOCK, head_dim]."""
+
+    digests: Sequence[bytes]
+    layers: Sequence[tuple[Tensor, Tensor]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(keys.nbytes + values.nbytes for keys, values in self.layers)
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Blocks first:stop of those stored together."""
+
+    stored: StoredBlocks
+    first: int
+    stop: int
+
+
+class Prefixes:
+    """The least recently used go first. namespace: of the weights that made the keys and values."""
+
+    def __init__(self, clock: Iterator[int], num_ahead: int = 0) -> None:
+        """clock: by which uses are counted, of other caches' prefixes with these. num_ahead: tokens behind its own on
+        which what is stored of a token hangs, too; a block is known by these as well."""
+        self.num_bytes = 0
+        self._clock, self._num_ahead = clock, num_ahead
+        # When each was last of use.
+        self._stored: OrderedDict[StoredBlocks, int] = OrderedDict()
+        self._places: dict[bytes, tuple[StoredBlocks, int]] = {}
+
+    def layers(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Keys and values of all that are stored."""
+        for stored in self._stored:
+            yield from stored.layers
+
+    def find(self, namespace: int, tokens: np.ndarray, most: int) -> list[Stretch]:
+        """The longest known beginning of tokens int64 [n], of at most `most` tokens."""
+        places = []
+        for digest in self._digests(namespace, tokens[: most + self._num_ahead]):
+            place = self._places.get(digest)
+            if place is None:
+                break
+            places.append(place)
+        stretches = [
+            Stretch(stored, members[0][1], members[-1][1] + 1)
+            for stored, members in ((stored, list(m)) for stored, m in groupby(places, key=lambda place: place[0]))
+        ]
+        # The beginning is of use without what follows it, so it is to stay longer.
+        for stretch in reversed(stretches):
+            self._stored[stretch.stored] = next(self._clock)
+            self._stored.move_to_end(stretch.stored)
+        return stretches
+
+    def missing(self, namespace: int, tokens: np.ndarray) -> tuple[int, list[bytes]]:
+        """Of tokens int64 [n]: the first block that is not known, and the digests of the whole blocks from there."""
+        digests = list(self._digests(namespace, tokens))
+        first = next((number for number, digest in enumerate(digests) if digest not in self._places), len(digests))
+        return first, digests[first:]
+
+    def add(self, digests: Sequence[bytes], shelf: Shelf, slot: int, first_block: int) -> None:
+        """Copies the blocks from where the slot has them."""
+        part = slice(first_block * BLOCK, (first_block + len(digests)) * BLOCK)
+        stored = StoredBlocks(tuple(digests), shelf.copies(slot, part))
+        self._stored[stored] = next(self._clock)
+        self.num_bytes += stored.num_bytes
+        self._places |= {digest: (stored, number) for number, digest in enumerate(digests)}
+
+    @property
+    def oldest(self) -> int | None:
+        """When those were last of use that go first; None where there are none."""
+        return next(iter(self._stored.values()), None)
+
+    def drop_oldest(self) -> None:
+        """Of some."""
+        stored, _ = self._stored.popitem(last=False)
+        self.num_bytes -= stored.num_bytes
+        for digest in stored.digests:
+            if self._places[digest][0] is stored:
+                del self._places[digest]
+
+    def _digests(self, namespace: int, tokens: np.ndarray) -> Iterator[bytes]:
+        """Of each whole block."""
+        digest, length = namespace.to_bytes(8, "little"), BLOCK + self._num_ahead
+        for start in range(0, len(tokens) - length + 1, BLOCK):
+            digest = blake2b(digest + tokens[start : start + length].tobytes(), digest_size=16).digest()
+            yield digest
+
+
+def length_of(stretches: Sequence[Stretch]) -> int:
+    """In tokens."""
+    return BLOCK * sum(stretch.stop - stretch.first for stretch in stretches)
+
+
+def beginning(stretches: Sequence[Stretch], num_tokens: int) -> list[Stretch]:
+    """So many tokens of them, in whole blocks."""
+    found, left = [], num_tokens // BLOCK
+    for stretch in stretches:
+        num = min(left, stretch.stop - stretch.first)
+        found += [Stretch(stretch.stored, stretch.first, stretch.first + num)] if num else []
+        left -= num
+    return found
+
+
+def restore(stretches: Sequence[Stretch], shelf: Shelf, slot: int) -> None:
+    """Fills the slot from its beginning and clears the rest of it."""
+    for layer, (first_keys, _) in enumerate(stretches[0].stored.layers):
+        for kind, cached in enumerate(shelf.of_layer(layer, first_keys.transpose(0, 1))):
+            stop = 0
+            for stretch in stretches:
+                part = stretch.stored.layers[layer][kind][:, stretch.first * BLOCK : stretch.stop * BLOCK]
+                cached[slot, :, stop : stop + part.shape[1]] = part
+                stop += part.shape[1]
+            cached[slot, :, stop:] = 0

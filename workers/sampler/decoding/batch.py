@@ -1,0 +1,294 @@
+"""Batch: what the next forward pass of the sampler runs, as one packed row.
+
+First one token of every row that decodes, then the chunks of prompts of which the cache has the beginning, then those
+that start anew; in each part one adapter's after the other's, in the last equal lengths side by side.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.attention import Packing, pack_lengths
+from ...ops.kernels import Groups
+from ...ops.kv_cache import CachedRow, Chunk, DecodeStep, Storing
+from ..cache.cache import Cache, Seats
+from ..requests.jobs import Job, Row
+from ..requests.sequence_table import Table
+
+
+@dataclass(eq=False)
+class Prefill:
+    """A sequence of which `computed` tokens are in the cache, and the rows that go on from its end.
+
+    rows: the first's slot takes it; with `cached` False none has one. namespace: see Prefixes. draws: whether their
+    next tokens are drawn at its end.
+    """
+
+    rows: list[Row]
+    sequence: np.ndarray
+    cached: bool
+    namespace: int
+    computed: int = 0
+    draws: bool = True
+
+    @property
+    def job(self) -> Job:
+        return self.rows[0].job
+
+    @property
+    def remaining(self) -> int:
+        return len(self.sequence) - self.computed
+
+    def takes(self, row: Row) -> bool:
+        """Whether the row goes on from the same tokens."""
+        return row.job is self.job and not len(row.tokens) and len(self.sequence) == len(self.job.prompt)
+
+
+@dataclass(frozen=True)
+class PromptPart:
+    """Tokens start:stop of a prefill's sequence."""
+
+    prefill: Prefill
+    start: int
+    stop: int
+
+    @property
+    def length(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def tokens(self) -> np.ndarray:
+        return self.prefill.sequence[self.start : self.stop]
+
+    @property
+    def is_last(self) -> bool:
+        return self.stop == len(self.prefill.sequence)
+
+    @property
+    def row(self) -> Row:
+        """Whose slot takes it, if any does."""
+        return self.prefill.rows[0]
+
+    @property
+    def cached(self) -> bool:
+        return self.prefill.cached
+
+
+@dataclass(frozen=True, eq=False)
+class GuessPart:
+    """The newest token of a row and what is guessed to follow it: tokens int64 [1 + guesses], the first at `start`."""
+
+    row: Row
+    start: int
+    tokens: np.ndarray
+    cached: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + len(self.tokens)
+
+    @property
+    def length(self) -> int:
+        return len(self.tokens)
+
+
+@dataclass(frozen=True)
+class _OnShelf:
+    """Rows of one shelf: which of the decoding rows they are, and their slots."""
+
+    seats: Seats
+    members: np.ndarray
+    rows: slice | Tensor
+    slots: Tensor
+    in_order: bool
+    num_slots: int
+    groups: Groups
+
+
+@dataclass(frozen=True)
+class AdapterRun:
+    """So many tokens of the packed row, or rows of logits, that lie side by side."""
+
+    adapter_id: str | None
+    length: int
+
+
+def runs_of(lengths: Iterable[tuple[str | None, int]]) -> list[AdapterRun]:
+    """Neighbours of one adapter together."""
+    return [
+        AdapterRun(adapter_id, sum(length for _, length in part))
+        for adapter_id, part in groupby(lengths, key=lambda pair: pair[0])
+    ]
+
+
+class Decoding:
+    """The rows that take one token each, in the order of the packed row.
+
+    lines: int64 [n], theirs in the table. runs: of their adapters. Of use as long as none joins, leaves or moves.
+    """
+
+    def __init__(self, rows: Sequence[Row], cache: Cache, device: torch.device, num_threads: int) -> None:
+        places = {}
+        for row in rows:
+            seat = cache.seat(row)
+            assert seat is not None
+            places[row] = row.job.adapter_key, seat.capacity, seat.slot
+        self.rows = sorted(rows, key=places.__getitem__)
+        self.lines = np.array([row.line for row in self.rows], dtype=np.int64)
+        self.runs = runs_of((row.job.adapter_id, 1) for row in self.rows)
+        self._capacities = np.array([places[row][1] for row in self.rows])
+        self._device, self._num_threads = device, num_threads
+        self._cache, self._num_moves = cache, cache.num_moves
+        self._on_shelves = list(self._by_shelf(cache))
+
+    @property
+    def has_moved(self) -> bool:
+        """Whether a row of the cache has: of these, or of others."""
+        return self._cache.num_moves != self._num_moves
+
+    def steps_until_end(self, table: Table) -> int:
+        """For so many steps no row reaches its limit or the end of its slot."""
+        tokens = table.limit[self.lines] - table.count[self.lines] - 1
+        room = self._capacities - table.length[self.lines]
+        return int(np.minimum(tokens, room).min())
+
+    def outgrown(self, table: Table) -> list[Row]:
+        """Those whose slot has no room for the token that runs now, the oldest first."""
+        full = np.flatnonzero(table.length[self.lines] > self._capacities)
+        return sorted((self.rows[number] for number in full), key=lambda row: row.order)
+
+    def _by_shelf(self, cache: Cache) -> Iterator[_OnShelf]:
+        seats = [cache.seat(row) for row in self.rows]
+        by_shelf: dict[Seats, list[int]] = {}
+        for number, seat in enumerate(seats):
+            assert seat is not None
+            by_shelf.setdefault(seat.seats, []).append(number)
+        for on_shelf, members in by_shelf.items():
+            slots = [seat.slot for seat in (seats[number] for number in members) if seat is not None]
+            in_a_row = members[-1] - members[0] == len(members) - 1
+            yield _OnShelf(
+                seats=on_shelf,
+                members=np.array(members),
+                rows=slice(members[0], members[-1] + 1) if in_a_row else torch.tensor(members, device=self._device),
+                slots=torch.tensor(slots, device=self._device),
+                in_order=slots == list(range(len(slots))),
+                num_slots=max(slots) + 1,
+                groups=_groups([self.rows[number] for number in members], self._device),
+            )
+
+    def steps(self, table: Table) -> list[DecodeStep]:
+        """The newest token of a row is the one that runs now: all before it are cached."""
+        steps = []
+        for part in self._on_shelves:
+            lengths = table.length[self.lines[part.members]] - 1
+            steps.append(
+                DecodeStep(
+                    shelf=part.seats.shelf,
+                    rows=part.rows,
+                    slots=part.slots,
+                    in_order=part.in_order,
+                    lengths=torch.from_numpy(lengths).to(self._device),
+                    num_slots=part.num_slots,
+                    span=int(lengths.max()) + 1,
+                    groups=part.groups,
+                    num_threads=self._num_threads,
+                )
+            )
+        return steps
+
+
+def _groups(rows: Sequence[Row], device: torch.device) -> Groups:
+    """The samples of one prompt, prefilled with the same weights, have it in common."""
+    together: dict[tuple[Job, int], list[int]] = {}
+    for number, row in enumerate(rows):
+        together.setdefault((row.job, row.namespace), []).append(number)
+    order = [number for members in together.values() for number in members]
+    bounds = np.cumsum([0, *(len(members) for members in together.values())])
+    num_shared = [len(job.prompt) for job, _ in together]
+    return Groups(*(torch.tensor(numbers, device=device) for numbers in (order, bounds, num_shared)))
+
+
+@dataclass(frozen=True)
+class Batch:
+    """decoding: None where no row decodes. parts: in the order of the packed row, those that start anew last."""
+
+    decoding: Decoding | None
+    parts: Sequence[PromptPart | GuessPart]
+
+    @classmethod
+    def of(cls, decoding: Decoding | None, parts: Sequence[PromptPart | GuessPart], cache: Cache) -> "Batch":
+        def capacity(part: PromptPart | GuessPart) -> int:
+            seat = cache.seat(part.row) if part.cached else None
+            return 0 if seat is None else seat.capacity
+
+        def place(part: PromptPart | GuessPart) -> tuple[bool, str, int, int]:
+            return part.start == 0, part.row.job.adapter_key, part.length, capacity(part)
+
+        return cls(decoding, sorted(parts, key=place))
+
+    @property
+    def num_decoding(self) -> int:
+        return 0 if self.decoding is None else len(self.decoding.rows)
+
+    @property
+    def num_tokens(self) -> int:
+        return self.num_decoding + sum(part.length for part in self.parts)
+
+    def runs(self) -> list[AdapterRun]:
+        """Of the packed row's adapters."""
+        decoding = [] if self.decoding is None else [(run.adapter_id, run.length) for run in self.decoding.runs]
+        return runs_of([*decoding, *((part.row.job.adapter_id, part.length) for part in self.parts)])
+
+    def tokens(self, table: Table) -> np.ndarray:
+        """int64 [tokens]"""
+        newest = [] if self.decoding is None else [table.newest[self.decoding.lines]]
+        return np.concatenate([*newest, *(part.tokens for part in self.parts)])
+
+    def positions(self, table: Table) -> np.ndarray:
+        """int64 [tokens]"""
+        newest = [] if self.decoding is None else [table.length[self.decoding.lines] - 1]
+        return np.concatenate([*newest, *(np.arange(part.start, part.stop) for part in self.parts)])
+
+    def starts(self) -> list[int]:
+        """Where each part begins in the packed row."""
+        lengths = [self.num_decoding, *(part.length for part in self.parts)]
+        return np.cumsum(lengths)[:-1].tolist()
+
+    def packing(self, table: Table, cache: Cache, device: torch.device) -> CachedRow:
+        placed = list(zip(self.starts(), self.parts, strict=True))
+        fresh = [(start, part) for start, part in placed if part.start == 0]
+        fresh_start = fresh[0][0] if fresh else self.num_tokens
+        return CachedRow(
+            steps=[] if self.decoding is None else self.decoding.steps(table),
+            chunks=[_chunk(start, part, cache) for start, part in placed if part.start],
+            fresh=Packing(pack_lengths([part.length for _, part in fresh])) if fresh else None,
+            fresh_start=fresh_start,
+            storing=list(_storing(fresh, cache, device)),
+        )
+
+
+def _chunk(start: int, part: PromptPart | GuessPart, cache: Cache) -> Chunk:
+    seat = cache.seat(part.row)
+    assert seat is not None
+    return Chunk(start, start + part.length, seat.shelf, seat.slot, part.start)
+
+
+def _storing(
+    fresh: Sequence[tuple[int, PromptPart | GuessPart]], cache: Cache, device: torch.device
+) -> Iterator[Storing]:
+    """Neighbours of one length and shelf together."""
+
+    def kind(placed: tuple[int, PromptPart | GuessPart]) -> tuple[int, int]:
+        seat = cache.seat(placed[1].row) if placed[1].cached else None
+        return placed[1].length, 0 if seat is None else seat.capacity
+
+    for (length, capacity), members in groupby(fresh, key=kind):
+        if capacity:
+            starts, parts = zip(*members, strict=True)
+            seats = [seat for part in parts if (seat := cache.seat(part.row)) is not None]
+            slots = torch.tensor([seat.slot for seat in seats], device=device)
+            yield Storing(starts[0], len(parts), length, seats[0].shelf, slots)

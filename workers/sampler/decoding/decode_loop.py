@@ -1,0 +1,73 @@
+"""Burst: steps of rows that decode together while nobody joins, leaves or moves, with nothing done row by row."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...ops.kv_cache import CachedRow, DecodeStep
+from ..logits.choice import Chosen
+from ..logits.noise import uniforms
+from ..requests.sequence_table import Table
+from .batch import Decoding
+from .sampling_batch import Drawing
+
+# Noise is made for so many steps at a time.
+_STEPS = 16
+
+
+class Burst:
+    """The table hears of its tokens in the end, by `close`.
+
+    tokens, positions: int64 [n], what the next step runs. most_steps: how many are taken before a row ends or outgrows
+    its slot.
+    """
+
+    def __init__(self, decoding: Decoding, drawing: Drawing, table: Table, device: torch.device) -> None:
+        self._table, self._device = table, device
+        self._lines = drawing.lines
+        self._stops = drawing.stops
+        self._steps: Sequence[DecodeStep] = decoding.steps(table)
+        self._lengths = table.length[self._lines]
+        self._tokens: list[Tensor] = []
+        self._logprobs: list[Tensor] = []
+        self._noise = torch.empty(0)
+        self.most_steps = decoding.steps_until_end(table)
+        self.tokens = torch.from_numpy(table.newest[self._lines]).to(device)
+        self.positions = torch.from_numpy(self._lengths - 1).to(device)
+
+    @property
+    def num_steps(self) -> int:
+        return len(self._tokens)
+
+    def packing(self) -> CachedRow:
+        return CachedRow(self._steps, (), None, len(self._lines), ())
+
+    def noise(self) -> Tensor:
+        """float32 [n] in [0, 1), for the token that is drawn next."""
+        number = self.num_steps % _STEPS
+        if number == 0:
+            positions = self._lengths[:, None] + self.num_steps + np.arange(_STEPS)
+            drawn = uniforms(self._table.noise_key[self._lines, None], positions)
+            self._noise = torch.from_numpy(np.ascontiguousarray(drawn.T)).to(self._device, torch.float32)
+        return self._noise[number]
+
+    def take(self, chosen: Chosen) -> bool:
+        """Whether all rows go on with these tokens; else they are not taken."""
+        if self._stops is not None and bool((chosen.tokens[:, None] == self._stops).any()):
+            return False
+        if not chosen.are_finite:
+            return False
+        self._tokens.append(chosen.tokens)
+        self._logprobs.append(chosen.logprobs)
+        self.tokens = chosen.tokens
+        self.positions += 1
+        for step in self._steps:
+            step.advance()
+        return True
+
+    def close(self) -> None:
+        if self._tokens:
+            tokens, logprobs = torch.stack(self._tokens, dim=1), torch.stack(self._logprobs, dim=1)
+            self._table.extend(self._lines, tokens.cpu().numpy(), logprobs.cpu().numpy())

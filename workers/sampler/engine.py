@@ -1,0 +1,477 @@
+"""The native engine: continuous batching of sampling requests on the base model that also trains.
+
+Every iteration runs one packed row: the next token of every sample under way, and a bounded number of tokens of
+prompts, so that nobody's decoding waits long for somebody's prompt. The samples of a prompt share its prefill, and a
+sequence that begins like an earlier one starts where they part. Noise is counter-based: a sample that gives way to
+others and is prefilled again gets the same tokens.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
+from itertools import islice
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.errors import Category, OperationError
+from ...schemas.sampling import SampleResponse
+from ..batch.validated import ModelLimits
+from ..heads import LogprobHead
+from ..lora import Adapter, Plan, Segment
+from ..models.model import BaseModel
+from ..parallel.mesh import Mesh
+from ..protocol.config import WorkerConfig
+from ..protocol.verbs import Failure, SampledPart, SampleJob, Slice, SliceResult
+from ..registry.models import Models
+from ..state.trainable import FORWARD
+from .cache.cache import Cache
+from .cache.draft_caches import DraftCaches
+from .cache.weight_versions import Namespaces
+from .decoding.batch import AdapterRun, Batch, Decoding, GuessPart, PromptPart, runs_of
+from .decoding.decode_loop import Burst
+from .decoding.sampling_batch import Drawing
+from .logits.choice import Choice, Chosen, chances, choose, logprobs_of
+from .logits.noise import uniforms
+from .rank_sync import Together, Trouble, Verified
+from .requests.jobs import NOWHERE, Job, Row, check_request
+from .requests.prompt_scores import top_logprobs
+from .requests.sequence_table import End, Table
+from .requests.text import Text
+from .scheduler import NoRoom, Schedule
+from .speculation import Guesses, Speculation, may_be_guessed, verify
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """The next token of every row of a drawing. logits: float32 [rows, vocab], the model's."""
+
+    drawing: Drawing
+    logits: Tensor
+    chosen: Chosen
+
+
+@dataclass(frozen=True)
+class Taken:
+    """Of a row the next tokens int64 [n], and the logits float32 [n, vocab] by which they were chosen, the model's."""
+
+    row: Row
+    tokens: np.ndarray
+    logits: Tensor
+
+
+class NativeSampler:
+    """One rank's sampler. Its state is the jobs under way, and the prefixes kept; it changes in `slice` alone."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Models,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+        cache: Cache | None = None,
+        namespaces: Namespaces | None = None,
+        text: Text | None = None,
+        draft_caches: DraftCaches | None = None,
+    ) -> None:
+        """mesh: None = there is one rank. cache, namespaces, text, draft_caches: None = those that no other sampler
+        shares; caches of drafts are within the same budget."""
+        self._base = base
+        self._together = Together(mesh or Mesh())
+        self._models = models
+        self._head = LogprobHead(base, config.head_chunk_tokens)
+        self._config = config
+        self._limits = limits
+        cache, namespaces = cache or Cache.of(base, config), namespaces or Namespaces(models)
+        draft_caches = draft_caches or DraftCaches(base, cache.budget)
+        self._speculation = Speculation(base, models, self._head, self._together, draft_caches)
+        threads = base.threads.most
+        self._schedule = Schedule(cache, namespaces, config, base.device, threads, self._speculation)
+        self._captured: dict[int, Tensor] = {}
+        self._jobs: dict[str, Job] = {}
+        self._num_joined = 0
+        self._drawing: Drawing | None = None
+        self._plan: Plan | None = None
+        self._finished: dict[str, SampleResponse | Failure] = {}
+        self._text = text or Text(config.model.source, base)
+
+    def slice(self, work: Slice) -> SliceResult:
+        """Cancelled jobs are not answered. Runs over its budget by at most one iteration, and by the time
+        that layers take to be gathered."""
+        deadline = time.monotonic() + work.budget_milliseconds / 1000
+        self._finished = {}
+        for job_id in work.cancel:
+            self._remove(job_id)
+        for request in work.join:
+            self._join(request)
+        self._fail_dropped()
+        try:
+            self._run_until(deadline)
+        except Exception:
+            # A token may be half drawn and the cache half resized: the caller fails all jobs, so forget them here too.
+            self.forget_all()
+            raise
+        if not self._together.speaks:
+            return SliceResult({}, 0)
+        return SliceResult(self._finished, len(self._jobs), self._progress())
+
+    def refused(self, work: Slice, failure: Failure) -> SliceResult:
+        """Instead of `slice`: all jobs fail."""
+        jobs = {*self._jobs, *(request.job_id for request in work.join)}.difference(work.cancel)
+        for job_id in list(self._jobs):
+            self._remove(job_id)
+        return SliceResult(dict.fromkeys(jobs, failure) if self._together.speaks else {}, 0)
+
+    def forget_all(self) -> None:
+        """Jobs and prefixes; nobody is answered."""
+        self._jobs.clear()
+        self._schedule.clear()
+        self._drawing = self._plan = None
+
+    def park(self) -> None:
+        """Its jobs give up their room, and go on when there is a slice again."""
+        self._schedule.park()
+        self._drawing = self._plan = None
+
+    def forget_plan(self) -> None:
+        """What is made of the weights of now; it is made anew for the next step."""
+        self._plan = None
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self._jobs)
+
+    @property
+    def has_jobs(self) -> bool:
+        return bool(self._jobs)
+
+    def cache_bytes(self) -> int:
+        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        return self._schedule.cache.budget.used_bytes()
+
+    def held_bytes(self) -> int:
+        """Of the slots in use."""
+        return self._schedule.cache.budget.held_bytes()
+
+    def _progress(self) -> dict[str, tuple[SampledPart, ...]]:
+        streaming = {job_id: job for job_id, job in self._jobs.items() if job.request.streams}
+        for job in streaming.values():
+            for row in job.rows:
+                if row.line != NOWHERE:
+                    self._schedule.table.note(row)
+        untold = {job_id: job.untold() for job_id, job in streaming.items()}
+        return {job_id: parts for job_id, parts in untold.items() if parts}
+
+    @torch.no_grad()
+    def _run_until(self, deadline: float) -> None:
+        with ExitStack() as held:
+            self._schedule.serve(self._bring(self._choose_adapters(), held))
+            self._agree(self._bring_drafts(held))
+            held.enter_context(self._base.threads.restored())
+            began = time.monotonic()
+            held.enter_context(self._base.gathered())
+            deadline += time.monotonic() - began  # else little may be left for steps
+            while not self._schedule.is_idle:
+                has_run = self._iterate(deadline)
+                if self._together.is_over(deadline) or not has_run:
+                    break
+        if not self._schedule.table.num_lines:
+            # The table may have grown for one long sample, and the others hold adapters and jobs.
+            self._schedule.table, self._plan, self._drawing = Table(), None, None
+
+    def _iterate(self, deadline: float) -> bool:
+        """Whether there was anything to do: the cache may be full of what other samplers have in it."""
+        try:
+            self._schedule.make_room_to_guess()
+            guesses = self._speculation.guess(self._schedule.guessed(), self._schedule.table)
+            batch = self._schedule.next_batch(guesses)
+        except NoRoom as error:
+            self._fail(error.row.job, error.message, error.category)
+            return True
+        if batch.decoding is not None and not batch.parts:
+            self._decode(batch.decoding, deadline)
+        elif batch.num_tokens:
+            hidden = self._run(batch)
+            self._extend(batch, hidden)
+            self._check(batch, guesses, hidden)
+            self._captured = {}
+        return batch.num_tokens > 0
+
+    # Who comes and goes
+
+    def _choose_adapters(self) -> list[str]:
+        """Of this slice: those of the rows under way, then those of jobs as they came, as many as the device holds."""
+        under_way = [row.job for row in self._schedule.under_way()]
+        wanted = dict.fromkeys(job.adapter_id for job in (*under_way, *self._jobs.values()))
+        return list(islice((one for one in wanted if one is not None), self._config.adapter_slots))
+
+    def _bring(self, adapter_ids: list[str], held: ExitStack) -> list[str]:
+        """Those now held on the device. When not all of them come, each by itself: the jobs of one that fails end."""
+        try:
+            held.enter_context(self._models.resident(adapter_ids, FORWARD))
+            return adapter_ids
+        except OperationError as error:
+            if len(adapter_ids) == 1:
+                self._fail_jobs_of(adapter_ids[0], error)
+                return []
+        return [brought for each in adapter_ids for brought in self._bring([each], held)]
+
+    def _bring_drafts(self, held: ExitStack) -> dict[str, bool]:
+        """Those of this slice, as many as the device holds: whether each of them came."""
+        wanted = dict.fromkeys(row.job.request.draft_id for row in [*self._schedule.guessed(), *self._rows_to_come()])
+        known = [one for one in wanted if one is not None and one in self._models.drafts]
+        brought = dict.fromkeys(known[: self._config.full_slots], False)
+        for draft_id in brought:
+            with suppress(OperationError):
+                held.enter_context(self._models.resident([draft_id], FORWARD))
+                brought[draft_id] = True
+        return brought
+
+    def _agree(self, drafts: Mapping[str, bool]) -> None:
+        """What failed on one rank so far fails on those that decode it with that one. Rows whose draft did not come on
+        one of them go on without."""
+        own = {job_id: answer for job_id, answer in self._finished.items() if isinstance(answer, Failure)}
+        lacking = frozenset(draft_id for draft_id, has_come in drafts.items() if not has_come)
+        trouble = self._together.trouble(Trouble(own, lacking))
+        for job_id, failure in trouble.failures.items():
+            if job_id in self._jobs:
+                self._fail(self._jobs[job_id], failure.message, failure.category)
+        self._speculation.serve([draft_id for draft_id in drafts if draft_id not in trouble.lacking])
+        for row in self._schedule.guessed():
+            if not self._speculation.is_ready(row):
+                self._schedule.decode(row)
+
+    def _rows_to_come(self) -> list[Row]:
+        """Of each job one that is to be guessed, if it has any."""
+        of_jobs = (next(filter(self._may_come, job.rows), None) for job in self._jobs.values())
+        return [row for row in of_jobs if row is not None]
+
+    def _may_come(self, row: Row) -> bool:
+        return self._schedule.is_to_come(row) and may_be_guessed(row)
+
+    def _join(self, request: SampleJob) -> None:
+        assert request.job_id not in self._jobs, f"job {request.job_id} joined twice"
+        try:
+            check_request(request, self._limits)
+            job = Job(request, self._num_joined, self._limits, self._text)
+            self._schedule.check(job.rows[0])
+        except OperationError as error:
+            self._finished[request.job_id] = Failure(error.message, error.category)
+            return
+        self._num_joined += 1
+        self._jobs[request.job_id] = job
+        self._schedule.wait(job.rows)
+
+    def _fail_dropped(self) -> None:
+        for job in list(self._jobs.values()):
+            if job.adapter_id is not None and job.adapter_id not in self._models:
+                self._fail(job, f"adapter {job.adapter_id} is gone: its sampler was closed or never saved")
+
+    def _fail_jobs_of(self, adapter_id: str, error: OperationError) -> None:
+        for job in list(self._jobs.values()):
+            if job.adapter_id == adapter_id:
+                self._fail(job, error.message, error.category)
+
+    def _fail(self, job: Job, message: str, category: Category = "user") -> None:
+        self._remove(job.request.job_id)
+        self._finished[job.request.job_id] = Failure(message, category)
+
+    def _remove(self, job_id: str) -> None:
+        """Frees all that a job holds; unknown ids (it may just have ended) are ignored."""
+        if job := self._jobs.pop(job_id, None):
+            self._schedule.remove(job)
+
+    # An iteration
+
+    def _decode(self, decoding: Decoding, deadline: float) -> None:
+        """Steps of rows that decode, until one of them ends or may have to leave its slot."""
+        drawing = self._drawing
+        if drawing is None or drawing.rows is not decoding.rows:
+            drawing = self._drawing = self._new_drawing(decoding.rows)
+        burst = Burst(decoding, drawing, self._schedule.table, self._base.device)
+        self._set_threads(len(decoding.rows))
+        with self._models.adapters.applied(self._plan_of(drawing.runs)):
+            while True:
+                hidden = self._base.hidden_states(burst.tokens, burst.positions, burst.packing())
+                drawn = self._draw(drawing, hidden, burst.noise())
+                goes_on = drawing.is_plain and burst.num_steps < burst.most_steps and burst.take(drawn.chosen)
+                if not goes_on or self._together.is_over(deadline):
+                    break
+        burst.close()
+        if not goes_on:
+            self._append(drawn)
+
+    def _run(self, batch: Batch) -> Tensor:
+        """The hidden states [tokens, hidden] of the packed row."""
+        self._set_threads(batch.num_tokens)
+        table = self._schedule.table
+        tokens, positions = self._tensor(batch.tokens(table)), self._tensor(batch.positions(table))
+        packing = batch.packing(table, self._schedule.cache, self._base.device)
+        captured = self._speculation.captured([part.row for part in batch.parts])
+        with self._models.adapters.applied(self._plan_of(batch.runs())):
+            hidden = self._base.hidden_states(tokens, positions, packing, captured=captured)
+        self._captured = captured or {}
+        return hidden
+
+    def _set_threads(self, num_tokens: int) -> None:
+        self._base.threads.set_for(self._base.weights_per_product, num_tokens, self._schedule.cache.numbers_per_layer())
+
+    def _plan_of(self, runs: Sequence[AdapterRun]) -> Plan:
+        segments = self._segments(runs)
+        if self._plan is None or not self._plan.serves(segments):
+            self._plan = self._models.adapters.plan(segments, self._plan)
+        return self._plan
+
+    def _extend(self, batch: Batch, hidden: Tensor) -> None:
+        """The next token of every row that has run to its end."""
+        rows = list(batch.decoding.rows) if batch.decoding is not None else []
+        last = list(range(len(rows)))
+        for start, part in zip(batch.starts(), batch.parts, strict=True):
+            if isinstance(part, GuessPart):
+                continue
+            self._tell_draft(part, start)
+            self._note_computed(part, hidden[start : start + part.length])
+            if part.is_last and part.prefill.draws:
+                rows += part.prefill.rows
+                last += [start + part.length - 1] * len(part.prefill.rows)
+        if rows:
+            drawing, table = self._new_drawing(rows), self._schedule.table
+            noise = uniforms(table.noise_key[drawing.lines], table.length[drawing.lines])
+            self._append(self._draw(drawing, hidden[self._tensor(last)], torch.from_numpy(noise).to(hidden.device)))
+
+    def _tell_draft(self, part: PromptPart, start: int) -> None:
+        if part.cached and part.row.needs_cache and self._speculation.wants(part.row):
+            rows = slice(start, start + part.length)
+            self._speculation.tell(part.row, part.start, rows, self._captured, part.prefill.sequence)
+
+    def _check(self, batch: Batch, guesses: Mapping[Row, Guesses], hidden: Tensor) -> None:
+        """Of what was guessed, as much is taken as is right, and a token more."""
+        placed = [(start, part) for start, part in zip(batch.starts(), batch.parts, strict=True)]
+        # What else ran may have ended their jobs.
+        placed = [(start, part) for start, part in placed if isinstance(part, GuessPart) and part.row.line != NOWHERE]
+        if not placed:
+            return
+        rows = np.concatenate([np.arange(start, start + part.length) for start, part in placed])
+        runs = runs_of((part.row.job.adapter_id, part.length) for _, part in placed)
+        logits = self._head.logits_of_segments(hidden[self._tensor(rows)], self._segments(runs))
+        lines = np.repeat([part.row.line for _, part in placed], [part.length for _, part in placed])
+        settings = self._schedule.table.settings(lines)
+        of_model = chances(logits, Choice.of(settings, self._limits.vocab_size, self._base.device))
+        stops = np.cumsum([part.length for _, part in placed]).tolist()
+        places = [slice(stop - part.length, stop) for stop, (_, part) in zip(stops, placed, strict=True)]
+        own = [self._verify(part.row, guesses, of_model[here]) for (_, part), here in zip(placed, places, strict=True)]
+        taken: list[Taken] = []
+        for (start, part), here, verified in zip(placed, places, self._together.verified(own), strict=True):
+            taken.append(self._take_guesses(part, start, logits[here], verified))
+        self._append_several(taken)
+        for row in self._schedule.guessed():
+            if row.goes_alone:
+                self._schedule.decode(row)
+
+    def _verify(self, row: Row, guesses: Mapping[Row, Guesses], of_model: Tensor) -> Verified:
+        key, length = self._schedule.table.noise_key[row.line], int(self._schedule.table.length[row.line])
+        return verify(guesses[row], of_model, self._speculation.vocabulary(row), key, length)
+
+    def _take_guesses(self, part: GuessPart, start: int, logits: Tensor, verified: Verified) -> Taken:
+        row, num = part.row, verified.num_accepted
+        self._speculation.accept(row, slice(start, start + part.length), self._captured, num)
+        row.guessed.add(part.length - 1, num)
+        row.goes_alone = not self._speculation.pays(row, self._schedule.num_sampled)
+        return Taken(row, np.append(part.tokens[1 : 1 + num], verified.token), logits[: num + 1])
+
+    def _append_several(self, taken: Sequence[Taken]) -> None:
+        """Of each row a token after the other, until it ends."""
+        for number in range(max(len(each.tokens) for each in taken)):
+            going = [each for each in taken if number < len(each.tokens) and each.row.line != NOWHERE]
+            if not going:
+                return
+            rows, tokens = [each.row for each in going], np.array([each.tokens[number] for each in going])
+            logits = torch.stack([each.logits[number] for each in going])
+            chosen = torch.from_numpy(tokens).to(logits.device)
+            lines = np.array([row.line for row in rows], dtype=np.int64)
+            ends = self._schedule.table.append(lines, tokens, logprobs_of(chosen, logits).cpu().numpy())
+            if any(row.is_watched for row in rows):
+                self._watch(self._new_drawing(rows), logits, tokens, ends)
+            self._end_all(rows, ends)
+
+    def _new_drawing(self, rows: Sequence[Row]) -> Drawing:
+        return Drawing(rows, self._schedule.table, self._limits.vocab_size, self._base.device)
+
+    def _note_computed(self, part: PromptPart, hidden: Tensor) -> None:
+        """The prompt is scored once a job: later samples of it may be prefilled apart, or again."""
+        prefill, job = part.prefill, part.prefill.job
+        if job.scores is not None:
+            model = None if job.adapter_id is None else self._models.get(job.adapter_id)
+            pair = model.unembed if isinstance(model, Adapter) else None
+            logits_of = partial(self._head.logits, pair=pair)
+            job.scores.score(part.start, hidden, logits_of, self._config.head_chunk_tokens)
+        prefill.computed = part.stop
+        if part.is_last:
+            self._schedule.end_prefill(prefill)
+
+    def _draw(self, drawing: Drawing, hidden: Tensor, noise: Tensor) -> Drawn:
+        """The next token of each row from its hidden state [rows, hidden]. noise: [rows] in [0, 1)."""
+        logits = self._head.logits_of_segments(hidden, self._segments(drawing.runs))
+        adjusted = None if drawing.adjusting is None else drawing.adjusting.apply(logits, self._schedule.table)
+        chosen = choose(logits, drawing.choice, noise.to(logits.dtype), adjusted)
+        return Drawn(drawing, logits, self._together.agreed(chosen))
+
+    def _append(self, drawn: Drawn) -> None:
+        """Rows that end with their new token leave."""
+        drawing, tokens = drawn.drawing, drawn.chosen.tokens.cpu().numpy()
+        ends = self._schedule.table.append(drawing.lines, tokens, drawn.chosen.logprobs.cpu().numpy())
+        if drawing.watched:
+            self._watch(drawing, drawn.logits, tokens, ends)
+        self._end_all(drawing.rows, ends)
+
+    def _end_all(self, rows: Sequence[Row], ends: np.ndarray) -> None:
+        ended = {rows[number]: End(ends[number]) for number in np.flatnonzero(ends).tolist()}
+        for row in self._schedule.cache.from_the_back(ended):
+            self._end(row, ended[row])
+
+    def _watch(self, drawing: Drawing, logits: Tensor, tokens: np.ndarray, ends: np.ndarray) -> None:
+        """What must be looked at one by one: changes `ends` where a stop string is complete."""
+        if drawing.most_top:
+            rows = [n for n in drawing.watched if drawing.rows[n].job.request.topk_sample_logprobs]
+            top = top_logprobs(torch.log_softmax(logits[rows], dim=-1), drawing.most_top)
+            for number, ids, values in zip(rows, top.token_ids, top.logprobs, strict=True):
+                drawing.rows[number].append_top(ids, values)
+        for number in drawing.watched:
+            row = drawing.rows[number]
+            if ends[number] != End.NOT_FINITE and self._stops_after(row, int(tokens[number])):
+                ends[number] = End.STOP
+
+    def _stops_after(self, row: Row, token: int) -> bool:
+        try:
+            return row.stops_after(token, self._schedule.table.count[row.line])
+        except OperationError as error:
+            self._fail(row.job, error.message, error.category)
+            return False
+
+    def _end(self, row: Row, end: End) -> None:
+        job = row.job
+        if job.request.job_id not in self._jobs:
+            return
+        if end is End.NOT_FINITE:
+            self._fail(job, f"the model's output is not finite: see whether the weights of {job.weights} are")
+            return
+        row.stop_reason = "stop" if end is End.STOP else "length"
+        self._schedule.end(row)
+        job.num_open -= 1
+        if job.num_open == 0:
+            self._finished[job.request.job_id] = self._jobs.pop(job.request.job_id).result()
+
+    def _segments(self, runs: Sequence[AdapterRun]) -> tuple[Segment, ...]:
+        segments, start = [], 0
+        for run in runs:
+            model = None if run.adapter_id is None else self._models.get(run.adapter_id)
+            segments.append(Segment(start, start + run.length, model))
+            start += run.length
+        return tuple(segments)
+
+    def _tensor(self, integers: list[int] | np.ndarray) -> Tensor:
+        return torch.as_tensor(integers, dtype=torch.int64).to(self._base.device)

@@ -1,0 +1,185 @@
+"""Choosing the next token: temperature, min-p, top-k, top-p, and the inverse of the distribution at given noise."""
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import one_hot
+
+from ....schemas.sampling import SamplingParams
+from ...ops.kernels import kernels_for
+
+# Most nuclei lie within this many of the likeliest tokens, and finding those is cheaper than sorting the vocabulary.
+_NUCLEUS_HEAD = 256
+
+# Dividing by less overflows before it could make a difference.
+_LOWEST_TEMPERATURE = 1e-5
+
+
+def is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < _LOWEST_TEMPERATURE
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What n rows are chosen by: temperature, min_p and top_p float32 [n], top_k int64 [n]; as in SamplingParams."""
+
+    temperature: np.ndarray
+    min_p: np.ndarray
+    top_k: np.ndarray
+    top_p: np.ndarray
+
+
+@dataclass(frozen=True)
+class Choice:
+    """How each of n rows chooses, as tensors: made once for a batch that decodes together.
+
+    temperature: float32 [n], 0 where greedy. is_greedy: bool [n]. min_p_rows, top_k_rows, top_p_rows: int64, the rows
+    that filter, with min_p float32 [rows, 1], top_k int64 [rows, 1] and top_p float32 [rows, 1].
+    """
+
+    temperature: Tensor
+    is_greedy: Tensor
+    all_greedy: bool
+    min_p_rows: Tensor
+    min_p: Tensor
+    top_k_rows: Tensor
+    top_k: Tensor
+    top_p_rows: Tensor
+    top_p: Tensor
+
+    @classmethod
+    def of(cls, settings: Settings, vocab_size: int, device: torch.device) -> "Choice":
+        greedy = settings.temperature < _LOWEST_TEMPERATURE
+        with_min_p = np.flatnonzero((settings.min_p > 0) & ~greedy)
+        with_k = np.flatnonzero((settings.top_k > 0) & (settings.top_k < vocab_size) & ~greedy)
+        with_p = np.flatnonzero((settings.top_p < 1) & ~greedy)
+
+        def tensor(values: np.ndarray) -> Tensor:
+            return torch.from_numpy(values).to(device)
+
+        return cls(
+            temperature=tensor(np.where(greedy, np.float32(0), settings.temperature)),
+            is_greedy=tensor(greedy),
+            all_greedy=bool(greedy.all()),
+            min_p_rows=tensor(with_min_p),
+            min_p=tensor(settings.min_p[with_min_p, None]),
+            top_k_rows=tensor(with_k),
+            top_k=tensor(settings.top_k[with_k, None]),
+            top_p_rows=tensor(with_p),
+            top_p=tensor(settings.top_p[with_p, None]),
+        )
+
+    @property
+    def filters(self) -> bool:
+        """Whether any row chooses among some tokens only."""
+        return bool(len(self.min_p_rows) or len(self.top_k_rows) or len(self.top_p_rows))
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """tokens: int64 [n]. logprobs: float32 [n], those of the model at temperature 1, whatever the choice was among."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    are_finite: bool
+
+
+def choose(logits: Tensor, choice: Choice, uniform: Tensor, adjusted: Tensor | None = None) -> Chosen:
+    """logits float32 [n, vocab], uniform float32 [n] in [0, 1). adjusted: logits to choose by, if others."""
+    kernels = kernels_for(logits)
+    if kernels is not None and adjusted is None and not choice.filters:
+        tokens, logprobs = kernels.choose(logits, choice.temperature, uniform)
+    else:
+        tokens = _drawn(logits if adjusted is None else adjusted, choice, uniform)
+        logprobs = logprobs_of(tokens, logits)
+    return Chosen(tokens, logprobs, bool(logprobs.isfinite().all()))
+
+
+def logprobs_of(tokens: Tensor, logits: Tensor) -> Tensor:
+    """float32 [n], at temperature 1."""
+    return logits.gather(1, tokens[:, None]).squeeze(1) - logits.logsumexp(-1)
+
+
+def _drawn(logits: Tensor, choice: Choice, uniform: Tensor) -> Tensor:
+    if choice.all_greedy:
+        return logits.argmax(-1)
+    tokens = invert_cdf(_probabilities(logits, choice), uniform[:, None]).squeeze(1)
+    return torch.where(choice.is_greedy, logits.argmax(-1), tokens)
+
+
+def chances(logits: Tensor, choice: Choice) -> Tensor:
+    """float32 [n, vocab]: the probability with which each token is drawn; 1 for the likeliest of a greedy row."""
+    if choice.all_greedy:
+        return one_hot(logits.argmax(-1), logits.shape[-1]).to(logits.dtype)
+    probabilities = _probabilities(logits, choice)
+    probabilities /= probabilities.sum(-1, keepdim=True)
+    greedy = choice.is_greedy.nonzero().squeeze(1)
+    probabilities[greedy] = one_hot(logits[greedy].argmax(-1), logits.shape[-1]).to(logits.dtype)
+    return probabilities
+
+
+def _probabilities(logits: Tensor, choice: Choice) -> Tensor:
+    """float32 [n, vocab], not necessarily of sum 1; anything, of rows that are greedy."""
+    divisor = choice.temperature.masked_fill(choice.is_greedy, 1)
+    probabilities = torch.softmax(logits / divisor[:, None], dim=-1)
+    if len(choice.min_p_rows):
+        probabilities[choice.min_p_rows] = keep_likely(probabilities[choice.min_p_rows], choice.min_p)
+    if len(choice.top_k_rows):
+        probabilities[choice.top_k_rows] = keep_top_k(probabilities[choice.top_k_rows], choice.top_k)
+    if len(choice.top_p_rows):
+        probabilities[choice.top_p_rows] = keep_nucleus(probabilities[choice.top_p_rows], choice.top_p)
+    return probabilities
+
+
+def keep_likely(probabilities: Tensor, min_p: Tensor) -> Tensor:
+    """Zeroes what is less than min_p [n, 1] times as likely as the likeliest of its row."""
+    least = probabilities.amax(-1, keepdim=True) * min_p
+    return probabilities.masked_fill(probabilities < least, 0)
+
+
+def keep_top_k(probabilities: Tensor, top_k: Tensor) -> Tensor:
+    """Zeroes all but the top_k [n, 1] likeliest of each row."""
+    likeliest = probabilities.topk(int(top_k.max())).values
+    return _keep(probabilities, top_k, likeliest.gather(1, top_k - 1))
+
+
+def keep_nucleus(probabilities: Tensor, top_p: Tensor) -> Tensor:
+    """Zeroes all but the smallest set of likeliest tokens that holds top_p [n, 1] of the row's mass."""
+    mass = probabilities.sum(-1, keepdim=True) * top_p
+    descending = probabilities.topk(min(_NUCLEUS_HEAD, probabilities.shape[1])).values
+    if not bool((descending.sum(-1, keepdim=True) >= mass).all()):
+        descending = probabilities.sort(dim=-1, descending=True).values
+    before = descending.cumsum(-1) - descending
+    num_kept = (before < mass).sum(-1, keepdim=True).clamp_(min=1)
+    return _keep(probabilities, num_kept, descending.gather(1, num_kept - 1))
+
+
+def _keep(probabilities: Tensor, num_kept: Tensor, least: Tensor) -> Tensor:
+    """Zeroes all but the num_kept [n, 1] likeliest of each row, whose last has probability `least` [n, 1].
+
+    Of several with that probability (in low precision there often are) the first stay.
+    """
+    dropped = probabilities < least
+    if bool(((~dropped).sum(-1, keepdim=True) > num_kept).any()):
+        equal = probabilities == least
+        room = num_kept - (probabilities > least).sum(-1, keepdim=True)
+        dropped |= equal & (equal.cumsum(-1) > room)
+    return probabilities.masked_fill(dropped, 0)
+
+
+def invert_cdf(weights: Tensor, uniform: Tensor) -> Tensor:
+    """weights float32 [n, vocab], not necessarily of sum 1; uniform float32 [n, draws]; token ids int64 [n, draws].
+
+    Weights that are NaN give some token: the caller sees it by its log-probability.
+    """
+    cumulative = weights.cumsum(-1)
+    total = cumulative[:, -1:]
+    # Rounding may carry the target up to the total itself, behind which there is no token.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    tokens = torch.searchsorted(cumulative, target, right=True).clamp_(max=weights.shape[1] - 1)
+    if weights.is_cuda:
+        # Sums made side by side need not grow, and the search may then end at a token of no weight.
+        tokens = torch.where(weights.gather(1, tokens) > 0, tokens, weights.argmax(-1, keepdim=True))
+    return tokens

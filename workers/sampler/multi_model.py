@@ -1,0 +1,230 @@
+"""InTurn: a sampler for each set of weights: the base model's, with all adapters, and each model's own."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ..batch.validated import ModelLimits
+from ..models.model import BaseModel
+from ..parallel.mesh import Mesh
+from ..protocol.config import WorkerConfig
+from ..protocol.verbs import Failure, SampleJob, Slice, SliceResult
+from ..registry.models import Models
+from ..state.trainable import FORWARD
+from .cache.cache import Cache
+from .cache.draft_caches import DraftCaches
+from .cache.weight_versions import Namespaces
+from .engine import NativeSampler
+from .requests.text import Text
+
+
+@dataclass
+class Waiting:
+    """What is to be told to a sampler when its turn comes."""
+
+    join: list[SampleJob] = field(default_factory=list)
+    cancel: list[str] = field(default_factory=list)
+
+    def taken(self, milliseconds: float) -> Slice:
+        """All of it, as a slice. Nothing waits then."""
+        joining = tuple(request for request in self.join if request.job_id not in self.cancel)
+        work = Slice(joining, tuple(self.cancel), milliseconds)
+        self.join, self.cancel = [], []
+        return work
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What all samplers of a rank have together."""
+
+    cache: Cache
+    draft_caches: DraftCaches
+    namespaces: Namespaces
+    text: Text
+
+    @classmethod
+    def of(cls, base: BaseModel, models: Models, config: WorkerConfig) -> "Shared":
+        cache = Cache.of(base, config)
+        return cls(cache, DraftCaches(base, cache.budget), Namespaces(models), Text(config.model.source, base))
+
+
+class InTurn:
+    """One rank's samplers, which share the cache. A slice goes to all of its cohort that have jobs, in parts."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Models,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+        shared: Shared | None = None,
+    ) -> None:
+        """mesh: None = there is one rank. shared: None = nobody else samples."""
+        self._base, self._models, self._limits, self._config = base, models, limits, config
+        self._mesh = mesh or Mesh()
+        self._shared = shared or Shared.of(base, models, config)
+        self._cache, self._draft_caches = self._shared.cache, self._shared.draft_caches
+        # Of cohorts other than the first.
+        self._apart: dict[int, InTurn] = {}
+        self._of_base = self._new_sampler()
+        self._of_models: dict[str, NativeSampler] = {}
+        self._waiting: dict[str, Waiting] = {}
+        # Those of them that have jobs and had a turn, the last one at the end: on all ranks the same.
+        self._had_turns: list[str] = []
+
+    def slice(self, work: Slice) -> SliceResult:
+        """As NativeSampler, but beyond its budget by an iteration of each that takes a turn, and the time that weights
+        take to come to the device."""
+        try:
+            return self._slice_apart(work) if work.cohort else self._slice(work)
+        except Exception:
+            # The caller fails all jobs.
+            self.forget_all()
+            raise
+
+    def _slice_apart(self, work: Slice) -> SliceResult:
+        """Of another cohort than the first, whose jobs have no room in the cache while one of the others has."""
+        if work.cohort not in self._apart:
+            self._apart[work.cohort] = InTurn(
+                self._base, self._models, self._limits, self._config, self._mesh, self._shared
+            )
+        for number, sampler in self._apart.items():
+            if number != work.cohort:
+                sampler.park()
+        result = self._apart[work.cohort].slice(replace(work, cohort=0))
+        if not self._apart[work.cohort].has_jobs:
+            del self._apart[work.cohort]
+        return result
+
+    @property
+    def has_jobs(self) -> bool:
+        """In the first cohort."""
+        return self._of_base.has_jobs or bool(self._of_models)
+
+    def _slice(self, work: Slice) -> SliceResult:
+        self._take_in(work)
+        turns = self._turns(work)
+        return self._of_base.slice(work) if turns == [None] else self._slice_in_turn(work, turns)
+
+    def _take_in(self, work: Slice) -> None:
+        """What concerns models with weights of their own: it waits for their turn."""
+        for request in work.join:
+            if request.adapter_id is not None and self._models.runs_alone(request.adapter_id):
+                self._sampler_of(request.adapter_id)
+        for model_id, waiting in self._waiting.items():
+            waiting.join += (request for request in work.join if request.adapter_id == model_id)
+            waiting.cancel += work.cancel
+
+    def _slice_in_turn(self, work: Slice, turns: Sequence[str | None]) -> SliceResult:
+        part, result = work.budget_milliseconds / len(turns), SliceResult({}, 0)
+        for model_id in turns:
+            if model_id is None:
+                others = tuple(request for request in work.join if request.adapter_id not in self._of_models)
+                found = self._of_base.slice(Slice(others, work.cancel, part))
+            else:
+                found = self._slice_of(model_id, self._waiting[model_id].taken(part))
+            result = _joined(result, found)
+        for model_id in turns:
+            if model_id is not None and not self._of_models[model_id].has_jobs:
+                del self._of_models[model_id], self._waiting[model_id]
+        others = [model_id for model_id in self._of_models if model_id not in turns]
+        num_waiting = sum(self._of_models[each].num_jobs + len(self._waiting[each].join) for each in others)
+        return replace(result, num_active=result.num_active + num_waiting)
+
+    def _slice_of(self, model_id: str, work: Slice) -> SliceResult:
+        sampler = self._of_models[model_id]
+        if model_id not in self._models:
+            return sampler.slice(work)  # which tells so
+        with ExitStack() as held:
+            failure = self._bring(model_id, held)
+            if failure is not None:
+                return sampler.refused(work, failure)
+            with self._models.in_force([self._models.get(model_id)]):
+                return sampler.slice(work)
+
+    def _bring(self, model_id: str, held: ExitStack) -> Failure | None:
+        """To the device, on all ranks; or why not."""
+        own = None
+        try:
+            held.enter_context(self._models.resident([model_id], FORWARD))
+        except OperationError as error:
+            own = Failure(error.message, error.category)
+        [failure] = self._mesh.found([own])
+        return failure
+
+    def park(self) -> None:
+        """As NativeSampler."""
+        for sampler in (self._of_base, *self._of_models.values()):
+            sampler.park()
+
+    def forget_all(self) -> None:
+        """As NativeSampler."""
+        self._apart.clear()
+        self._of_base.forget_all()
+        self._of_models.clear()
+        self._waiting.clear()
+        self._had_turns = []
+
+    def cache_bytes(self) -> int:
+        """Of the budget: slots in use, slots that wait for use, and prefixes, those of drafts among them."""
+        return self._cache.budget.used_bytes()
+
+    def draft_cache_bytes(self) -> int:
+        """Those of drafts alone."""
+        return self.cache_bytes() - self._cache.num_bytes()
+
+    def held_bytes(self) -> int:
+        """Of the slots in use."""
+        return self._cache.budget.held_bytes()
+
+    def leaving(self) -> Iterator[Tensor]:
+        """The cache's tensors, once what nobody needs has been dropped."""
+        self._forget_plans()
+        return self._cache.budget.tensors()
+
+    def _forget_plans(self) -> None:
+        for sampler in (self._of_base, *self._of_models.values()):
+            sampler.forget_plan()
+        for apart in self._apart.values():
+            apart._forget_plans()
+
+    def _turns(self, work: Slice) -> list[str | None]:
+        """Who samples in this slice, on all ranks alike; None = the base. Of models with weights of their own, as many
+        as have room on the device, those first that had no turn for longest."""
+        if not (self._models.has_full or self._had_turns):
+            return [None]
+        joining = any(request.adapter_id not in self._of_models for request in work.join)
+        told = self._mesh.exchange((self._of_base.has_jobs or joining, list(self._of_models)))
+        wanted = {model_id for _, of_rank in told for model_id in of_rank}
+        self._had_turns = [model_id for model_id in self._had_turns if model_id in wanted]
+        turns = [*sorted(wanted.difference(self._had_turns)), *self._had_turns][: self._config.full_slots]
+        self._had_turns = [*(each for each in self._had_turns if each not in turns), *turns]
+        for model_id in turns:
+            self._sampler_of(model_id)
+        return [*([None] if any(of_base for of_base, _ in told) or not turns else []), *turns]
+
+    def _sampler_of(self, model_id: str) -> NativeSampler:
+        if model_id not in self._of_models:
+            self._of_models[model_id], self._waiting[model_id] = self._new_sampler(), Waiting()
+        return self._of_models[model_id]
+
+    def _new_sampler(self) -> NativeSampler:
+        return NativeSampler(
+            self._base,
+            self._models,
+            self._limits,
+            self._config,
+            self._mesh,
+            self._cache,
+            self._shared.namespaces,
+            self._shared.text,
+            self._draft_caches,
+        )
+
+
+def _joined(one: SliceResult, other: SliceResult) -> SliceResult:
+    return SliceResult(one.finished | other.finished, one.num_active + other.num_active, one.progress | other.progress)

@@ -1,0 +1,1 @@
+"""Sampling requests under way."""

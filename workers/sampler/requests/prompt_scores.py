@@ -1,0 +1,130 @@
+"""What a request asks about its prompt: log-probabilities of its tokens, and of the likeliest, given and drawn ones."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ....schemas.sampling import TopkLogprobs
+from ...protocol.verbs import SampleJob
+from ..logits.choice import invert_cdf, is_greedy
+from ..logits.noise import ALTERNATIVE_STREAM, noise_keys, uniforms
+
+_EMPTY_LOGPROB = -99999.0
+
+
+@dataclass
+class PromptScores:
+    """As in SampleResponse; None where not asked."""
+
+    logprobs: np.ndarray | None = None
+    top: TopkLogprobs | None = None
+    targets: np.ndarray | None = None
+    alternative_tokens: np.ndarray | None = None
+    alternative_logprobs: np.ndarray | None = None
+
+
+def wants_scores(job: SampleJob) -> bool:
+    targets = job.target_prompt_tokens is not None
+    return job.prompt_logprobs or job.topk_prompt_logprobs > 0 or targets or job.prompt_alt_tokens_k > 0
+
+
+class PromptScoring:
+    """Scores a prompt as its hidden states come, in order and perhaps more than once.
+
+    first_row: the first position whose hidden state is wanted; it predicts the token behind it.
+    """
+
+    def __init__(self, job: SampleJob) -> None:
+        self.scores = _empty_scores(job)
+        self._job = job
+        self._last_row = len(job.prompt) - 1
+        self._first_scored = self._last_row - (job.prompt_logprobs_last_n or self._last_row)
+        scores_every_row = job.target_prompt_tokens is not None or job.prompt_alt_tokens_k > 0
+        self.first_row = self._next_row = 0 if scores_every_row else self._first_scored
+
+    @property
+    def is_done(self) -> bool:
+        return self._next_row >= self._last_row
+
+    def score(self, start: int, hidden: Tensor, logits_of: Callable[[Tensor], Tensor], chunk: int) -> None:
+        """hidden [n, hidden_size] of the positions from `start`; logits_of maps at most `chunk` of them to logits.
+
+        Positions that have been scored before, and those behind the prompt, are left out.
+        """
+        stop = min(start + len(hidden), self._last_row)
+        for first in range(self._next_row, stop, chunk):
+            # Row i of the hidden states predicts the token at position i + 1.
+            rows = np.arange(first, min(first + chunk, stop))
+            log_softmax = torch.log_softmax(logits_of(hidden[rows[0] - start : rows[-1] + 1 - start]), dim=-1)
+            skipped = max(0, self._first_scored - first)
+            _score_tokens(self._job, self.scores, rows[skipped:], log_softmax[skipped:])
+            _score_targets(self._job, self.scores, rows, log_softmax)
+            _draw_alternatives(self._job, self.scores, rows, log_softmax)
+        self._next_row = max(self._next_row, stop)
+
+
+def top_logprobs(log_softmax: Tensor, k: int) -> TopkLogprobs:
+    """log_softmax [n, vocab], k at most the vocabulary's size."""
+    best = log_softmax.topk(k)
+    return TopkLogprobs(best.indices.to(torch.int32).cpu().numpy(), best.values.cpu().numpy())
+
+
+def _empty_top(length: int, k: int) -> TopkLogprobs:
+    return TopkLogprobs(np.zeros((length, k), np.int32), np.full((length, k), _EMPTY_LOGPROB, np.float32))
+
+
+def _empty_scores(job: SampleJob) -> PromptScores:
+    length, k, targets = len(job.prompt), job.prompt_alt_tokens_k, job.target_prompt_tokens
+    return PromptScores(
+        logprobs=np.full(length, np.nan, np.float32) if job.prompt_logprobs else None,
+        top=_empty_top(length, job.topk_prompt_logprobs) if job.topk_prompt_logprobs else None,
+        targets=None if targets is None else np.zeros(targets.shape, np.float32),
+        alternative_tokens=np.zeros((length - 1, k), np.int32) if k else None,
+        alternative_logprobs=np.zeros((length - 1, k), np.float32) if k else None,
+    )
+
+
+def _score_tokens(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+    if scores.logprobs is not None:
+        scores.logprobs[rows + 1] = _logprobs_of(job.prompt[rows + 1, None], log_softmax)[:, 0]
+    if scores.top is not None:
+        top = top_logprobs(log_softmax, job.topk_prompt_logprobs)
+        scores.top.token_ids[rows + 1], scores.top.logprobs[rows + 1] = top.token_ids, top.logprobs
+
+
+def _score_targets(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+    if scores.targets is None or job.target_prompt_tokens is None:
+        return
+    targets = job.target_prompt_tokens[rows]
+    logprobs = _logprobs_of(np.maximum(targets, 0), log_softmax)
+    scores.targets[rows] = np.where(targets >= 0, logprobs, 0.0)
+
+
+def _draw_alternatives(job: SampleJob, scores: PromptScores, rows: np.ndarray, log_softmax: Tensor) -> None:
+    """At the request's temperature, unfiltered by top_k and top_p; at temperature 0 all draws are the likeliest."""
+    if scores.alternative_tokens is None or scores.alternative_logprobs is None:
+        return
+    if is_greedy(job.params):
+        drawn = log_softmax.argmax(-1, keepdim=True).expand(-1, job.prompt_alt_tokens_k)
+    else:
+        noise = torch.from_numpy(_alternative_noise(job, rows + 1)).to(log_softmax)
+        drawn = invert_cdf(torch.softmax(log_softmax / job.params.temperature, dim=-1), noise)
+    tokens = drawn.cpu().numpy()
+    scores.alternative_tokens[rows] = tokens
+    scores.alternative_logprobs[rows] = _logprobs_of(tokens, log_softmax)
+
+
+def _alternative_noise(job: SampleJob, positions: np.ndarray) -> np.ndarray:
+    """[positions, draws]"""
+    assert job.params.seed is not None
+    keys = noise_keys(job.params.seed, ALTERNATIVE_STREAM, np.arange(job.prompt_alt_tokens_k))
+    return uniforms(keys, positions[:, None])
+
+
+def _logprobs_of(tokens: np.ndarray, log_softmax: Tensor) -> np.ndarray:
+    """tokens [n, k] -> float32 [n, k]"""
+    index = torch.from_numpy(tokens.astype(np.int64)).to(log_softmax.device)
+    return log_softmax.gather(1, index).cpu().numpy()

@@ -1,0 +1,142 @@
+"""Table: of every sample under way a line, so that a step of decoding reads and writes all of them at once."""
+
+from enum import IntEnum
+
+import numpy as np
+
+from ..logits.choice import Settings
+from .jobs import MOST_STOP_COLUMNS, NOWHERE, Row
+
+_FEWEST_LINES, _FEWEST_COLUMNS = 16, 64
+_NO_TOKEN = -1
+
+# A top_k of more tokens than any vocabulary has.
+_ANY = 1 << 31
+
+
+class End(IntEnum):
+    """Why a sample ends with its newest token."""
+
+    NOT_YET = 0
+    STOP = 1
+    LENGTH = 2
+    NOT_FINITE = 3
+
+
+class Table:
+    """tokens int32 and logprobs float32 [lines, columns]: what has been sampled; count int64 [lines] says how many.
+
+    length: prompt and samples. newest: the last token of either. limit: the most samples. noise_key: uint64.
+    stops: int64 [lines, k], the tokens that end it, filled up with -1. temperature, min_p, top_k and top_p: as Settings
+    has them. is_watched, is_adjusted: see Row.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = np.zeros((0, _FEWEST_COLUMNS), np.int32)
+        self.logprobs = np.zeros((0, _FEWEST_COLUMNS), np.float32)
+        self.count = np.zeros(0, np.int64)
+        self.length = np.zeros(0, np.int64)
+        self.newest = np.zeros(0, np.int64)
+        self.limit = np.zeros(0, np.int64)
+        self.noise_key = np.zeros(0, np.uint64)
+        self.stops = np.zeros((0, 1), np.int64)
+        self.temperature = np.zeros(0, np.float32)
+        self.min_p = np.zeros(0, np.float32)
+        self.top_k = np.zeros(0, np.int64)
+        self.top_p = np.zeros(0, np.float32)
+        self.is_watched = np.zeros(0, np.bool_)
+        self.is_adjusted = np.zeros(0, np.bool_)
+        self._free: list[int] = []
+
+    @property
+    def num_lines(self) -> int:
+        """Those in use."""
+        return len(self.count) - len(self._free)
+
+    def enter(self, row: Row) -> None:
+        if not self._free:
+            self._add_lines()
+        job, num_tokens = row.job, len(row.tokens)
+        stops = job.stop_token_ids if len(job.stop_token_ids) <= MOST_STOP_COLUMNS else ()
+        self._widen(num_tokens + 1, len(stops))
+        line = row.line = self._free.pop()
+        self.tokens[line, :num_tokens] = row.tokens
+        self.logprobs[line, :num_tokens] = row.logprobs
+        self.count[line] = num_tokens
+        self.length[line] = len(job.prompt) + num_tokens
+        self.newest[line] = row.tokens[-1] if num_tokens else job.prompt[-1]
+        self.limit[line] = job.max_new_tokens
+        self.noise_key[line] = row.noise_key
+        self.stops[line] = _NO_TOKEN
+        self.stops[line, : len(stops)] = list(stops)
+        params = job.request.params
+        self.temperature[line], self.min_p[line] = params.temperature, params.min_p
+        self.top_k[line], self.top_p[line] = min(params.top_k, _ANY), params.top_p
+        self.is_watched[line], self.is_adjusted[line] = row.is_watched, row.is_adjusted
+
+    def settings(self, lines: np.ndarray) -> Settings:
+        """Of the lines int64 [n]."""
+        return Settings(self.temperature[lines], self.min_p[lines], self.top_k[lines], self.top_p[lines])
+
+    def leave(self, row: Row) -> None:
+        """The row takes along what has been sampled."""
+        self.note(row)
+        self._free.append(row.line)
+        row.line = NOWHERE
+
+    def note(self, row: Row) -> None:
+        """Tells the row what has been sampled so far."""
+        assert row.line != NOWHERE
+        count = self.count[row.line]
+        row.tokens = self.tokens[row.line, :count].copy()
+        row.logprobs = self.logprobs[row.line, :count].copy()
+
+    def last_tokens(self, row: Row, num: int) -> np.ndarray:
+        """int64 [num], of prompt and samples."""
+        sampled = self.tokens[row.line, : self.count[row.line]].astype(np.int64)
+        of_prompt = max(0, num - len(sampled))
+        return np.concatenate([row.job.prompt[len(row.job.prompt) - of_prompt :], sampled[-num:]])
+
+    def extend(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> None:
+        """Several more tokens of each of the lines int64 [n], none of which ends one: tokens and logprobs [n, k]."""
+        count, num_new = self.count[lines], tokens.shape[1]
+        self._widen(int(count.max()) + num_new, 0)
+        columns = count[:, None] + np.arange(num_new)
+        self.tokens[lines[:, None], columns] = tokens
+        self.logprobs[lines[:, None], columns] = logprobs
+        self.newest[lines] = tokens[:, -1]
+        self.count[lines] += num_new
+        self.length[lines] += num_new
+
+    def append(self, lines: np.ndarray, tokens: np.ndarray, logprobs: np.ndarray) -> np.ndarray:
+        """The next token of each of the lines int64 [n]; returns its End, int64 [n]."""
+        count = self.count[lines]
+        self._widen(int(count.max()) + 1, 0)
+        self.tokens[lines, count] = tokens
+        self.logprobs[lines, count] = logprobs
+        self.newest[lines] = tokens
+        self.count[lines] = count + 1
+        self.length[lines] += 1
+        ends = np.where(count + 1 >= self.limit[lines], End.LENGTH, End.NOT_YET)
+        ends[(self.stops[lines] == tokens[:, None]).any(axis=1)] = End.STOP
+        ends[~np.isfinite(logprobs)] = End.NOT_FINITE
+        return ends
+
+    def _add_lines(self) -> None:
+        before, after = len(self.count), max(_FEWEST_LINES, 2 * len(self.count))
+        columns = [name for name, column in vars(self).items() if isinstance(column, np.ndarray)]
+        for name in columns:
+            old = getattr(self, name)
+            new = np.zeros((after, *old.shape[1:]), old.dtype)
+            new[:before] = old
+            setattr(self, name, new)
+        self._free = list(range(after - 1, before - 1, -1))
+
+    def _widen(self, num_tokens: int, num_stops: int) -> None:
+        if num_tokens > self.tokens.shape[1]:
+            more = max(num_tokens, 2 * self.tokens.shape[1]) - self.tokens.shape[1]
+            self.tokens = np.pad(self.tokens, ((0, 0), (0, more)))
+            self.logprobs = np.pad(self.logprobs, ((0, 0), (0, more)))
+        if num_stops > self.stops.shape[1]:
+            more = num_stops - self.stops.shape[1]
+            self.stops = np.pad(self.stops, ((0, 0), (0, more)), constant_values=_NO_TOKEN)

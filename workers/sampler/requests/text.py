@@ -1,0 +1,46 @@
+"""Text: the model's tokenizer, for requests that are about text; read when the first of them comes."""
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from ....schemas.errors import OperationError
+from ...models.model import BaseModel
+
+if TYPE_CHECKING:  # llguidance is loaded where constraints are asked for: a machine without it trains and samples
+    from .structured_output import Matchers
+
+
+class Text:
+    """source: directory or hub id of the model."""
+
+    def __init__(self, source: str, base: BaseModel) -> None:
+        self._source, self._base = source, base
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerFast:
+        """Raises OperationError when there is none."""
+        return _load_tokenizer(self._source)
+
+    @cached_property
+    def matchers(self) -> "Matchers":
+        """Raises OperationError as `tokenizer`, and on one that takes no constraints."""
+        from .structured_output import Matchers
+
+        return Matchers(self.tokenizer, self._base.vocab_size, self._base.eos_token_ids)
+
+
+def _load_tokenizer(source: str) -> PreTrainedTokenizerFast:
+    """Raises OperationError when there is none; for some models transformers then makes up one of special tokens."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source)
+        reason = None if set(tokenizer.get_vocab()) - set(tokenizer.all_special_tokens) else "its vocabulary is empty"
+    except (OSError, ValueError) as error:
+        tokenizer, reason = None, str(error)
+    if tokenizer is None or reason is not None:
+        raise OperationError(
+            f"stop strings and constraints need the model's tokenizer, which {source} does not have ({reason}): give"
+            " stop token ids"
+        )
+    return tokenizer

@@ -1,0 +1,350 @@
+"""Keeper: groups of ranks that outlive the servers that use them; one server at a time.
+
+A rank that dies is replaced here, with the others of its group; the server that is attached hears of a death, and
+attaches again when they are back. What a server has left in the ranks the next one drops.
+"""
+
+import asyncio
+import contextlib
+import logging
+import math
+import socket
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from ...schemas.version import VERSION
+from ..pools.base import NoPlace, Pool, WorkerDied, WorkerError
+from ..pools.remote.protocol import (
+    Answered,
+    Attach,
+    Attached,
+    Call,
+    Describe,
+    Description,
+    Died,
+    Kill,
+    Line,
+    NotNow,
+    fingerprint,
+)
+from ..pools.remote.secure_channel import NothingSaid, Sealed, keep_alive
+from ..protocol.config import Claim, ServedModel, WorkerConfig
+from ..protocol.messages import encode
+from .group import Backoff
+from .loading import load, why_not
+from .ranks import Ranks
+from .timeouts import Patience
+
+logger = logging.getLogger(__name__)
+
+_PLACE_SECONDS = 2.0
+_LAST_WORDS_SECONDS = 2.0
+_MOST_STRANGERS = 256
+"""Connections at a time that have not proved yet that they know the secret, which takes those who do no time."""
+_FULL_SECONDS = 0.1
+"""Until it is tried again to take a connection, when the system had no room for it."""
+
+
+class Keeper:
+    """knobs: what servers are told of how these groups were made."""
+
+    def __init__(self, groups: "Mapping[str, KeptGroup]", knobs: Mapping[str, Any], secret: bytes) -> None:
+        self._groups = groups
+        self._secret = secret
+        self._description = Description(knobs, tuple(groups))
+        self._visits: set[_Visit] = set()
+        self._newest_epoch = -1
+        self._strangers: dict[socket.socket, None] = {}  # in the order in which they came
+        self._received: set[asyncio.Task[None]] = set()
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        """Raises ValueError with the reason when a group does not come up."""
+        for group in self._groups.values():
+            await group.start(on_progress)
+
+    async def receive(self, listener: socket.socket) -> None:
+        """Servers, as they come, also while groups start; until it is cancelled. listener: listens, does not block."""
+        try:
+            while True:
+                connection = await self._accepted(listener)
+                self._strangers[connection] = None
+                receiving = asyncio.create_task(self._received_one(connection))
+                self._received.add(receiving)
+                receiving.add_done_callback(self._received.discard)
+                await asyncio.sleep(0)  # others are to have a turn, however many come
+        finally:
+            for visit in tuple(self._visits):
+                visit.end("its workers were stopped")
+            for receiving in self._received:
+                receiving.cancel()
+            if self._received:
+                await asyncio.wait(self._received)
+
+    async def close(self) -> None:
+        await asyncio.gather(*(group.close() for group in self._groups.values()))
+
+    async def _accepted(self, listener: socket.socket) -> socket.socket:
+        """Whatever happens: where there are too many, the one that has been a stranger for longest is turned away."""
+        while True:
+            try:
+                connection, _ = await asyncio.get_running_loop().sock_accept(listener)
+            except OSError as error:
+                logger.warning("no connection to the workers can be taken for now: %s", error)
+                self._turn_one_away()
+                await asyncio.sleep(_FULL_SECONDS)
+                continue
+            if len(self._strangers) >= _MOST_STRANGERS:
+                logger.warning(
+                    "%d connections to the workers are no servers yet: the oldest is closed", _MOST_STRANGERS
+                )
+                self._turn_one_away()
+            return connection
+
+    def _turn_one_away(self) -> None:
+        if self._strangers:
+            longest = next(iter(self._strangers))
+            del self._strangers[longest]
+            with contextlib.suppress(OSError):  # it has left
+                longest.shutdown(socket.SHUT_RDWR)
+
+    async def _introduced(self, connection: socket.socket) -> Sealed:
+        try:
+            keep_alive(connection)
+            return await Sealed.by_called(connection, self._secret)
+        finally:
+            self._strangers.pop(connection, None)
+
+    async def _received_one(self, connection: socket.socket) -> None:
+        line: Line | None = None
+        try:
+            line = Line(await self._introduced(connection))
+            line.say((fingerprint(), VERSION))
+            await self._serve(line)
+        except NothingSaid as error:
+            logger.debug("a connection to the workers was a probe: %s", error)
+        except (OSError, EOFError) as error:
+            if line is None:
+                logger.warning("a connection to the workers is refused: %s", error)
+        finally:
+            if line is not None:
+                await line.close(_LAST_WORDS_SECONDS)
+            connection.close()
+
+    async def _serve(self, line: Line) -> None:
+        words, _ = await line.hear()
+        if isinstance(words, Describe):
+            line.say(self._description)
+        elif isinstance(words, Attach):
+            await self._attach(line, words)
+
+    async def _attach(self, line: Line, attach: Attach) -> None:
+        if (reason := self._refusal(attach)) is not None:
+            logger.warning("a server is refused: %s", reason)
+            line.say(NotNow(reason))
+            return
+        self._make_way(attach)
+        visit = _Visit(line, attach, self._groups[attach.group])
+        self._visits.add(visit)
+        try:
+            await visit.run()
+        finally:
+            self._visits.discard(visit)
+
+    def _refusal(self, attach: Attach) -> str | None:
+        """Who knows them as they are may; of servers with epochs the newer one, of others who is there."""
+        claim, others = (
+            attach.claim,
+            {visit.claim for visit in self._visits if visit.claim.holder != attach.claim.holder},
+        )
+        if changes := _changes(attach.knobs, self._description.knobs):
+            return f"they were started anew with {changes}: start this server anew, too, or them as they were"
+        if attach.group not in self._groups:
+            return f"{attach.group} is not among them: there are {', '.join(self._groups)}"
+        if claim.epoch is not None and claim.epoch < self._newest_epoch:
+            return (
+                f"a server with the lease of epoch {self._newest_epoch} has had them, and this one's is of epoch "
+                f"{claim.epoch}; where the database was put back or is another one, start the workers anew"
+            )
+        if any(_is_no_older(other, claim) for other in others):
+            return "another server is attached to them: end that one, or start workers for this one"
+        return None
+
+    def _make_way(self, attach: Attach) -> None:
+        if attach.claim.epoch is not None:
+            self._newest_epoch = attach.claim.epoch
+        for visit in tuple(self._visits):
+            if visit.claim.holder != attach.claim.holder:
+                visit.end(f"a server with the lease of epoch {attach.claim.epoch} has taken the workers over")
+            elif visit.group.name == attach.group:
+                visit.end("this server has attached again")
+
+
+def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """In words; none where there are none."""
+    changed = [name for name in before if now.get(name) != before[name]]
+    return " and ".join(f"{name} {_shown(now.get(name))} instead of {_shown(before[name])}" for name in changed)
+
+
+def _shown(value: object) -> str:
+    return ", ".join(map(_shown_one, value)) or "none" if isinstance(value, tuple) else str(value)
+
+
+def _shown_one(value: object) -> str:
+    return f"{value.name}={value.source}" if isinstance(value, ServedModel) else str(value)
+
+
+def _is_no_older(other: Claim, claim: Claim) -> bool:
+    return other.epoch is None or claim.epoch is None or other.epoch >= claim.epoch
+
+
+class KeptGroup:
+    """The ranks of one base model, which come back when they die. calls: those that they have not answered."""
+
+    def __init__(self, name: str, config: WorkerConfig, new_pool: Callable[[], Pool]) -> None:
+        self.name = name
+        self.calls: set[asyncio.Task[None]] = set()
+        self._config = config
+        self._new_pool = new_pool
+        self._pool: Pool | None = None
+        self._ranks: Ranks | None = None
+        self._trouble: str | None = None
+        self._changed = asyncio.Event()
+        self._backoff = Backoff()
+        self._keeping: asyncio.Task[None] | None = None
+
+    async def start(self, on_progress: Callable[[str], None]) -> None:
+        """Raises ValueError with the reason when they do not come up."""
+        on_progress(f"loading {self.name} from {self._config.model.source} ...")
+        pool = await load(self._config, self.name, lambda: self._open(math.inf), on_progress)
+        on_progress(f"{self.name} is ready: {_processes(pool)}")
+        self._keeping = asyncio.create_task(self._keep())
+
+    async def close(self) -> None:
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.wait({self._keeping})
+        if self._ranks is not None:
+            await self._ranks.close()
+
+    async def pool(self) -> Pool:
+        """As soon as it is up, and has answered all calls. Raises NoPlace where it does not for now."""
+        while self._pool is None or self.calls:
+            if self._trouble is not None:
+                raise NoPlace(self._trouble)
+            await (self._answered() if self.calls else self._changed.wait())
+        return self._pool
+
+    async def _answered(self) -> None:
+        """Some calls are. Raises NoPlace."""
+        done, pending = await asyncio.wait(self.calls, timeout=self._config.hang_seconds)
+        if not done:
+            methods = ", ".join(sorted({calling.get_name() for calling in pending}))
+            raise NoPlace(f"{self.name} waits for {methods}, which was begun for a server that has left since")
+
+    async def _keep(self) -> None:
+        while True:
+            assert self._pool is not None and self._ranks is not None, "it was started"
+            death = await asyncio.shield(self._pool.death)
+            logger.error("%s: %s", self.name, death)
+            self._change(None, None)
+            await self._ranks.close()
+            while self._pool is None:
+                await asyncio.sleep(_PLACE_SECONDS if self._trouble else self._backoff.next_delay())
+                await self._try_to_open()
+
+    async def _try_to_open(self) -> None:
+        try:
+            pool = await self._open(Patience(self._config).loading_seconds)
+        except (WorkerDied, WorkerError, ValueError, OSError, EOFError) as error:
+            trouble = f"{self.name} does not come back: {why_not(error, self._config)}"
+            if trouble != self._trouble:
+                logger.error("%s", trouble)
+            self._change(None, trouble)
+        else:
+            logger.warning("%s is back: %s", self.name, _processes(pool))
+
+    async def _open(self, hang_seconds: float) -> Pool:
+        pool = self._new_pool()
+        self._ranks = Ranks(pool, self._config.parallel)
+        await self._ranks.start(hang_seconds)
+        self._backoff.started()
+        self._change(pool, None)
+        return pool
+
+    def _change(self, pool: Pool | None, trouble: str | None) -> None:
+        self._pool, self._trouble = pool, trouble
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Visit:
+    """Of one server to one group, from when it asks for it until one of the two hangs up."""
+
+    def __init__(self, line: Line, attach: Attach, group: KeptGroup) -> None:
+        self.claim = attach.claim
+        self.group = group
+        self._line = line
+        self._has_ended = False
+        self._pool: Pool | None = None
+
+    async def run(self) -> None:
+        """Raises OSError, EOFError when the server is gone."""
+        welcoming = asyncio.create_task(self._welcome())
+        try:
+            while True:
+                words, frames = await self._line.hear()
+                if self._has_ended:
+                    return
+                match words:
+                    case Call():
+                        self._begin(words, frames)
+                    case Kill(reason) if self._pool is not None:
+                        self._pool.kill(reason)
+        finally:
+            self._has_ended = True
+            welcoming.cancel()
+            await asyncio.wait({welcoming})
+
+    def end(self, reason: str) -> None:
+        """Nothing that the server says from now on is done."""
+        if not self._has_ended:
+            logger.warning("%s: %s", self.group.name, reason)
+            self._end(reason)
+
+    async def _welcome(self) -> None:
+        try:
+            pool = self._pool = await self.group.pool()
+        except NoPlace as error:
+            self._line.say(NotNow(str(error)))
+            self._line.hang_up()
+            return
+        self._line.say(Attached(pool.pids))
+        death = await asyncio.shield(pool.death)  # which the group logs
+        self._end(death.reason)
+
+    def _end(self, reason: str) -> None:
+        if not self._has_ended:
+            self._has_ended = True
+            self._line.say(Died(reason))
+            self._line.hang_up()
+
+    def _begin(self, call: Call, frames: list[memoryview]) -> None:
+        """Not cancelled when the server leaves: all ranks do what they have begun."""
+        calling = asyncio.create_task(self._call(call, frames), name=call.method)
+        self.group.calls.add(calling)
+        calling.add_done_callback(self.group.calls.discard)
+
+    async def _call(self, call: Call, frames: list[memoryview]) -> None:
+        pool = self._pool
+        assert pool is not None, "a server calls once it is attached"
+        of_ranks = frames if len(frames) > 1 else frames * len(pool.pids)
+        try:
+            answers = await pool.relay([[frame] for frame in of_ranks], call.method, call.hang_seconds)
+        except WorkerDied:
+            return  # the server is told by `_welcome`
+        if not self._has_ended:
+            self._line.say(Answered(call.number), [encode(answer) for answer in answers])
+
+
+def _processes(pool: Pool) -> str:
+    return f"process{'es' if len(pool.pids) > 1 else ''} {', '.join(map(str, pool.pids))}"

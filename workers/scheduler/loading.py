@@ -1,0 +1,55 @@
+"""Loading: a base model's ranks are started, more than once where they are killed over it; and why they were not."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from ..planner.footprint import available_bytes, gigabytes, planned_bytes
+from ..pools.base import WorkerDied, WorkerError
+from ..protocol.config import WorkerConfig
+
+MOST_TRIES = 4
+"""The last ones after pauses of 1, 2 and 4 seconds."""
+
+Loaded = TypeVar("Loaded")
+
+
+async def load(
+    config: WorkerConfig,
+    name: str,
+    attempt: Callable[[], Awaitable[Loaded]],
+    on_progress: Callable[[str], None],
+    most_tries: int = MOST_TRIES,
+) -> Loaded:
+    """Raises ValueError with the reason when it does not load. attempt: leaves nothing behind when it fails."""
+    source = config.model.source
+    for number in range(1, most_tries + 1):
+        try:
+            return await attempt()
+        except (WorkerDied, EOFError, ConnectionError) as error:
+            reason = why_not(error, config)
+            if number == most_tries:
+                tried = f", tried {number} times" if number > 1 else ""
+                raise ValueError(f"base model {name} does not load from {source}{tried}: {reason}") from error
+            seconds = 2.0 ** (number - 1)
+            on_progress(f"{name} did not load: {reason}; trying again in {seconds:.0f} s")
+            await asyncio.sleep(seconds)
+        except (WorkerError, OSError) as error:
+            raise ValueError(f"base model {name} does not load from {source}: {error}") from error
+    raise AssertionError("each try ends in a result or an error")
+
+
+def why_not(error: Exception, config: WorkerConfig) -> str:
+    """In words, for whoever may do something about it."""
+    words = str(error)
+    if not isinstance(error, WorkerDied | WorkerError | ValueError):
+        words = f"the process that starts workers ended while it started one ({words or type(error).__name__})"
+    elif "SIGKILL" not in words:
+        return words
+    planned, available = planned_bytes(config), available_bytes()
+    needs = f"needs {gigabytes(planned)} of memory for its weights" if planned else "needs memory"
+    there = f", and {gigabytes(available)} is available now" if available is not None else ""
+    return (
+        f"{words}: if nobody sent it that signal, the kernel's out-of-memory killer did; loading it {needs}{there}: "
+        "free some, serve fewer or smaller models, or load them with --dtype bfloat16"
+    )

@@ -1,0 +1,233 @@
+"""Sources: where the pools of groups come from: started here or on Ray, or kept by another process.
+
+Imports neither torch nor ray.
+"""
+
+import logging
+import os
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
+
+from ..models.devices import check_cuda, check_devices, device_of, first_device
+from ..planner.checks import check_layout, cuda_devices
+from ..planner.footprint import check_fit, runs_on_cpu
+from ..pools.base import Pool, PoolSpec
+from ..pools.local import LocalPool
+from ..pools.ray.cluster import RayCluster
+from ..pools.ray.pool import RayPool
+from ..pools.remote.pool import RemotePool
+from ..protocol.config import DispatchConfig, KeptAt, RoleGroup, SamplingConfig, WorkerConfig
+from ..protocol.parallel_spec import SINGLE
+from ..shapes.draft_spec import check_drafts
+from ..shapes.model_shape import model_directory, read_model
+
+logger = logging.getLogger(__name__)
+
+
+class Source(Protocol):
+    async def open(self) -> None:
+        """Raises ValueError: a layout that a model cannot have, or not enough memory."""
+        ...
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        """group: its name. Not started."""
+        ...
+
+    async def close(self) -> None:
+        """After the pools."""
+        ...
+
+
+def source_of(config: DispatchConfig) -> Source:
+    return Started(config) if config.kept is None else Kept(config, config.kept)
+
+
+class Started:
+    """Processes of this machine, or actors."""
+
+    def __init__(self, config: DispatchConfig) -> None:
+        self._config = config
+        self._cluster = RayCluster(config.ray_address) if config.pool == "ray" else None
+
+    async def open(self) -> None:
+        if self._config.ray_address is None:
+            for _, model in groups_of(self._config):
+                check_cuda(model.device)
+        for model in self._config.models:
+            _check_layout(model, is_local=self._cluster is None)
+        _check_roles(self._config)
+        for model in (*of_policies(self._config), *_of_roles(self._config).values()):
+            _check_drafts(model)
+        _check_samplers(self._config)
+        groups = _copies(self._config)
+        check_fit(groups, self._config.shared_devices == "turns" and self._cluster is None)
+        copies = [copy for group in groups for copy in group]
+        if self._cluster is None and (num_ranks := sum(map(runs_on_cpu, copies))) > num_cores():
+            logger.warning("%d ranks on the CPU share %d cores: fewer would be faster", num_ranks, num_cores())
+        if self._cluster is not None:
+            await self._cluster.connect(self._config.ray_cpus_per_rank * len(copies))
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        spec = PoolSpec(
+            worker=self._config.worker,
+            configs=_of_ranks(model, is_local=self._cluster is None),
+            threads=model.threads,
+            cpus_per_rank=self._config.ray_cpus_per_rank,
+            gpus_per_rank=0.0 if runs_on_cpu(model) else self._config.ray_gpus_per_rank,
+            blocks=model.parallel.blocks,
+        )
+        return RayPool(spec, self._cluster) if self._cluster else LocalPool(spec)
+
+    async def close(self) -> None:
+        if self._cluster is not None:
+            await self._cluster.disconnect()
+
+
+class Kept:
+    """Those of another process, which has looked at all that."""
+
+    def __init__(self, config: DispatchConfig, at: KeptAt) -> None:
+        self._worker = config.worker
+        self._at = at
+
+    async def open(self) -> None: ...
+
+    def new_pool(self, group: str, model: WorkerConfig) -> Pool:
+        return RemotePool(PoolSpec(self._worker, (model,) * model.parallel.num_ranks), group, self._at)
+
+    async def close(self) -> None: ...
+
+
+def groups_of(config: DispatchConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    """All that are made of our own processes, by name: of each base model the one of its policies, those of roles
+    apart, then those that sample."""
+    for model in of_policies(config):
+        yield model.model.name, model
+        yield from named_roles(config, model).items()
+        if config.sampling.vllm is None:
+            yield from named_samplers(model, config.sampling)
+
+
+def of_policies(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+    """What the base models' own workers are built of."""
+    has_drafts = all("draft" not in group.roles for group in config.role_groups)
+    return tuple(model if has_drafts else replace(model, draft_parallel=None) for model in with_threads(config))
+
+
+def named_roles(config: DispatchConfig, model: WorkerConfig) -> dict[str, WorkerConfig]:
+    """Of one of the base models, by the names of its groups."""
+    return {name_of(model, each): roles_apart(config, model, each) for each in config.role_groups}
+
+
+def name_of(model: WorkerConfig, group: RoleGroup) -> str:
+    return f"{model.model.name} ({' and '.join(group.roles)})"
+
+
+def roles_apart(config: DispatchConfig, model: WorkerConfig, group: RoleGroup) -> WorkerConfig:
+    """What the workers of these roles are built of. model: one of the base models."""
+    number = [each.model for each in config.models].index(model.model)
+    devices = group.devices or (model.device,)
+    of_drafts = config.models[number].draft_parallel if "draft" in group.roles else None
+    return replace(model, parallel=group.parallel, draft_parallel=of_drafts, device=devices[number % len(devices)])
+
+
+def named_samplers(model: WorkerConfig, sampling: SamplingConfig) -> Iterator[tuple[str, WorkerConfig]]:
+    for number, each in enumerate(samplers(model, sampling), start=1):
+        yield f"{model.model.name} (sampler {number})", each
+
+
+def samplers(model: WorkerConfig, sampling: SamplingConfig) -> list[WorkerConfig]:
+    """What our processes that only sample the model are built of."""
+    apart = replace(model, shared_directories=(), draft_parallel=None)
+    if sampling.vllm is not None:
+        devices = ",".join(sampling.devices) or model.device
+        return [] if sampling.vllm.urls else [replace(apart, parallel=SINGLE, device=devices)]
+    devices, apart = sampling.devices or (model.device,), replace(apart, parallel=sampling.parallel)
+    return [replace(apart, device=devices[number % len(devices)]) for number in range(sampling.workers)]
+
+
+def _check_layout(model: WorkerConfig, is_local: bool) -> None:
+    """Of a model that is on this machine already; any other is left to its ranks. Raises ValueError."""
+    if model_directory(model.model.source) is None:
+        return
+    has_ranks = model.parallel != SINGLE
+    num_devices = cuda_devices() if has_ranks and is_local and not runs_on_cpu(model) else None
+    if num_devices is not None:
+        num_devices -= first_device(model.device)
+    served, longest = read_model(model.model), model.max_context_length
+    check_layout(model.parallel, served, num_devices, longest, model.dtype, model.activations, model.base_quantization)
+
+
+def _check_drafts(model: WorkerConfig) -> None:
+    """As _check_layout."""
+    if model.draft_parallel is not None and model_directory(model.model.source) is not None:
+        check_drafts(model.draft_parallel, model.parallel, read_model(model.model))
+
+
+def _check_roles(config: DispatchConfig) -> None:
+    """Raises ValueError."""
+    is_local = config.pool == "local"
+    try:
+        for group in _of_roles(config).values():
+            _check_layout(group, is_local)
+    except ValueError as error:
+        raise ValueError(f"--role-group: {error}") from None
+    if is_local:
+        check_devices({model.model.name: model for model in config.models}, _of_roles(config), "--role-group")
+
+
+def _of_roles(config: DispatchConfig) -> dict[str, WorkerConfig]:
+    """Of all base models, by the names of the groups."""
+    return {name: group for model in config.models for name, group in named_roles(config, model).items()}
+
+
+def _check_samplers(config: DispatchConfig) -> None:
+    """Raises ValueError."""
+    sampling = config.sampling
+    if sampling.parallel == SINGLE:
+        return
+    try:
+        for model in config.models:
+            _check_layout(replace(model, parallel=sampling.parallel), is_local=False)
+    except ValueError as error:
+        raise ValueError(f"--sampler-parallel: {error}") from None
+    if config.pool == "local":
+        training = {model.model.name: model for model in config.models} | _of_roles(config)
+        of_samplers = dict(each for model in config.models for each in named_samplers(model, sampling))
+        check_devices(training, of_samplers, "--sampler-parallel", "--sampler-device")
+
+
+def _of_ranks(model: WorkerConfig, is_local: bool) -> tuple[WorkerConfig, ...]:
+    """Ray lets each rank see its own GPUs alone; on this machine each takes another one."""
+    shares_gpus = is_local and model.parallel.num_ranks > 1 and not runs_on_cpu(model)
+    return tuple(
+        replace(
+            model, rank=rank, is_local=is_local, device=device_of(model.device, rank) if shares_gpus else model.device
+        )
+        for rank in range(model.parallel.num_ranks)
+    )
+
+
+def _copies(config: DispatchConfig) -> list[tuple[WorkerConfig, ...]]:
+    """Of each group one for each process that holds a base model."""
+    groups = (
+        group
+        for model in config.models
+        for group in (model, *named_roles(config, model).values(), *samplers(model, config.sampling))
+    )
+    return [_of_ranks(group, is_local=config.pool == "local") for group in groups]
+
+
+def num_cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def with_threads(config: DispatchConfig) -> tuple[WorkerConfig, ...]:
+    """Threads per rank = cores / ranks that compute at the same time: those of one group, where groups take turns, else
+    all of them."""
+    num_ranks = [len(group) for group in _copies(config)]
+    together = max(num_ranks, default=1) if config.shared_devices == "turns" else sum(num_ranks)
+    share = max(1, num_cores() // max(1, together))
+    return tuple(replace(model, threads=model.threads or share) for model in config.models)

@@ -1,0 +1,300 @@
+"""Queue: the work that waits for a group's ranks. Keeps the order of each run, and forms calls of all runs' work."""
+
+from collections import OrderedDict
+from collections.abc import Container
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..protocol.verbs import Part, Step
+from .fair_queue import PassLimits, Shares, Tenant
+from .timeouts import cost_of
+from .work import Line, PassWork, Snapshot, Verb, Work
+
+
+@dataclass(eq=False)
+class Piece:
+    """What a pass runs of an operation: its data from first_datum to before end."""
+
+    work: PassWork
+    first_datum: int
+    end: int
+
+    @property
+    def last(self) -> bool:
+        return self.end == len(self.work.lengths)
+
+    @property
+    def cost(self) -> float:
+        return cost_of(self.work.lengths[self.first_datum : self.end], self.work.item.forward_only)
+
+    @property
+    def part(self) -> Part:
+        request = self.work.item
+        if self.first_datum > 0 or not self.last:
+            request = replace(request, data=request.data[self.first_datum : self.end])
+        return Part(self.work.operation_id, request, self.first_datum, self.last)
+
+
+class Queue:
+    """What is taken goes to the ranks in one call, and is answered before anything else is taken.
+
+    num_works, num_tokens: of what waits, without what is taken. suspects: runs of which each operation and each step
+    goes alone.
+    """
+
+    def __init__(self, limits: PassLimits, suspects: Container[str] = ()) -> None:
+        self.num_works = 0
+        self.num_tokens = 0
+        self._limits = limits
+        self._suspects = suspects
+        self._lines: dict[str, Line] = {}
+        # Each line is in one of these, by what its head is; operations of suspects are apart from the others.
+        self._shares = Shares(limits)
+        self._apart = _ByTenant()
+        self._steps: dict[str, Line] = {}
+        self._verbs = _ByTenant()
+        self._snapshots = _ByTenant()
+        self._steps_went_last = False
+        self._suspect_stepped_last = self._suspect_passed_last = False
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._lines
+
+    @property
+    def wants_snapshot(self) -> bool:
+        return bool(self._snapshots)
+
+    @property
+    def wants_verb(self) -> bool:
+        return bool(self._verbs)
+
+    @property
+    def wants_training(self) -> bool:
+        return bool(self._steps) or self._wants_pass
+
+    @property
+    def _wants_pass(self) -> bool:
+        return bool(self._shares or self._apart)
+
+    def works(self) -> list[Work[Any]]:
+        return [work for line in self._lines.values() for work in line.works]
+
+    def add(self, work: Work[Any]) -> None:
+        line = self._lines.setdefault(work.key, Line(work.key, work.tenant_id))
+        line.works.append(work)
+        self.num_works += 1
+        if isinstance(work, PassWork):
+            self.num_tokens += work.tokens
+        if len(line.works) == 1:
+            self._file(line)
+
+    def withdraw(self, work: Work[Any]) -> None:
+        """Nobody waits for it any more. What the ranks have begun goes on to its end."""
+        line = self._lines.get(work.key)
+        if line is not None and work in line.works and not work.begun:
+            self.drop(work)
+
+    def drop(self, work: Work[Any]) -> None:
+        """What is left of it waits no longer."""
+        line = self._lines[work.key]
+        if work is line.head:
+            self._unfile(line)
+            self._end(line)
+        else:
+            line.works.remove(work)
+            self._forget(work)
+
+    def next_verb(self) -> Verb:
+        """That `take_verb` would take."""
+        return self._verbs.next().head.item
+
+    def take_verb(self) -> Work[Verb]:
+        """Tenants take turns, and a tenant's runs."""
+        return self._pop(self._verbs.next())
+
+    def take_snapshot(self) -> Work[Snapshot]:
+        """As verbs; until it is taken, only its run waits for it."""
+        return self._pop(self._snapshots.next())
+
+    def steps_are_next(self) -> bool:
+        """They go first, for they unlock passes; but by turns, should a run have nothing but steps."""
+        return bool(self._steps) and not (self._steps_went_last and self._wants_pass)
+
+    def take_steps(self) -> list[Work[Step]]:
+        """One of each run that is ready for it; or of one suspect, by turns with all others."""
+        self._steps_went_last = True
+        suspects = [line for line in self._steps.values() if line.key in self._suspects]
+        others = [line for line in self._steps.values() if line.key not in self._suspects]
+        self._suspect_stepped_last = bool(suspects) and not (others and self._suspect_stepped_last)
+        return [self._pop(line) for line in (suspects[:1] if self._suspect_stepped_last else others)]
+
+    def take_pass(self) -> list[Piece]:
+        """A part of one suspect's operation, or of those of all others, by turns."""
+        self._steps_went_last = False
+        self._suspect_passed_last = bool(self._apart) and not (self._shares and self._suspect_passed_last)
+        forming = _Forming(self._limits)
+        if self._suspect_passed_last:
+            line = self._apart.next()
+            self._take(line, forming, self._limits.quantum(line.tenant_id), self._limits.half)
+        else:
+            self._fill(forming)
+        return list(forming.pieces.values())
+
+    def _fill(self, forming: "_Forming") -> None:
+        """First the run whose turn it is, so that it comes on whatever else there is; then the short operations, which
+        are to wait for one pass at most; and then by turns until the pass is full.
+        """
+        first = self._shares.next()
+        assert first is not None, "taken only while operations are ready"
+        self._move(*first, forming, self._limits.half)
+        self._move_short_ones(forming)
+        while (turn := self._shares.next(forming.awaited, forming.may_end)) and forming.admits(
+            turn[1].operation, forming.room
+        ):
+            self._move(*turn, forming, forming.room)
+        if turn and turn[0] is first[0] and not forming.has_slot(turn[1].key):
+            # Its few tokens would give it the first place of very many passes.
+            self._shares.end_turn()
+
+    def _move_short_ones(self, forming: "_Forming") -> None:
+        """They find half a pass, whatever the length of the first sequence."""
+        room = max(forming.room, self._limits.half)
+        for tenant in self._shares.hurried():
+            taken = self._move_short_ones_of(tenant, forming, room)
+            if not taken:
+                return
+            room -= taken
+
+    def _move_short_ones_of(self, tenant: Tenant, forming: "_Forming", room: float) -> int:
+        taken = 0
+        while (line := tenant.next_short()) and forming.admits(line.operation, room - taken):
+            if taken and not self._limits.allows(line.operation, taken):
+                break
+            taken += self._move(tenant, line, forming, room)
+        tenant.advance -= taken
+        return taken
+
+    def _move(self, tenant: Tenant, line: Line, forming: "_Forming", room: float) -> int:
+        """Into the pass: of the operation at the line's head what the tenant's credit and the room are enough for."""
+        tokens = self._take(line, forming, tenant.credit, room)
+        tenant.credit -= tokens
+        if line.comes_back:
+            forming.awaited.add(line.tenant_id)
+        return tokens
+
+    def _take(self, line: Line, forming: "_Forming", credit: float, room: float) -> int:
+        operation = line.operation
+        self._unfile(line)
+        tokens = forming.take(operation, credit, room)
+        self.num_tokens -= tokens
+        if operation.taken:
+            self._end(line)
+        else:
+            self._file(line)
+        return tokens
+
+    def _pop(self, line: Line) -> Work[Any]:
+        work = line.head
+        self._unfile(line)
+        self._end(line)
+        return work
+
+    def _end(self, line: Line) -> None:
+        """The head, of a line that is not filed."""
+        self._forget(line.works.popleft())
+        if line.works:
+            self._file(line)
+        else:
+            del self._lines[line.key]
+
+    def _forget(self, work: Work[Any]) -> None:
+        self.num_works -= 1
+        if isinstance(work, PassWork):
+            self.num_tokens -= work.tokens
+
+    def _file(self, line: Line) -> None:
+        match line.head.item:
+            case Step():
+                self._steps[line.key] = line
+            case Verb():
+                self._verbs.add(line)
+            case Snapshot():
+                self._snapshots.add(line)
+            case _ if line.key in self._suspects:
+                self._apart.add(line)
+            case _:
+                self._shares.add(line)
+
+    def _unfile(self, line: Line) -> None:
+        match line.head.item:
+            case Step():
+                del self._steps[line.key]
+            case Verb():
+                self._verbs.remove(line)
+            case Snapshot():
+                self._snapshots.remove(line)
+            case _ if line in self._apart:  # of a suspect, which it may be no longer
+                self._apart.remove(line)
+            case _:
+                self._shares.remove(line)
+
+
+class _Forming:
+    """A pass on its way. room: tokens that it still has room for; negative after a sequence longer than a pass.
+
+    awaited: tenants of whom it has the end of an operation, behind which only a step is before the next one.
+    """
+
+    def __init__(self, limits: PassLimits) -> None:
+        self.pieces: dict[int, Piece] = {}
+        self.awaited: set[str] = set()
+        self.room: float = limits.tokens
+        self._limits = limits
+        self._runs: set[str] = set()
+
+    @property
+    def may_end(self) -> bool:
+        """Whether it is worth its fixed costs."""
+        return self.room <= self._limits.tokens - self._limits.quarter
+
+    def admits(self, work: PassWork, room: float) -> bool:
+        tokens = work.lengths[work.num_taken] if self._limits.is_cut(work) else work.tokens
+        return tokens <= room and self.has_slot(work.key)
+
+    def has_slot(self, run_id: str) -> bool:
+        return run_id in self._runs or len(self._runs) < self._limits.runs
+
+    def take(self, work: PassWork, credit: float, room: float) -> int:
+        """Tokens taken: of an operation that may be cut, about `credit`, while there is room; but always one datum."""
+        piece = self.pieces.setdefault(work.operation_id, Piece(work, work.num_taken, 0))
+        tokens = work.take(credit, room) if self._limits.is_cut(work) else work.take_all()
+        piece.end = work.num_taken
+        self.room -= tokens
+        self._runs.add(work.key)
+        return tokens
+
+
+class _ByTenant:
+    """Lines, of which the tenants have their turns, and those of one tenant, too."""
+
+    def __init__(self) -> None:
+        self._tenants: OrderedDict[str, OrderedDict[str, Line]] = OrderedDict()
+
+    def __bool__(self) -> bool:
+        return bool(self._tenants)
+
+    def __contains__(self, line: Line) -> bool:
+        return line.key in self._tenants.get(line.tenant_id, ())
+
+    def add(self, line: Line) -> None:
+        self._tenants.setdefault(line.tenant_id, OrderedDict())[line.key] = line
+
+    def next(self) -> Line:
+        return next(iter(next(iter(self._tenants.values())).values()))
+
+    def remove(self, line: Line) -> None:
+        lines = self._tenants[line.tenant_id]
+        del lines[line.key]
+        self._tenants.move_to_end(line.tenant_id)
+        if not lines:
+            del self._tenants[line.tenant_id]

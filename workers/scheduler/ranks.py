@@ -1,0 +1,193 @@
+"""Ranks: those of one base model as if they were one worker. Shares work out to them and joins their answers."""
+
+import asyncio
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from ...schemas.training import ForwardBackwardOutput
+from ..pools.base import PerRank, Pool, WorkerDied
+from ..protocol.parallel_spec import ParallelSpec
+from ..protocol.shared_fs import Landmark
+from ..protocol.verbs import Failure, Part, Pass, SampleJob, Share, SharedOutput, Slice, SliceResult
+
+
+class Ranks:
+    """Raises as the pool does. death, pids, is_kept: see Pool."""
+
+    def __init__(self, pool: Pool, spec: ParallelSpec, shared_directories: Sequence[str] = ()) -> None:
+        """shared_directories: of this machine, where all ranks are to read and write, too."""
+        self._pool = pool
+        self._spec = spec
+        self._shared_directories = shared_directories
+        self._samplers = _Samplers(spec)
+
+    @property
+    def death(self) -> "asyncio.Future[WorkerDied]":
+        return self._pool.death
+
+    @property
+    def pids(self) -> list[int]:
+        return self._pool.pids
+
+    @property
+    def is_kept(self) -> bool:
+        return self._pool.is_kept
+
+    async def start(self, loading_seconds: float = math.inf, call_seconds: float = math.inf) -> None:
+        """Loads the base model on every rank; those that were kept have it, and drop what an earlier server left.
+
+        loading_seconds: until the ranks hang that load it, or are loading it elsewhere; call_seconds: in what they do
+        then. Raises ValueError where a rank does not see what it is to share with this machine.
+        """
+        await self._pool.start(loading_seconds)
+        try:
+            if self._pool.is_kept:
+                await self._pool.call("start_over", hang_seconds=call_seconds)
+            elif self._spec.num_ranks > 1:
+                [address, *_] = await self._pool.call("meet", hang_seconds=loading_seconds)
+                await self._pool.call("load", address, hang_seconds=loading_seconds)
+            for directory in self._shared_directories:
+                await self._check_shared(directory, call_seconds)
+        except BaseException:
+            await self._pool.close()
+            raise
+
+    async def _check_shared(self, directory: str, hang_seconds: float) -> None:
+        landmark = await asyncio.to_thread(Landmark.left_in, directory)
+        try:
+            for rank, trouble in enumerate(await self._pool.call("look_for", landmark, hang_seconds=hang_seconds)):
+                if trouble is not None:
+                    raise ValueError(
+                        f"{directory} is not shared with rank {rank}: {trouble}; ranks read and write there: mount one "
+                        "file system at the same path on every machine, or name a directory that is on such a one "
+                        "with --state-dir (and --checkpoints, where that is a directory)"
+                    )
+        finally:
+            await asyncio.to_thread(landmark.remove)
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+    async def call(self, method: str, *arguments: object, hang_seconds: float) -> Any:
+        """Of all ranks the same; the first one's answer."""
+        [answer, *_] = await self._answers(method, *arguments, hang_seconds=hang_seconds)
+        return answer
+
+    async def of_each(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
+        """Of all ranks their own answers."""
+        return await self._answers(method, *arguments, hang_seconds=hang_seconds)
+
+    async def run_pass(self, work: Pass, hang_seconds: float) -> Sequence[ForwardBackwardOutput | Failure | None]:
+        if self._spec.num_ranks == 1:
+            return await self.call("run_pass", work, hang_seconds=hang_seconds)
+        shares = shared_out(work, self._spec.num_shares)
+        of_ranks = PerRank(tuple(shares[self._spec.share_of(rank)] for rank in range(self._spec.num_ranks)))
+        answers = await self._answers("run_pass", of_ranks, hang_seconds=hang_seconds)
+        return [_joined(of_part) for of_part in zip(*answers, strict=True)]
+
+    async def run_slice(self, work: Slice, hang_seconds: float) -> SliceResult:
+        if self._spec.num_ranks == 1:
+            return await self.call("sample_slice", work, hang_seconds=hang_seconds)
+        of_ranks = PerRank(self._samplers.shared_out(work))
+        results = await self._answers("sample_slice", of_ranks, hang_seconds=hang_seconds)
+        return self._samplers.joined(results)
+
+    async def _answers(self, method: str, *arguments: object, hang_seconds: float) -> list[Any]:
+        """Where some fail and others do not, all are killed: they would not be in the same state any more."""
+        answers = await self._pool.answers(method, *arguments, hang_seconds=hang_seconds)
+        errors = [answer for answer in answers if isinstance(answer, Exception)]
+        if len(errors) == len(answers):
+            raise errors[0]
+        if errors:
+            rank = answers.index(errors[0])
+            raise self._pool.kill(f"rank {rank} of {len(answers)} failed in {method}, the others did not: {errors[0]}")
+        return answers
+
+
+def shared_out(work: Pass, num_shares: int) -> list[Pass]:
+    """The data of all parts, so that each share has about as many tokens: the longest first, each to the share that
+    has least."""
+    data = [(i, j) for i, part in enumerate(work.parts) for j in range(len(part.request.data))]
+    lengths = [len(work.parts[i].request.data[j].tokens) for i, j in data]
+    taken: list[list[tuple[int, int]]] = [[] for _ in range(num_shares)]
+    least = [(0, share) for share in range(num_shares)]
+    for k in sorted(range(len(data)), key=lambda k: -lengths[k]):
+        tokens, share = least[0]
+        heapq.heapreplace(least, (tokens + lengths[k], share))
+        taken[share].append(data[k])
+    return [_share_of(work, sorted(places)) for places in taken]
+
+
+def _share_of(work: Pass, places: list[tuple[int, int]]) -> Pass:
+    """places: part and datum of what the share has, in order."""
+    by_part: list[list[int]] = [[] for _ in work.parts]
+    for i, j in places:
+        by_part[i].append(j)
+    return Pass(tuple(_part_of(part, numbers) for part, numbers in zip(work.parts, by_part, strict=True)))
+
+
+def _part_of(part: Part, indices: list[int]) -> Part:
+    whole = part.share
+    share = Share(tuple(whole.numbers[j] for j in indices), whole.num_data)
+    request = replace(part.request, data=tuple(part.request.data[j] for j in indices))
+    return replace(part, request=request, shared=share)
+
+
+def _joined(answers: Sequence[SharedOutput | Failure | None]) -> ForwardBackwardOutput | Failure | None:
+    """Ranks agree on what failed; each has the outputs of its share, of those with the same one some tell more."""
+    outputs: dict[int, Mapping[str, Any]] = {}
+    for answer in answers:
+        if not isinstance(answer, SharedOutput):
+            return answer
+        for number, output in answer.outputs.items():
+            outputs[number] = {**outputs.get(number, {}), **output}
+    assert isinstance(answers[0], SharedOutput)
+    return ForwardBackwardOutput(tuple(outputs[number] for number in sorted(outputs)), answers[0].metrics)
+
+
+class _Samplers:
+    """Which rank decodes which job. Those of a tensor- or expert-parallel team decode the same ones together."""
+
+    def __init__(self, spec: ParallelSpec) -> None:
+        self._team_of = [0] * spec.num_ranks
+        teams = spec.groups(("ep", "tp"))
+        for number, ranks in enumerate(teams):
+            for rank in ranks:
+                self._team_of[rank] = number
+        self._first_of = [ranks[0] for ranks in teams]
+        self._team_of_job: dict[str, int] = {}
+        self._tokens = [0] * len(teams)
+        self._tokens_of_job: dict[str, int] = {}
+
+    def shared_out(self, work: Slice) -> tuple[Slice, ...]:
+        """By rank."""
+        joining: list[list[SampleJob]] = [[] for _ in self._tokens]
+        for job in work.join:
+            joining[self._place(job)].append(job)
+        return tuple(replace(work, join=tuple(joining[team])) for team in self._team_of)
+
+    def joined(self, results: Sequence[SliceResult]) -> SliceResult:
+        """Of all teams: what their first ranks say."""
+        of_teams = [results[rank] for rank in self._first_of]
+        finished = {job_id: answer for result in of_teams for job_id, answer in result.finished.items()}
+        for job_id in finished:
+            self._forget(job_id)
+        progress = {job_id: parts for result in of_teams for job_id, parts in result.progress.items()}
+        return SliceResult(finished, sum(result.num_active for result in of_teams), progress)
+
+    def _place(self, job: SampleJob) -> int:
+        """Where fewest tokens wait."""
+        team = self._tokens.index(min(self._tokens))
+        tokens = len(job.prompt) + job.num_samples * (job.params.max_tokens or len(job.prompt))
+        self._team_of_job[job.job_id], self._tokens_of_job[job.job_id] = team, tokens
+        self._tokens[team] += tokens
+        return team
+
+    def _forget(self, job_id: str) -> None:
+        """A job that was cancelled may be told of twice."""
+        team = self._team_of_job.pop(job_id, None)
+        if team is not None:
+            self._tokens[team] -= self._tokens_of_job.pop(job_id)

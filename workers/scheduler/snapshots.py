@@ -1,0 +1,71 @@
+"""Snapshots: those that a worker writes while it goes on with other work, and who waits for them."""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from itertools import count
+from typing import Any
+
+from ..protocol.verbs import Failure
+from .work import Snapshot, Work
+
+_MOST = 4
+_FIRST_SECONDS, _LAST_SECONDS = 0.01, 0.5
+
+
+class Snapshots:
+    """Of one group, whose lane asks the worker from time to time which have been written, when they are `due`.
+
+    on_due: called then.
+    """
+
+    def __init__(self, on_due: Callable[[], None]) -> None:
+        self.due = False
+        self._on_due = on_due
+        self._writing: dict[int, Work[Snapshot]] = {}
+        self._ids = count()
+        self._seconds = _FIRST_SECONDS
+        self._timer: asyncio.TimerHandle | None = None
+
+    @property
+    def has_room(self) -> bool:
+        """Whether one more may be begun: each holds a copy of its run in the worker's memory."""
+        return len(self._writing) < _MOST
+
+    def works(self) -> list[Work[Snapshot]]:
+        return list(self._writing.values())
+
+    def next_id(self) -> int:
+        return next(self._ids)
+
+    def begun(self, snapshot_id: int, work: Work[Snapshot]) -> None:
+        self._writing[snapshot_id] = work
+        self._seconds = _FIRST_SECONDS
+        self._ask_later()
+
+    def ended(self, answers: Mapping[int, Failure | None]) -> list[tuple[Work[Snapshot], Failure | None]]:
+        """Those of them that waited for it, with their answers. The others are asked for again, ever later."""
+        works = [(self._writing.pop(one), answer) for one, answer in answers.items() if one in self._writing]
+        self._seconds = min(2 * self._seconds, _LAST_SECONDS)
+        self._ask_later()
+        return works
+
+    def failed(self, failure: Failure) -> list[tuple[Work[Any], Failure | None]]:
+        """Nobody knows what has become of them."""
+        return self.ended(dict.fromkeys(self._writing, failure))
+
+    def forget(self) -> None:
+        """The worker is gone."""
+        self._writing.clear()
+        self._ask_later()
+
+    def _ask_later(self) -> None:
+        self.due = False
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if self._writing:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._become_due)
+
+    def _become_due(self) -> None:
+        self.due = True
+        self._on_due()

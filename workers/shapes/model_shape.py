@@ -1,0 +1,328 @@
+"""ModelShape: what of a model's config.json decides how its weights can be shared out, and how large they are.
+
+Read without torch and transformers, so that a layout that cannot work is refused before anything is loaded.
+"""
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..protocol.config import ServedModel
+from .families import BY_TRANSFORMERS, FAMILIES, LAYER_TYPES, TEXT_PARTS, Family, other_arithmetic
+
+# A config.json that says nothing of it means a rotation by the position alone.
+_NO_SCALING = "default"
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How positions become rotations. factor, original_positions: None where the kind has none."""
+
+    kind: str = _NO_SCALING
+    factor: float | None = None
+    original_positions: int | None = None
+
+    def __str__(self) -> str:
+        if self.kind == _NO_SCALING:
+            return "no RoPE scaling"
+        factor = "" if self.factor is None else f" by {self.factor:g}"
+        original = "" if self.original_positions is None else f" from {self.original_positions}"
+        return f"RoPE scaling {self.kind}{factor}{original}"
+
+
+@dataclass(frozen=True)
+class Model:
+    """What matters of any model. name: what clients call it.
+
+    max_positions: its longest context in tokens, None where the config does not say. refusal: why no rank can serve it.
+    """
+
+    name: str
+    model_type: str
+    rope: Rope = field(default_factory=Rope)
+    max_positions: int | None = None
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """Feed-forward parts of which each token takes `per_token`. layers: those that have them, by index."""
+
+    num: int
+    per_token: int
+    intermediate: int
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelShape(Model):
+    """A model of one of FAMILIES.
+
+    heads, kv_heads: of queries, and of keys and values. intermediate: features between the projections of a dense
+    feed-forward part. attention_bias, output_bias, mlp_bias: of the projections to queries, keys and values, of the one
+    behind attention, of those of the feed-forward part. window: tokens that a layer with a sliding window sees.
+    is_regular: whether its layers are those of the family to the last function, so that our own forward runs them.
+    """
+
+    family: Family
+    hidden: int
+    intermediate: int
+    num_layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    tied: bool
+    attention_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    window: int | None
+    experts: Experts | None
+    is_regular: bool
+
+    @property
+    def num_dense_layers(self) -> int:
+        """Those whose feed-forward part has no experts."""
+        return self.num_layers - (len(self.experts.layers) if self.experts else 0)
+
+
+def read_model(served: ServedModel) -> Model:
+    """From the model's directory, its config.json itself, or the cache of the Hugging Face hub. A ModelShape where its
+    family is one of ours.
+
+    Raises ValueError where there is no config.json, or none of a model.
+    """
+    file = _config_file(served)
+    try:
+        config = json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(f"{file} cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"{file} is not the config of a model: expected an object")
+    return model_of(served.name, config)
+
+
+def _config_file(served: ServedModel) -> Path:
+    if Path(served.source).is_file():
+        return Path(served.source)
+    directory = model_directory(served.source)
+    if directory is None:
+        raise ValueError(
+            f"{served.source} is neither a directory nor a model in the cache {_hub_cache()}: download it, or give its "
+            f"config.json as --base-model {served.name}=FILE"
+        )
+    return directory / "config.json"
+
+
+def refuse_missing_weights(source: str) -> None:
+    """Raises ValueError on a directory that has none; what is no directory may be the name of a model elsewhere."""
+    directory = Path(source)
+    if directory.is_dir() and not any(directory.glob("*.safetensors")):
+        raise ValueError(f"{source}: no .safetensors weights in this directory")
+
+
+def model_directory(source: str) -> Path | None:
+    """Where a model's files are on this machine; None where they are not."""
+    if Path(source).is_dir():
+        return Path(source)
+    if source.count("/") > 1 or source.startswith(("/", ".")):
+        return None
+    # As huggingface_hub lays it out; to import that takes half a second.
+    repository = _hub_cache() / ("models--" + source.replace("/", "--"))
+    try:
+        revision = (repository / "refs" / "main").read_text().strip()
+    except OSError:
+        return None
+    directory = repository / "snapshots" / revision
+    return directory if (directory / "config.json").exists() else None
+
+
+def model_of(name: str, config: Mapping[str, object]) -> Model:
+    """Raises ValueError where a number is missing or wrong."""
+    model_type = type_of(config)
+    text = _of_text(config)
+    rope, refusal = rope_of(text), refusal_of(config)
+    model_type = TEXT_PARTS.get(model_type, model_type)
+    family = FAMILIES.get(model_type)
+    if family is None or refusal is not None:
+        longest = longest_context(_optional(name, text, "max_position_embeddings"), rope)
+        return Model(name, model_type, rope, longest, refusal)
+    return _Reader(name, text, family).shape(model_type, rope)
+
+
+def longest_context(max_positions: int | None, rope: Rope) -> int | None:
+    """Beyond the original length a longrope sequence's rotations would depend on the longest one in its batch; yarn is
+    made for `factor` times that length, which a config need not repeat."""
+    if rope.kind == "longrope":
+        return rope.original_positions or max_positions
+    if rope.kind == "yarn" and rope.factor and rope.original_positions:
+        return max(max_positions or 0, int(rope.factor * rope.original_positions))
+    return max_positions
+
+
+class _Reader:
+    """The numbers of a config.json, and what the family has where it leaves them out."""
+
+    def __init__(self, name: str, config: Mapping[str, object], family: Family) -> None:
+        self._name, self._family = name, family
+        self._config = {**family.defaults, **config}
+
+    def shape(self, model_type: str, rope: Rope) -> ModelShape:
+        heads = self._number("num_attention_heads")
+        hidden, num_layers = self._number("hidden_size"), self._number("num_hidden_layers")
+        biased = self._has_bias("attention_bias")
+        return ModelShape(
+            name=self._name,
+            model_type=model_type,
+            rope=rope,
+            max_positions=longest_context(self._number("max_position_embeddings"), rope),
+            family=self._family,
+            hidden=hidden,
+            intermediate=self._number("intermediate_size"),
+            num_layers=num_layers,
+            heads=heads,
+            kv_heads=self._number("num_key_value_heads", heads),
+            head_dim=self._number("head_dim", hidden // heads),
+            vocab=self._number("vocab_size"),
+            tied=self._is("tie_word_embeddings"),
+            attention_bias=biased or self._family.query_bias,
+            output_bias=biased,
+            mlp_bias=self._has_bias("mlp_bias"),
+            window=self._window(num_layers),
+            experts=self._experts(num_layers),
+            is_regular=self._is_regular(),
+        )
+
+    def _is_regular(self) -> bool:
+        rope = self._config.get("rope_parameters")
+        in_rope = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+        rotated = self._config.get("partial_rotary_factor") or in_rope or 1.0
+        return self._config[self._family.activation_key] == self._family.activation and rotated == 1.0
+
+    def _window(self, num_layers: int) -> int | None:
+        if self._config["sliding_window"] is None or not self._is("use_sliding_window"):
+            return None
+        return self._number("sliding_window") if self._has_windows(num_layers) else None
+
+    def _has_windows(self, num_layers: int) -> bool:
+        if self._family.windows != "by_layer":
+            return self._family.windows == "every"
+        kinds = self._config["layer_types"]
+        if isinstance(kinds, list):
+            return "sliding_attention" in kinds
+        if "sliding_window_pattern" in self._config:
+            return self._number("sliding_window_pattern") > 1
+        return num_layers > self._number("max_window_layers", at_least=0)
+
+    def _experts(self, num_layers: int) -> Experts | None:
+        if self._family.sparsity is None:
+            return None
+        num = self._number("num_local_experts", self._number("num_experts", at_least=0), at_least=0)
+        layers = tuple(range(num_layers)) if self._family.sparsity == "all" else self._sparse_layers(num_layers)
+        if not num or not layers:
+            return None
+        size = "moe_intermediate_size" if "moe_intermediate_size" in self._family.defaults else "intermediate_size"
+        return Experts(num, self._number("num_experts_per_tok"), self._number(size), layers)
+
+    def _sparse_layers(self, num_layers: int) -> tuple[int, ...]:
+        dense, step = self._config["mlp_only_layers"] or (), self._number("decoder_sparse_step")
+        assert isinstance(dense, list | tuple)
+        return tuple(i for i in range(num_layers) if i not in dense and (i + 1) % step == 0)
+
+    def _has_bias(self, key: str) -> bool:
+        return key in self._family.biases and self._is(key)
+
+    def _is(self, key: str) -> bool:
+        return bool(self._config[key])
+
+    def _number(self, key: str, if_none: int | None = None, at_least: int = 1) -> int:
+        number = _optional(self._name, self._config, key)
+        number = if_none if number is None else number
+        if number is None or number < at_least:
+            raise ValueError(
+                f"the config.json of {self._name} has {key} {number}: expected a number of at least {at_least}"
+            )
+        return number
+
+
+def _optional(name: str, config: Mapping[str, object], key: str) -> int | None:
+    value = config.get(key)
+    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
+        return value
+    raise ValueError(f"the config.json of {name} has {key} {value!r}: expected a whole number")
+
+
+def rope_of(config: Mapping[str, object]) -> Rope:
+    """By its name of today, or that of earlier versions of transformers; of layers that see all that came before."""
+    given = config.get("rope_parameters") or config.get("rope_scaling")
+    if isinstance(given, dict):
+        given = given.get("full_attention", given)
+    if not isinstance(given, dict):
+        return Rope()
+    kind = str(given.get("rope_type", given.get("type", _NO_SCALING)))
+    kind = "longrope" if kind == "su" else kind
+    if kind == _NO_SCALING:
+        return Rope()
+    original = given.get("original_max_position_embeddings", config.get("original_max_position_embeddings"))
+    factor = given.get("factor")
+    return Rope(
+        kind,
+        float(factor) if isinstance(factor, int | float) else None,
+        int(original) if isinstance(original, int | float) else None,
+    )
+
+
+def type_of(config: Mapping[str, object]) -> str:
+    """Returns the model_type that a config.json names."""
+    return str(config.get("model_type", "unknown"))
+
+
+def _of_text(config: Mapping[str, object]) -> Mapping[str, object]:
+    """Of a model of images, too, its part for text."""
+    nested = config.get("text_config")
+    return {**config, **nested} if isinstance(nested, dict) else config
+
+
+def refusal_of(config: Mapping[str, object]) -> str | None:
+    """Returns why a model with this config.json is not served, None where it is: the one verdict of `plan`, of `serve`
+    and of ranks before they load it. They look at its modules and compare its numbers once it is loaded."""
+    model_type, every = type_of(config), _of_text(config)
+    if (setting := other_arithmetic(model_type, every)) is not None:
+        return f"models with {setting} are not supported"
+    kinds = every.get("layer_types")
+    if isinstance(kinds, list) and (others := sorted(set(map(str, kinds)) - LAYER_TYPES)):
+        return f"models with {others[0]} layers are not supported"
+    recurrent = [
+        key for key in every if key.startswith(("linear_key_", "linear_num_", "linear_conv_", "mamba_", "ssm_"))
+    ]
+    if recurrent or "full_attention_interval" in every:
+        named = recurrent[0] if recurrent else "full_attention_interval"
+        return f"models with recurrent or linear-attention layers ({named}) are not supported"
+    if every.get("model_type") == "gpt_oss":
+        return "models with attention sinks are not supported"
+    quantization = every.get("quantization_config")
+    if isinstance(quantization, dict):
+        method = quantization.get("quant_method", "quantized")
+        return f"models with {method} weights are not supported: use the release in bfloat16"
+    return None if model_type in (*FAMILIES, *TEXT_PARTS, *BY_TRANSFORMERS) else _unknown(model_type, config)
+
+
+def _unknown(model_type: str, config: Mapping[str, object]) -> str:
+    """Returns what is said of a type of models that is not known to be right."""
+    if beside := [part for part in ("vision", "audio") if isinstance(config.get(f"{part}_config"), dict)]:
+        return f"{model_type} models, which have parts for {' and '.join(beside)}, are not supported: serve one of text"
+    return (
+        f"{model_type} models are not supported: it is not known that sequences which share a pass get the same numbers"
+        " as alone; docs/parallel.md lists the models that are served"
+    )
+
+
+def _hub_cache() -> Path:
+    """Where the Hugging Face hub's files are kept, as huggingface_hub decides it."""
+    home = os.environ.get("HF_HOME", os.path.join(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "huggingface"))
+    cache = os.environ.get("HUGGINGFACE_HUB_CACHE", os.path.join(home, "hub"))
+    return Path(os.path.expandvars(os.environ.get("HF_HUB_CACHE", cache))).expanduser()

@@ -1,0 +1,1 @@
+"""What runs learn: parameters, gradients, optimizer states, and where they are."""

@@ -1,0 +1,97 @@
+"""Holder: the models of one kind that runs and samplers have on this rank, by id."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Generic, TypeVar
+
+from .residency import Residency
+from .trainable import STEP, Learner
+
+Model = TypeVar("Model", bound=Learner)
+
+
+class Holder(Generic[Model]):
+    """things: what its models are called in accounts of memory."""
+
+    things: str
+
+    def __init__(self, residency: Residency) -> None:
+        self._residency = residency
+        self._models: dict[str, Model] = {}
+
+    def __contains__(self, model_id: str) -> bool:
+        return model_id in self._models
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(tuple(self._models))
+
+    def get(self, model_id: str) -> Model:
+        """Wherever it is: its tensors are to be had inside `resident`. Raises KeyError."""
+        try:
+            return self._models[model_id]
+        except KeyError:
+            raise KeyError(f"no model {model_id!r} on this rank") from None
+
+    @contextmanager
+    def resident(self, model_ids: Sequence[str], wanted: frozenset[str] = STEP) -> Iterator[list[Model]]:
+        """Inside, the wanted vectors of these are on the device, of at most as many as the residency has slots.
+
+        Raises KeyError, and OperationError when one cannot be brought there.
+        """
+        models = [self.get(model_id) for model_id in model_ids]
+        with self._residency.held(models, wanted):
+            yield models
+
+    def make_room(self, model_id: str, model: Model) -> None:
+        """So that `put` has nothing to do that may fail. Raises OperationError as `resident`."""
+        if self._is_overwritten(model_id, model):
+            with self.resident([model_id]):
+                return
+        self._residency.make_room()
+
+    def put(self, model_id: str, model: Model) -> Model:
+        """The weights alone in place of those of the same id and shape, which has no other id, so that who holds that
+        one sees the new ones; else it replaces what has the id. Answers the one that has it now."""
+        if self._is_overwritten(model_id, model):
+            with self.resident([model_id]) as (target,):
+                target.weights.copy_(model.weights)
+            return target
+        self.drop(model_id)
+        self._models[model_id] = model
+        self._residency.add(model)
+        return model
+
+    def share(self, model_id: str, other_id: str) -> None:
+        """One model, which has both ids. Raises KeyError."""
+        model = self.get(model_id)
+        if self._models.get(other_id) is not model:
+            self.drop(other_id)
+            self._models[other_id] = model
+
+    def drop(self, model_id: str) -> None:
+        """Unknown ids are ignored; a model that has another one stays."""
+        model = self._models.pop(model_id, None)
+        if model is not None and all(model is not other for other in self._models.values()):
+            self._residency.remove(model)
+
+    def leave_device(self) -> None:
+        """See Residency."""
+        self._residency.leave_device()
+
+    @property
+    def moving_seconds(self) -> float:
+        """See Models."""
+        return self._residency.moving_seconds
+
+    def memory(self) -> dict[str, int]:
+        """Bytes in memory and on disk, and how many there are, by place."""
+        return self._residency.memory(self.things)
+
+    def is_shared(self, model_id: str) -> bool:
+        """Whether what has this id has another one, too."""
+        model = self._models.get(model_id)
+        return sum(other is model for other in self._models.values()) > 1 if model is not None else False
+
+    def _is_overwritten(self, model_id: str, model: Model) -> bool:
+        is_its_own = model_id in self._models and not self.is_shared(model_id)
+        return is_its_own and self._models[model_id].is_alike(model)

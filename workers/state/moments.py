@@ -1,0 +1,115 @@
+"""Moments: how AdamW's moments of a vector of weights are held, and a step with them."""
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ..ops.quantized import functional
+
+
+class Moments(Protocol):
+    """name: exp_avg or exp_avg_sq."""
+
+    def zeros(self, weights: Tensor) -> Tensor:
+        """One of them, before the first step of weights [P]."""
+        ...
+
+    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+        """float32 [P]; what is held, where that is the same."""
+        ...
+
+    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+        """values: float32 [P]."""
+        ...
+
+
+class Float32Moments:
+    def zeros(self, weights: Tensor) -> Tensor:
+        return torch.zeros_like(weights)
+
+    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+        return held
+
+    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+        held.copy_(values)
+
+
+class EightBitMoments:
+    """8 bits a number, and a float32 for each block of 256: the largest of it.
+
+    Dettmers et al., 8-bit optimizers via block-wise quantization (2022), https://arxiv.org/abs/2110.02861, by
+    bitsandbytes. held: uint8 [P + 4 * blocks], the scales behind the numbers.
+    """
+
+    block = 256
+
+    # Of numbers at a time: bitsandbytes makes float32 copies of them on the CPU.
+    _most = 1 << 20
+
+    def __init__(self) -> None:
+        self._codes: dict[tuple[str, torch.device], Tensor] = {}
+
+    def zeros(self, weights: Tensor) -> Tensor:
+        return weights.new_zeros(len(weights) + 4 * -(-len(weights) // self.block), dtype=torch.uint8)
+
+    def whole(self, held: Tensor, name: str, size: int) -> Tensor:
+        values = torch.empty(size, device=held.device)
+        for start in range(0, size, self._most):
+            part = slice(start, min(start + self._most, size))
+            codes, scales = self._part(held, part, size)
+            of_part = functional().dequantize_blockwise(
+                codes, absmax=scales, code=self._code(name, held.device), blocksize=self.block
+            )
+            values[part] = of_part
+        return values
+
+    def hold(self, held: Tensor, name: str, values: Tensor) -> None:
+        for start in range(0, len(values), self._most):
+            part = slice(start, min(start + self._most, len(values)))
+            codes, scales = self._part(held, part, len(values))
+            found, state = functional().quantize_blockwise(
+                values[part], code=self._code(name, held.device), blocksize=self.block
+            )
+            codes.copy_(found)
+            scales.copy_(state.absmax)
+
+    def step(
+        self,
+        weights: Tensor,
+        gradient: Tensor,
+        exp_avg: Tensor,
+        exp_avg_sq: Tensor,
+        num_steps: int,
+        lr: float,
+        beta1: float,
+        beta2: float,
+        weight_decay: float,
+        eps: float,
+    ) -> None:
+        """AdamW's, in place. num_steps: with this one."""
+        codes = [self._code(name, weights.device) for name in ("exp_avg", "exp_avg_sq")]
+        for start in range(0, len(weights), self._most):
+            part = slice(start, min(start + self._most, len(weights)))
+            first, first_scales = self._part(exp_avg, part, len(weights))
+            second, second_scales = self._part(exp_avg_sq, part, len(weights))
+            functional().optimizer_update_8bit_blockwise(
+                "adam", gradient[part], weights[part], first, second, beta1, beta2, 0.0, 0.0, eps, num_steps, lr,
+                *codes, first_scales, second_scales, weight_decay=weight_decay,
+            )  # fmt: skip
+
+    def _code(self, name: str, device: torch.device) -> Tensor:
+        """The 256 numbers that 8 bits stand for: squares have no sign."""
+        if (name, device) not in self._codes:
+            made = functional().create_dynamic_map(signed=name == "exp_avg")
+            self._codes[name, device] = made.to(device)
+        return self._codes[name, device]
+
+    def _part(self, held: Tensor, part: slice, size: int) -> tuple[Tensor, Tensor]:
+        """part: of the numbers, from the beginning of a block."""
+        scales = held[size:].view(torch.float32)
+        return held[part], scales[part.start // self.block : -(-part.stop // self.block)]
+
+
+MOMENTS: dict[str, Moments] = {"float32": Float32Moments(), "8bit": EightBitMoments()}
+"""By WorkerConfig.optimizer_states."""

@@ -1,0 +1,297 @@
+"""Optimizer steps of several adapters in one call, over their flat vectors: check, scale, clip, fused AdamW."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import increment_version
+
+from ...schemas.errors import OperationError
+from ...schemas.training import AdamParams
+from ..ops.memory import memory_for
+from ..parallel.mesh import Mesh, Team
+from ..protocol.verbs import Failure, Step
+from .moments import EightBitMoments
+from .trainable import Learner, Window
+
+_NORM_PART = 1 << 14
+
+
+@dataclass(eq=False)
+class Update:
+    """A step under way, and of its gradient the norm, scaled and before clipping, and what it is multiplied with."""
+
+    adapter: Learner
+    params: AdamParams
+    scale: float
+    norm: float = math.nan
+
+    @property
+    def gradient(self) -> Tensor:
+        return self.adapter.accumulator
+
+    @property
+    def clip_coefficient(self) -> float:
+        """As torch.nn.utils.clip_grad_norm_; a grad_clip_norm of 0 = off."""
+        max_norm = self.params.grad_clip_norm
+        return min(1.0, max_norm / (self.norm + 1e-6)) if max_norm else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """None has a name that loggers own (`step`, `num_tokens`, `time`): scripts merge these into their own."""
+        window = self.adapter.window
+        return window.losses | {
+            "unclipped_grad_l2:mean": self.norm,
+            "grad_clipped:mean": float(self.clip_coefficient < 1.0),
+            "optimizer_step:last": float(self.adapter.num_steps),
+            "window_tokens:sum": float(window.num_tokens),
+        }
+
+
+def apply_steps(
+    adapters: Sequence[Learner], steps: Sequence[Step], mesh: Mesh | None = None
+) -> list[dict[str, float] | Failure]:
+    """A step of each adapter; all are on the device, and none is there twice. Each is as if it were alone.
+
+    On all ranks of a mesh at once, which add up their gradients before.
+
+    Consumes the windows; answers the loss sums and the metrics of `Update.metrics`; the norm is the scaled gradient's.
+    A Failure leaves the weights untouched: on a window that is empty or that lost an operation or overflowed (the
+    window is then cleared), on a gradient_scale or eps that is no use, and when there is no memory for the optimizer
+    (the window then stays).
+    """
+    mesh = mesh or Mesh()
+    checked = _agreed([_check(adapter, step) for adapter, step in zip(adapters, steps, strict=True)], mesh)
+    updates = [each for each in checked if isinstance(each, Update)]
+    add_up([update.adapter for update in updates], mesh)
+    _multiply([update.gradient for update in updates], [update.scale for update in updates])
+    for update, norm in zip(updates, _norms([update.adapter for update in updates], mesh), strict=True):
+        update.norm = norm
+    finite = [update for update in updates if math.isfinite(update.norm)]
+    _multiply([update.gradient for update in finite], [update.clip_coefficient for update in finite])
+    _adamw(finite)
+    return [_answer(each) if isinstance(each, Update) else each for each in checked]
+
+
+def add_up(adapters: Sequence[Learner], mesh: Mesh) -> None:
+    """The accumulated gradients, over all ranks that have the same part of a matrix: an exchange for each region. Those
+    of which ranks keep parts are added up already."""
+    adapters = [adapter for adapter in adapters if adapter.zero is None]
+    if mesh.is_single or not adapters:
+        return
+    if mesh.along("tp").index > 0:
+        for adapter in adapters:
+            for repeated in adapter.layout.repeated:
+                adapter.accumulator[repeated].zero_()
+    for axes in _axes(adapters):
+        team, regions = mesh.beside(*axes), [_region(adapter, axes) for adapter in adapters]
+        if team.size > 1:
+            _add_up_regions(regions, team)
+
+
+def _add_up_regions(regions: Sequence[Tensor], team: Team) -> None:
+    """One alone where it lies, which may be as large as all weights of a model."""
+    if len(regions) == 1:
+        team.sum(regions[0])
+        return
+    whole = team.sum(torch.cat(list(regions)))
+    for region, summed in zip(regions, whole.split([len(region) for region in regions]), strict=True):
+        region.copy_(summed)
+
+
+def leave_to_first(adapter: Learner, mesh: Mesh) -> None:
+    """The accumulated gradients, of the ranks that have them alike: `add_up` then counts them once."""
+    if not adapter.window.num_operations or adapter.zero is not None:
+        return
+    for axes in _axes([adapter]):
+        if mesh.beside(*axes).index > 0:
+            _region(adapter, axes).zero_()
+
+
+def _norms(adapters: Sequence[Learner], mesh: Mesh) -> list[float]:
+    """Of the whole gradients, of which this rank may have parts."""
+    in_parts = [adapter.zero.norm(adapter.accumulator) for adapter in adapters if adapter.zero is not None]
+    if in_parts:
+        assert len(in_parts) == len(adapters), "what ranks keep parts of steps alone"
+        return in_parts
+    if mesh.is_single or not adapters:
+        return global_norms([adapter.accumulator for adapter in adapters])
+    squares = torch.zeros(len(adapters), dtype=torch.float64)
+    for axes in _axes(adapters):
+        own = global_norms([_region(adapter, axes) for adapter in adapters])
+        squares += mesh.along(*axes).sum(torch.tensor(own, dtype=torch.float64).square())
+    return squares.sqrt().tolist()
+
+
+def _axes(adapters: Sequence[Learner]) -> list[tuple[str, ...]]:
+    """Those of all regions."""
+    return sorted({axes for adapter in adapters for axes in adapter.layout.regions})
+
+
+def _region(adapter: Learner, axes: tuple[str, ...]) -> Tensor:
+    """Of the accumulated gradients, what ranks along these axes have parts of; it may be empty."""
+    return adapter.accumulator[adapter.layout.regions.get(axes, slice(0, 0))]
+
+
+def _agreed(checked: list[Update | Failure], mesh: Mesh) -> list[Update | Failure]:
+    """What one rank cannot do, none does."""
+    failures = mesh.found([each if isinstance(each, Failure) else None for each in checked])
+    return [failure or each for failure, each in zip(failures, checked, strict=True)]
+
+
+def refuse_window(adapter: Learner, step: Step) -> None:
+    """Where the step says that it has lost an operation: from now on, whatever becomes of that step."""
+    adapter.window.refused = adapter.window.refused or step.refused
+
+
+def _check(adapter: Learner, step: Step) -> Update | Failure:
+    refuse_window(adapter, step)
+    try:
+        _refuse_unusable_window(adapter)
+        _refuse_vanishing_eps(step.params)
+        scale = _gradient_scale(adapter.window, step.gradient_scale)
+        _allocate_moments(adapter)
+    except OperationError as error:
+        return Failure(error.message, error.category)
+    return Update(adapter, step.params, scale)
+
+
+def _refuse_unusable_window(adapter: Learner) -> None:
+    refused = adapter.window.refused
+    if refused is not None:
+        adapter.clear_window()
+        raise OperationError(
+            f"a forward_backward since the last step was refused ({refused}), so the gradients are incomplete; the"
+            " weights are unchanged and the gradients are discarded: send the whole batch again"
+        )
+    if not adapter.window.num_operations:
+        raise OperationError("no gradients since the last step: call forward_backward first")
+
+
+def _refuse_vanishing_eps(params: AdamParams) -> None:
+    tiny = torch.finfo(torch.float32).tiny
+    if params.eps < tiny:
+        raise OperationError(f"eps {params.eps} is zero in float32, where 0 / 0 is NaN: use at least {tiny}")
+
+
+def _gradient_scale(window: Window, wanted: float | Literal["mean"] | None) -> float:
+    if wanted is None:
+        return 1.0
+    scale = wanted
+    if scale == "mean":
+        if not window.weight_sum:
+            raise OperationError('gradient_scale "mean" divides by the summed weights of the window, which are 0')
+        scale = 1.0 / window.weight_sum
+    if not math.isfinite(scale):
+        raise OperationError(f"gradient_scale {scale} is not a finite number")
+    return scale
+
+
+def _allocate_moments(adapter: Learner) -> None:
+    """Before anything is changed, the gradient included."""
+    remedy = (
+        "the gradients stay: step again when other runs have ended, or serve with fewer --adapter-slots, --full-slots"
+    )
+    with memory_for(f"the optimizer state of {adapter.num_parameters} parameters", remedy):
+        _ = adapter.exp_avg, adapter.exp_avg_sq
+
+
+def global_norms(gradients: Sequence[Tensor]) -> list[float]:
+    """Of vectors, each in parts: one float32 sum over millions of squares is wrong in the third digit."""
+    if not gradients:
+        return []
+    if gradients[0].is_cuda:
+        # In parts of 65536 elements, and those by threads.
+        return torch.stack(torch.ops.aten._foreach_norm.Scalar(list(gradients))).tolist()
+    return [_norm_in_parts(gradient) for gradient in gradients]
+
+
+def _norm_in_parts(gradient: Tensor) -> float:
+    in_parts = len(gradient) - len(gradient) % _NORM_PART
+    parts = gradient[:in_parts].view(-1, _NORM_PART).norm(dim=1)
+    return float(torch.cat([parts, gradient[in_parts:].norm()[None]]).norm())
+
+
+def _multiply(vectors: Sequence[Tensor], factors: Sequence[float]) -> None:
+    """In place, where the factor is not 1."""
+    wanted = [(vector, factor) for vector, factor in zip(vectors, factors, strict=True) if factor != 1.0]
+    if wanted:
+        torch.ops.aten._foreach_mul_.ScalarList([vector for vector, _ in wanted], [factor for _, factor in wanted])
+
+
+def _adamw(updates: Sequence[Update]) -> None:
+    """torch.optim.AdamW, fused: one call for all steps of equal parameters.
+
+    Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    """
+    for update in updates:
+        update.adapter.num_steps += 1
+    for key, group in groupby(sorted(updates, key=_hyper_parameters), key=_hyper_parameters):
+        learning_rate, beta1, beta2, weight_decay, eps = key
+        _step_together(
+            [update.adapter for update in group],
+            lr=learning_rate,
+            beta1=beta1,
+            beta2=beta2,
+            weight_decay=weight_decay,
+            eps=eps,
+        )
+
+
+def _hyper_parameters(update: Update) -> tuple[float, ...]:
+    params = update.params
+    return params.learning_rate, params.beta1, params.beta2, params.weight_decay, params.eps
+
+
+def _step_together(learners: Sequence[Learner], **hyper_parameters: float) -> None:
+    """Those whose moments are float32 in one call, the others each by itself."""
+    in_float32 = []
+    for learner in learners:
+        if isinstance(learner.moments, EightBitMoments):
+            vectors = learner.own_weights, learner.accumulator, learner.exp_avg, learner.exp_avg_sq
+            learner.moments.step(*vectors, learner.num_steps, **hyper_parameters)
+            increment_version([learner.weights, learner.exp_avg, learner.exp_avg_sq])
+        else:
+            in_float32.append(learner)
+    if in_float32:
+        _fused_adamw(in_float32, **hyper_parameters)
+    for learner in learners:
+        if learner.zero is not None:
+            learner.zero.join(learner.weights)
+            increment_version([learner.weights])
+
+
+def _fused_adamw(adapters: Sequence[Learner], **hyper_parameters: float) -> None:
+    weights = [adapter.own_weights for adapter in adapters]
+    exp_avgs = [adapter.exp_avg for adapter in adapters]
+    exp_avg_sqs = [adapter.exp_avg_sq for adapter in adapters]
+    num_steps = torch.tensor([float(adapter.num_steps) for adapter in adapters], device=weights[0].device)
+    torch.ops.aten._fused_adamw_.default(
+        weights,
+        [adapter.accumulator for adapter in adapters],
+        exp_avgs,
+        exp_avg_sqs,
+        [],
+        list(num_steps.unbind()),
+        amsgrad=False,
+        maximize=False,
+        **hyper_parameters,
+    )
+    # The fused call does not tell that it changed them.
+    increment_version([*weights, *exp_avgs, *exp_avg_sqs])
+
+
+def _answer(update: Update) -> dict[str, float] | Failure:
+    """The window is consumed, or was of no use."""
+    metrics = update.metrics()
+    update.adapter.clear_window()
+    if math.isfinite(update.norm):
+        return metrics
+    return Failure(
+        f"the accumulated gradient is not finite (norm {update.norm}); the weights are unchanged and the gradients are"
+        " discarded: send the batch again, with smaller losses or weights",
+        "user",
+    )

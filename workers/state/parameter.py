@@ -1,0 +1,114 @@
+"""Parameter: one of a model's, as a matrix that a run learns, of which ranks may have parts."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from operator import itemgetter
+
+from torch import Tensor
+
+from ..protocol.parallel_spec import AXES
+from ..shapes.split import Split
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A dimension of a parameter is shared out along these axes, of so many ranks each."""
+
+    dim: int
+    split: Split
+    sizes: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """key: its name in transformers' model. in_files: what it is called there. shape: of this rank's part. cuts: how it
+    is made of the whole, one after the other. is_repeated: as Matrix has it."""
+
+    key: str
+    in_files: str
+    shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    is_repeated: bool = False
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        return tuple(self._sizes)
+
+    def whole(self) -> "Parameter":
+        shape = list(self.shape)
+        for cut in self.cuts:
+            shape[cut.dim] *= cut.split.size
+        return replace(self, shape=tuple(shape), cuts=(), is_repeated=False)
+
+    def joined(self, parts: Sequence[Tensor]) -> Tensor:
+        """In the order of the ranks, of which the last axis varies fastest."""
+        axes = list(self._sizes)
+        by_place = dict(zip(product(*(range(size) for size in self._sizes.values())), parts, strict=True))
+        for cut in reversed(self.cuts):
+            along = [axes.index(axis) for axis in cut.sizes]
+            by_place = _joined_along(by_place, along, cut)
+            axes = [axis for axis in axes if axis not in cut.sizes]
+        (whole,) = by_place.values()
+        return whole
+
+    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        yield self.in_files, own
+
+    def part_of(self, name: str, saved: Tensor) -> Tensor:
+        for cut in self.cuts:
+            saved = cut.split.part(saved, cut.dim)
+        return saved
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        """Of all axes along which ranks have different parts, in the order of ranks."""
+        sizes = {axis: size for cut in self.cuts for axis, size in cut.sizes.items()}
+        return {axis: sizes[axis] for axis in AXES if axis in sizes}
+
+
+@dataclass(frozen=True)
+class ExpertParameter(Parameter):
+    """Of all experts of a sparse layer: [experts, ...]. Files have those of each by itself, below in_files.
+
+    linears: what the parts of a row are called there, one below the other.
+    """
+
+    linears: tuple[str, ...] = ()
+
+    def named(self, own: Tensor) -> Iterator[tuple[str, Tensor]]:
+        for number, expert in zip(self._own_experts, own.unbind(), strict=True):
+            for linear, part in zip(self.linears, expert.chunk(len(self.linears)), strict=True):
+                yield f"{self.in_files}.{number}.{linear}.weight", part
+
+    def part_of(self, name: str, saved: Tensor) -> Tensor:
+        """Experts that this rank has: of one of theirs, in which sections are not side by side."""
+        for cut in self.cuts:
+            if cut.dim:
+                saved = saved.chunk(cut.split.size, cut.dim - 1)[cut.split.index]
+        return saved
+
+    @property
+    def _own_experts(self) -> range:
+        experts = range(self.whole().shape[0])
+        for cut in self.cuts:
+            if not cut.dim:
+                size = len(experts) // cut.split.size
+                experts = experts[cut.split.index * size : (cut.split.index + 1) * size]
+        return experts
+
+
+# Of ranks, by where these are along some axes.
+Parts = dict[tuple[int, ...], Tensor]
+
+
+def _joined_along(by_place: Parts, along: Sequence[int], cut: Cut) -> Parts:
+    """along: which numbers of a place are of the cut's ranks."""
+    of_others: dict[tuple[int, ...], list[tuple[tuple[int, ...], Tensor]]] = {}
+    for place, part in by_place.items():
+        others = tuple(number for at, number in enumerate(place) if at not in along)
+        of_others.setdefault(others, []).append((tuple(place[at] for at in along), part))
+    return {
+        others: cut.split.whole([part for _, part in sorted(parts, key=itemgetter(0))], cut.dim)
+        for others, parts in of_others.items()
+    }

@@ -1,0 +1,46 @@
+"""Trouble: what stopped the tasks of a round, when it is not known whose fault it was."""
+
+import traceback
+from dataclasses import dataclass
+
+import torch
+
+from ...schemas.errors import Category, OperationError
+from ..batch.validated import Operation
+from ..ops.memory import available_bytes, is_out_of_memory
+from ..planner.footprint import gigabytes
+
+
+@dataclass(frozen=True)
+class Trouble:
+    """account: of what nobody foresaw, for the log."""
+
+    message: str
+    category: Category = "server"
+    out_of_memory: bool = False
+    account: str | None = None
+
+
+def trouble_of(error: Exception) -> Trouble:
+    """Without the error itself, whose frames hold tensors."""
+    if isinstance(error, OperationError):
+        return Trouble(error.message, error.category)
+    message = f"{type(error).__name__}: {error}"
+    return Trouble(message, out_of_memory=is_out_of_memory(error), account=traceback.format_exc())
+
+
+def out_of_memory_message(operation: Operation, configured: int, tried: int, device: torch.device) -> str:
+    """configured, tried: tokens of a micro-batch."""
+    free = available_bytes(device)
+    room = f"{device} has {gigabytes(free) if free is not None else 'an unknown amount'} free"
+    lengths = [len(row.tokens) for row in operation.rows]
+    if not lengths:
+        return (
+            f"out of memory: no room for gradients, {room}: serve this model with fewer --adapter-slots, --full-slots"
+        )
+    longest = max(lengths)
+    largest, datum = min(sum(lengths), max(tried, longest)), operation.numbers[lengths.index(longest)]
+    return (
+        f"out of memory: a micro-batch of {largest} tokens does not fit (micro_batch_tokens is {configured}; datum"
+        f" {datum} alone has {longest}), {room}: send shorter sequences, or serve this model with more memory"
+    )

@@ -1,0 +1,289 @@
+"""Guessing: passes of drafts: the target runs without gradients, and then the draft over what the target had inside."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.training import FeaturePlace, ForwardBackwardRequest
+from ..batch.micro_batch import MicroBatch, part_of
+from ..batch.validated import Operation
+from ..drafts.algorithms.room import LogitRoom
+from ..drafts.algorithms.strategy import DraftPass
+from ..drafts.groups import DraftGroups
+from ..drafts.model import DraftModel
+from ..drafts.sequences.features import Features
+from ..drafts.sequences.stored import Stored, address_of
+from ..drafts.training.acceptance import SurvivalBook, Survivals, acceptance_lengths
+from ..drafts.training.sharding import Carrier, Deal, Lesson, Taken, had_by, lessons_of, lessons_of_all
+from ..drafts.training.teacher import HookedTarget, Inside, StoredFeatures, Teacher
+from ..heads import LogprobHead
+from ..heads.head import chunks
+from ..lora import LoraPair, Segment
+from ..losses.draft_scores import DraftScores, Slopes
+from ..losses.loss import LossOutput
+from ..models.model import BaseModel
+from ..parallel.rows import TokenShare
+from ..protocol.verbs import Failure
+from ..registry.models import Models
+from .capturing import keep_features, no_room
+from .progress import Scores, Task, Totals
+
+
+@dataclass(frozen=True)
+class Needed:
+    """Which teachers have to tell something of a micro-batch."""
+
+    target: bool
+    stored: bool
+
+    @staticmethod
+    def by(stored: Sequence[Stored | None]) -> "Needed":
+        """stored: of each sequence."""
+        return Needed(any(each is None for each in stored), any(each is not None for each in stored))
+
+    @staticmethod
+    def by_any(needs: Sequence["Needed"]) -> "Needed":
+        return Needed(any(each.target for each in needs), any(each.stored for each in needs))
+
+
+class Guessing:
+    def __init__(
+        self, base: BaseModel, models: Models, head: LogprobHead, share_of: Callable[[MicroBatch], TokenShare]
+    ) -> None:
+        """head: of what the target says. share_of: which tokens of a micro-batch are this rank's."""
+        self._base, self._models, self._head, self._share_of = base, models, head, share_of
+        self._room = LogitRoom.on(base.device, head.chunk_rows)
+
+    def stored(self, request: ForwardBackwardRequest, place: FeaturePlace, numbers: Sequence[int]) -> dict[int, Stored]:
+        """By row, the features that data of a draft refer to and that there are; of a capture, those that there are
+        already. numbers: of the rows. Raises OperationError where they are not what the draft is to be told."""
+        if request.model_id not in self._models.drafts:
+            raise OperationError("only drafts are told of features: leave out feature_ref, and capture with a draft")
+        draft, found = self._models.drafts.get(request.model_id), {}
+        kind = draft.feature_kind
+        for row, (number, datum) in enumerate(zip(numbers, request.data, strict=True)):
+            address = kind.address(datum.tokens)
+            referred = address_of(datum.feature_ref) if datum.feature_ref else address if place.captures else None
+            features = None if referred is None else Stored.find(Path(place.directory), referred)
+            if features is not None:
+                features.check(kind, address, number)
+                if features.is_whole(kind, len(datum.tokens)):
+                    found[row] = features
+        return found
+
+    def run(self, trains: bool, needed: Needed | None, micro_batch: MicroBatch, tasks: list[Task]) -> None:
+        """Tasks of one draft. trains: whether its gradients are wanted. needed: by all ranks that cannot go on alone;
+        None = this one can."""
+        draft = self._models.drafts.get(tasks[0].run_id)
+        needed = needed or Needed.by(_stored(micro_batch, tasks))
+        captures = any(task.captures_to is not None for task in tasks)
+        # Else of those that this rank scores.
+        is_of_all = captures or needed.stored
+        inside = self._of_all(draft, needed, micro_batch, tasks) if is_of_all else self._hooked(draft).own(micro_batch)
+        for part in micro_batch.segments:
+            if (directory := tasks[part.operation].captures_to) is not None:
+                own = inside if self._share_of(micro_batch).is_first else None
+                trouble = keep_features(directory, draft.feature_kind, tasks[part.operation], part, own)
+                if trouble is not None:
+                    tasks[part.operation].fail(Failure(no_room(directory, trouble), "server"))
+        if all(task.captures_to is not None for task in tasks):
+            return
+        if is_of_all and draft.groups.num_micro_batches > 1:
+            inside, is_of_all = inside.mapped(self._share_of(micro_batch).of_rows), False
+        own = lessons_of(micro_batch, [task.operation.numbers for task in tasks])
+        of_all = lessons_of_all(draft.groups, own, self._base.device)
+        lessons = [lesson for of_micro_batch in of_all for lesson in of_micro_batch]
+        deal = Deal(draft.groups, lessons, [_halo(draft, tasks[lesson.task]) for lesson in lessons])
+        if lessons and draft.groups.audience.size > 1:
+            lengths = [sum(lesson.num_tokens for lesson in of_micro_batch) for of_micro_batch in of_all]
+            inside = self._dealt(inside, is_of_all, draft.groups, deal, lengths)
+        told = _Told(self._head, inside, self._mask(draft.shape.mask_token))
+        with self._head.in_use():
+            for taken, known in deal.own():
+                lesson, task = taken.lesson, tasks[taken.lesson.task]
+                if task.captures_to is not None:
+                    continue
+                found = _Found(torch.zeros(len(taken.tokens), device=self._base.device))
+                if taken.sequences:
+                    self._score(draft, told.of(taken, known, draft), taken, task.operation, found, trains)
+                of_ranks = draft.groups.audience.exchange(found.findings(taken))
+                if lesson.part is not None:
+                    task.take(lesson.part, _joined(lesson, of_ranks))
+
+    def _of_all(self, draft: DraftModel, needed: Needed, micro_batch: MicroBatch, tasks: list[Task]) -> Inside:
+        """The target runs over the sequences alone that nothing is stored of."""
+        stored, hooked = _stored(micro_batch, tasks), self._hooked(draft)
+        if not needed.stored:
+            return hooked.inside(micro_batch)
+        read = StoredFeatures(self._base, draft, [features for features in stored if features is not None])
+        if not needed.target:
+            return read.inside(micro_batch)
+        parts: list[tuple[Tensor, Inside]] = []
+        teachers: list[tuple[Teacher, bool]] = [(hooked, False), (read, True)]
+        for teacher, is_stored in teachers:
+            rows = zip(micro_batch.packed_rows(), stored, strict=True)
+            own = [(row.start, row.stop) for row, each in rows if (each is not None) is is_stored]
+            places = [torch.arange(*bounds, device=self._base.device) for bounds in own]
+            of_rows = torch.cat([torch.empty(0, dtype=torch.int64, device=self._base.device), *places])
+            parts.append((of_rows, teacher.inside(part_of(micro_batch, own))))
+        return Inside.together(parts)
+
+    def _hooked(self, draft: DraftModel) -> HookedTarget:
+        return HookedTarget(self._base, self._models.adapters, draft, self._share_of)
+
+    def _dealt(
+        self, inside: Inside, is_of_all: bool, groups: DraftGroups, deal: Deal, lengths: Sequence[int]
+    ) -> Inside:
+        """Of the tokens that this rank's draft has to know. is_of_all: whether it has those of all micro-batches
+        already. lengths: of the audience's micro-batches, in tokens."""
+        want = [deal.wanted(index) for index in range(groups.audience.size)]
+        if is_of_all:
+            own = torch.from_numpy(want[groups.audience.index]).to(self._base.device)
+            return inside.mapped(lambda whole: whole[own])
+        have = had_by(groups, lengths, self._base.sequence_split.ring)
+        return inside.mapped(Carrier(groups.audience, have, want, self._base.device).brought)
+
+    def _mask(self, token: int | None) -> Tensor | None:
+        """[hidden]. Ranks may keep the embedding in parts, and all of them ask in each micro-batch."""
+        if token is None:
+            return None
+        return self._base.embedded(torch.tensor([token], device=self._base.device)).squeeze(0)
+
+    def _score(
+        self, draft: DraftModel, features: Features, taken: Taken, operation: Operation, found: "_Found", trains: bool
+    ) -> None:
+        labels = taken.labels()
+        with torch.set_grad_enabled(trains):
+            guesses = draft.network(trains).over(features, labels, operation.config, self._room)
+        for chunk in chunks(guesses.num_rows, guesses.chunk_rows):
+            _score(guesses, chunk, operation, found, trains)
+        if trains:
+            guesses.close()
+
+
+def _halo(draft: DraftModel, task: Task) -> int:
+    return 0 if task.captures_to is not None else draft.halo(task.operation.config)
+
+
+def rows_stored(begun: Sequence[Task | Failure]) -> dict[int, frozenset[int]]:
+    """By part, of those of drafts: the rows whose features this rank has found."""
+    tasks = ((number, each) for number, each in enumerate(begun) if isinstance(each, Task))
+    return {number: frozenset(task.stored) for number, task in tasks if task.stored}
+
+
+def keep_stored_of_all(begun: Sequence[Task | Failure], of_ranks: Sequence[Mapping[int, frozenset[int]]]) -> None:
+    """What another rank of the same sequences has not found this one forgets: the target runs over it on all of them.
+    of_ranks: what each says (rows_stored)."""
+    for number, task in enumerate(begun):
+        if isinstance(task, Task) and task.stored:
+            of_all = frozenset.intersection(*(rows.get(number, frozenset()) for rows in of_ranks))
+            task.stored = {row: features for row, features in task.stored.items() if row in of_all}
+
+
+def _stored(micro_batch: MicroBatch, tasks: Sequence[Task]) -> list[Stored | None]:
+    """Of each sequence."""
+    return [tasks[row.operation].stored.get(row.row) for row in micro_batch.packed_rows()]
+
+
+@dataclass(frozen=True, eq=False)
+class _Told:
+    """What the target had inside, for some tokens of a micro-batch."""
+
+    head: LogprobHead
+    inside: Inside
+    mask: Tensor | None
+
+    def of(self, taken: Taken, rows: slice, draft: DraftModel) -> Features:
+        """rows: those that have to be known of what was taken."""
+        inside = self.inside.mapped(lambda known: known[rows])
+        segment = Segment(0, len(inside.captured), draft)
+
+        def logits(some: Tensor) -> Tensor:
+            assert inside.last is not None
+            return self.head.logits_of_segments(inside.last[some], [Segment(0, len(some), draft)])
+
+        positions = taken.positions(inside.captured.device)
+        head = _TargetHead(self.head, None if segment.adapter is None else segment.adapter.unembed)
+        stretch = taken.stretch(draft.groups.mesh.along("sp"))
+        told = inside.embedded, inside.captured
+        return Features(positions, taken.packing, *told, logits, self.mask, head, stretch)
+
+
+@dataclass(frozen=True, eq=False)
+class _TargetHead:
+    """See TargetHead."""
+
+    head: LogprobHead
+    pair: LoraPair | None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return self.head.logits(hidden, self.pair)
+
+    def backward(self, gradient: Tensor) -> Tensor:
+        gradient = gradient.to(self.head.unembedding.dtype)
+        of_hidden = self.head.product(gradient, self.head.unembedding.t())
+        if self.pair is not None:
+            self.pair.frozen_backward(gradient, of_hidden)
+        return of_hidden
+
+
+@dataclass(frozen=True, eq=False)
+class _Findings:
+    """What a rank has found of a lesson. scores: of all its tokens. survivals: None where it guessed nothing."""
+
+    scores: Scores
+    survivals: Survivals | None
+
+
+@dataclass(eq=False)
+class _Found:
+    """losses: float32 [n], of each token the summed losses of what was guessed behind it."""
+
+    losses: Tensor
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    denominator: float = 0.0
+    book: SurvivalBook | None = None
+
+    def add(self, scores: DraftScores, losses: Tensor, places: Tensor, output: LossOutput) -> None:
+        self.losses.index_add_(0, places.flatten(), losses.detach().flatten())
+        for name, (numerator, denominator) in output.ratios.items():
+            so_far = self.ratios.get(name, (0.0, 0.0))
+            self.ratios[name] = so_far[0] + float(numerator), so_far[1] + float(denominator)
+        self.denominator += 0.0 if output.denominator is None else float(output.denominator)
+        self.book = self.book or SurvivalBook(len(self.losses), places.shape[1], places.device)
+        self.book.add(scores, places)
+
+    def findings(self, taken: Taken) -> _Findings:
+        losses = np.zeros(taken.lesson.num_tokens, np.float32)
+        losses[taken.tokens] = self.losses.cpu().numpy()
+        survivals = self.book and self.book.of(taken.tokens)
+        return _Findings(Scores(losses, losses, {}, self.ratios, self.denominator), survivals)
+
+
+def _joined(lesson: Lesson, of_ranks: Sequence[_Findings]) -> Scores:
+    """Of ranks that had some of the guesses each."""
+    losses, totals = sum(each.scores.losses for each in of_ranks), Totals()
+    assert isinstance(losses, np.ndarray)
+    for each in of_ranks:
+        totals.add(Totals(ratios=each.scores.ratios, denominator=each.scores.denominator))
+    survivals = [each.survivals for each in of_ranks if each.survivals is not None]
+    lengths = acceptance_lengths(survivals, lesson.labels.weights.cpu().numpy(), lesson.lengths)
+    return Scores(losses, losses, {}, totals.ratios | lengths, totals.denominator)
+
+
+def _score(guesses: DraftPass, rows: slice, operation: Operation, found: _Found, trains: bool) -> None:
+    with torch.no_grad():
+        scores, leaves = guesses.scores(rows).leaves()
+    with torch.enable_grad():
+        output: LossOutput = operation.loss.function(scores, {"weights": guesses.weights(rows)}, operation.config)
+        losses = operation.weight * output.losses
+        slopes = Slopes.of(losses, leaves) if trains else None
+    found.add(scores, losses, guesses.places(rows), output)
+    if slopes is not None:
+        with torch.no_grad():
+            guesses.backward(slopes)

@@ -1,0 +1,266 @@
+"""An operation on its way through one or several passes: what its finished parts gave, and the part under way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from torch import Tensor
+
+from ...schemas.training import FeaturePlace, ForwardBackwardOutput
+from ..batch.micro_batch import MicroBatchSegment, cut
+from ..batch.validated import Operation
+from ..drafts.sequences.stored import Stored
+from ..losses import Loss
+from ..protocol.verbs import Failure, Part, SharedOutput
+from ..state.trainable import Learner
+from .scoring import Scored
+
+FEATURES = "features"
+"""Among outputs: where those of a datum are, and how many bytes they have."""
+
+Answer = ForwardBackwardOutput | SharedOutput | Failure | None
+
+
+@dataclass
+class Totals:
+    """loss, metrics: sums over positions. ratios, denominator: see LossOutput and Loss.denominator; ratios of a draft's
+    acceptance_lengths besides."""
+
+    loss: float = 0.0
+    metrics: dict[str, float] = field(default_factory=dict)
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    num_tokens: int = 0
+    denominator: float = 0.0
+
+    def add(self, other: "Totals") -> None:
+        self.loss += other.loss
+        self.num_tokens += other.num_tokens
+        self.denominator += other.denominator
+        for name, value in other.metrics.items():
+            self.metrics[name] = self.metrics.get(name, 0.0) + value
+        for name, (numerator, denominator) in other.ratios.items():
+            so_far = self.ratios.get(name, (0.0, 0.0))
+            self.ratios[name] = so_far[0] + numerator, so_far[1] + denominator
+
+
+@dataclass(eq=False)
+class Progress:
+    """The finished parts of an operation.
+
+    loss: whose scores are what it answers with. num_data: theirs, on all ranks. scores, features: of this rank's, by
+    number of the datum. totals: of all ranks. gradient: the sum of theirs on this rank, float32 [P], in host memory
+    because adapters leave the device between passes; None where there is none. has_warned: of features that it goes on
+    without.
+    """
+
+    run_id: str
+    loss: Loss
+    num_data: int = 0
+    scores: dict[int, np.ndarray] = field(default_factory=dict)
+    features: dict[int, np.ndarray] = field(default_factory=dict)
+    totals: Totals = field(default_factory=Totals)
+    gradient: Tensor | None = None
+    has_warned: bool = False
+
+    def output(self) -> ForwardBackwardOutput:
+        outputs = self.shared_output().outputs
+        return ForwardBackwardOutput(tuple(outputs.values()), self._metrics())
+
+    def shared_output(self) -> SharedOutput:
+        name = self.loss.scores
+        outputs = {number: {name: each} for number, each in self.scores.items()}
+        for number, each in self.features.items():
+            outputs[number] = outputs.get(number, {}) | {FEATURES: each}
+        return SharedOutput(outputs, self._metrics())
+
+    def _metrics(self) -> dict[str, float]:
+        totals = self.totals
+        means = {f"{name}:mean": value / max(totals.num_tokens, 1) for name, value in totals.metrics.items()}
+        return {"loss:sum": totals.loss, "num_tokens:sum": float(totals.num_tokens)} | means | self._ratios()
+
+    def _ratios(self) -> dict[str, float]:
+        """Each, and what it is made of: the sums of several operations tell the ratio over all of them."""
+        found: dict[str, float] = {}
+        for name, (numerator, denominator) in self.totals.ratios.items():
+            found |= {f"{name}:mean": numerator / max(denominator, 1.0), f"{name}:sum": numerator}
+            found[f"{name}/of:sum"] = denominator
+        return found
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a rank says of a task when it has computed its share. failure: why it contributes nothing."""
+
+    failure: Failure | None
+    totals: Totals
+
+
+def agreed(verdicts: Sequence[Verdict]) -> Verdict:
+    """Of the ranks, in their order: a task that failed on one of them has failed on all."""
+    failures = [verdict.failure for verdict in verdicts if verdict.failure is not None]
+    totals = Totals()
+    for verdict in verdicts:
+        totals.add(verdict.totals)
+    return Verdict(failures[0] if failures else None, totals)
+
+
+@dataclass(frozen=True, eq=False)
+class Scores:
+    """A Scored in host memory: each float32 [n] or [n, K]. ratios, denominator: of all of it, see LossOutput."""
+
+    scores: np.ndarray
+    losses: np.ndarray
+    metrics: dict[str, np.ndarray]
+    ratios: dict[str, tuple[float, float]] = field(default_factory=dict)
+    denominator: float = 0.0
+
+    @staticmethod
+    def of(scored: Scored) -> "Scores":
+        metrics = {name: _numpy(values) for name, values in scored.loss.metrics.items()}
+        return Scores(_numpy(scored.scores), _numpy(scored.loss.losses), metrics)
+
+    def of_rows(self, rows: slice) -> "Scores":
+        return Scores(self.scores[rows], self.losses[rows], {name: each[rows] for name, each in self.metrics.items()})
+
+
+class Task:
+    """A part of an operation, in the pass that runs it.
+
+    failure: why it contributes nothing. computed: whether nothing more is to be computed of it. version: what features
+    that it puts aside besides are of.
+    """
+
+    def __init__(
+        self, part: Part, operation: Operation, progress: Progress, stored: Mapping[int, Stored] | None = None
+    ) -> None:
+        """stored: what is known of a draft's target, by row."""
+        self.part = part
+        self.operation = operation
+        self.progress = progress
+        self.stored = stored or {}
+        self.computed = False
+        self.version = ""
+        self.begin()
+
+    @property
+    def run_id(self) -> str:
+        return self.part.request.model_id
+
+    @property
+    def forward_only(self) -> bool:
+        return self.part.request.forward_only
+
+    @property
+    def captures_to(self) -> Path | None:
+        """Where features are put, instead of anything else; None: nowhere."""
+        place = self.part.request.features
+        return Path(place.directory) if place is not None and place.captures else None
+
+    @property
+    def captures_beside(self) -> FeaturePlace | None:
+        """Where features are put besides, and those of which layers; None: nowhere."""
+        place = self.part.request.features
+        return place if place is not None and place.algorithm is not None else None
+
+    def begin(self) -> None:
+        """From the start, whatever an attempt before this one has left."""
+        self.failure: Failure | None = None
+        # By the first datum of each segment: lanes bring them in any order, and sums of them are to be the same.
+        self._totals: dict[int, Totals] = {}
+        self._scores: list[np.ndarray | None] = [None] * len(self.operation.rows)
+        self._features: dict[int, np.ndarray | None] = {}
+
+    def take(self, segment: MicroBatchSegment, scores: Scores) -> None:
+        """Refuses the operation where its loss is not finite."""
+        if reason := _not_finite(segment, scores, self.operation):
+            self.refuse(reason)
+            return
+        metrics = {name: _sum(values) for name, values in scores.metrics.items()}
+        totals = Totals(_sum(scores.losses), metrics, scores.ratios, denominator=scores.denominator)
+        self._totals[segment.datums[0]] = totals
+        for datum, of_datum in cut(segment, scores.scores, self.operation):
+            self._scores[datum] = of_datum
+
+    def kept(self, row: int, features: Stored | None) -> None:
+        """The row's features are there. None: another rank tells where."""
+        told = None if features is None else f"{features.address} {features.num_bytes}".encode()
+        self._features[row] = None if told is None else np.frombuffer(told, np.uint8)
+
+    def refuse(self, reason: str) -> None:
+        self.fail(Failure(f"{reason}; the operation contributes nothing", "user"))
+
+    def fail(self, failure: Failure) -> None:
+        self.failure = self.failure or failure
+
+    def give_up(self, failure: Failure) -> None:
+        self.failure, self.computed = failure, True
+
+    def verdict(self) -> Verdict:
+        totals = Totals(num_tokens=self.operation.num_tokens, denominator=self.operation.denominator)
+        for _, of_segment in sorted(self._totals.items()):
+            totals.add(of_segment)
+        return Verdict(self.failure, totals)
+
+    def add_earlier_gradient(self, model: Learner) -> None:
+        """To the scratch that holds this part's. Refuses the operation where the sum is not finite."""
+        if self.progress.gradient is not None:
+            model.scratch.add_(self.progress.gradient.to(model.scratch.device))
+        if not model.scratch_is_finite():
+            self.refuse(f"the gradient of {self.operation.loss_name} is not finite")
+
+    def suspend(self, model: Learner, totals: Totals) -> None:
+        """More parts come; until then the scratch is free. totals: of all ranks, here as in `complete`."""
+        if not self.forward_only:
+            self.progress.gradient = model.scratch.to("cpu", copy=True)
+            model.abandon_operation()
+        self._advance(totals)
+
+    def complete(self, model: Learner, totals: Totals) -> Answer:
+        """It was the last part."""
+        self._advance(totals)
+        whole = self.progress.totals
+        if not self.forward_only:
+            losses = {f"loss/{self.operation.loss_name}": whole.loss}
+            model.commit(whole.num_tokens, whole.denominator, losses)
+        return self.progress.shared_output() if self.part.shared else self.progress.output()
+
+    def _advance(self, totals: Totals) -> None:
+        self.progress.totals.add(totals)
+        self.progress.num_data += self.part.share.num_data
+        for row, number in enumerate(self.operation.numbers):
+            scores, features = self._scores[row], self._features.get(row)
+            assert scores is not None or row in self._features, "a datum was in no micro-batch"
+            if scores is not None:
+                self.progress.scores[number] = scores
+            if features is not None:
+                self.progress.features[number] = features
+
+
+def _numpy(values: Tensor) -> np.ndarray:
+    return values.cpu().numpy()
+
+
+def _sum(values: np.ndarray) -> float:
+    return float(values.sum(dtype=np.float64))
+
+
+def _not_finite(segment: MicroBatchSegment, scores: Scores, operation: Operation) -> str | None:
+    """Which datum has a loss that is not finite. Log-probabilities may be infinite where nothing counts."""
+    bad = ~np.isfinite(scores.losses) | np.isnan(scores.scores)
+    if not bad.any():
+        return None
+    row = int(bad.nonzero()[0][0])
+    sequence = int(np.searchsorted(segment.bounds, row, side="right")) - 1
+    datum, position = operation.numbers[segment.datums[sequence]], row - segment.bounds[sequence]
+    what = {"logprobs": "log-probability", "values": "value", "losses": "loss"}[operation.loss.scores]
+    reads = ", ".join((*operation.loss.required, *operation.loss.optional))
+    if np.isnan(scores.scores[row]).any():
+        return (
+            f"datum {datum}: the model's {what} at position {position} is NaN: its weights have diverged;"
+            " go on from an earlier checkpoint with a lower learning rate"
+        )
+    return (
+        f"datum {datum}: the {operation.loss_name} loss at position {position} is not finite, the model's"
+        f" {what} is {scores.scores[row].tolist()}: check its {reads}"
+    )

@@ -1,0 +1,462 @@
+"""PassRunner: forward and backward over the operations of many runs at once, whatever kinds of model these are."""
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+
+from ...schemas.errors import OperationError
+from ...schemas.training import FeaturePlace, ForwardBackwardRequest
+from ..batch.micro_batch import Lane, MicroBatch, empty_micro_batch, pack, smaller_budget
+from ..batch.validated import ModelLimits, Operation, read_operation
+from ..drafts.algorithms.programs import DraftProgram
+from ..drafts.sequences.stored import Stored
+from ..heads import HEADS, LogprobHead
+from ..lora import Adapter, Segment
+from ..lora.segment import within
+from ..losses import CAPTURES
+from ..models.model import BaseModel
+from ..ops.lanes import Lanes
+from ..ops.memory import bounded_memory
+from ..parallel.mesh import Mesh
+from ..parallel.rows import TokenShare, overlap
+from ..protocol.config import WorkerConfig
+from ..protocol.verbs import Failure, Part
+from ..registry.models import Models
+from ..state.trainable import BACKWARD, FORWARD, Learner
+from .batch_failure import Trouble, out_of_memory_message, trouble_of
+from .capturing import CapturingBeside, take_versions
+from .draft_pass import Guessing, Needed, keep_stored_of_all, rows_stored
+from .progress import Answer, Progress, Scores, Task, Totals, Verdict, agreed
+from .rounds import rounds
+from .scoring import Heads, Scored, scored, scored_with_gradient
+
+logger = logging.getLogger(__name__)
+
+RunMicroBatch = Callable[[MicroBatch, list[Task], list[Segment]], None]
+
+
+@dataclass(frozen=True)
+class Outlook:
+    """What a rank says before a round to those that it cannot go on without. failures: by part. versions: by run, see
+    CapturingBeside. stored: see rows_stored."""
+
+    failures: list[Failure | None]
+    num_micro_batches: int
+    needed: Needed
+    versions: Mapping[str, str]
+    stored: Mapping[int, frozenset[int]]
+
+
+class PassRunner:
+    """Between passes, the operations that have more parts to come wait here."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        models: Models,
+        limits: ModelLimits,
+        config: WorkerConfig,
+        mesh: Mesh | None = None,
+    ) -> None:
+        """mesh: None = there is one rank."""
+        self._base = base
+        self._mesh = mesh or Mesh()
+        self._models = models
+        self._limits = limits
+        self._lanes = Lanes(base.device)
+        self._most_lanes = self._lanes.num_lanes if base.is_concurrent else 1
+        self._heads = {name: make(base, config.head_chunk_tokens) for name, make in HEADS.items()}
+        self._guessing = Guessing(base, models, LogprobHead(base, config.head_chunk_tokens), self._share_of)
+        self._capturing = CapturingBeside(base, models)
+        self._token_budget = config.micro_batch_tokens
+        self._most_runs = config.adapter_slots
+        self._open: dict[int, Progress] = {}
+        self._changes_when_finite: WeakKeyDictionary[Learner, int] = WeakKeyDictionary()
+
+    def run_pass(self, parts: Sequence[Part]) -> tuple[Answer, ...]:
+        """By part, as Pass says. Nothing that goes wrong with one operation reaches another."""
+        answers: dict[int, Answer] = {}
+        for members in rounds(parts, self._most_runs, self._models.runs_alone):
+            answers |= zip(members, self._run_round([parts[i] for i in members]), strict=True)
+        return tuple(answers[i] for i in range(len(parts)))
+
+    def forget(self, run_id: str) -> None:
+        """The run's operations that have more parts to come: those parts will fail."""
+        self._open = {key: progress for key, progress in self._open.items() if progress.run_id != run_id}
+
+    def _run_round(self, parts: list[Part]) -> list[Answer]:
+        begun = [self._begin(part) for part in parts]
+        tasks = [each for each in begun if isinstance(each, Task)]
+        if self._mesh.is_coupled:
+            self._run_together(begun)
+        elif tasks:
+            self._run_or_split(sorted(tasks, key=self._neighbourhood), self._token_budget)
+        told = self._mesh.exchange([_verdict(each, self._mesh.speaks) for each in begun])
+        verdicts = [agreed(of_part) for of_part in zip(*told, strict=True)]
+        return [self._finish(*each) for each in zip(parts, begun, verdicts, strict=True)]
+
+    def _neighbourhood(self, task: Task) -> tuple[Any, ...]:
+        """Neighbours in a micro-batch share products where they are alike, and losses where these agree."""
+        operation, (layers, rank) = task.operation, self._models.get(task.run_id).likeness
+        return operation.loss.scores, layers, operation.loss_key, rank, task.run_id
+
+    def _begin(self, part: Part) -> Task | Failure:
+        if part.request.model_id not in self._models:
+            return Failure(f"run {part.request.model_id} is not on this worker: create it first", "server")
+        try:
+            model = self._models.get(part.request.model_id)
+            program = model.program
+            if not (program.trains or part.request.forward_only):
+                raise OperationError(f"a {program.role} is not trained: use forward, or create a model of another role")
+            place = part.request.features
+            losses = CAPTURES if place is not None and place.captures else program.losses
+            operation = read_operation(part.request, self._limits, part.share, losses)
+            if losses is not CAPTURES and model.lacking is not None:
+                raise OperationError(model.lacking)
+            stored = self._stored(part.request, place, operation)
+            return Task(part, operation, self._progress(part, operation), stored)
+        except Exception as error:
+            trouble = trouble_of(error)
+            self._log(part.request.model_id, trouble)
+            return Failure(trouble.message, trouble.category)
+
+    def _stored(
+        self, request: ForwardBackwardRequest, place: FeaturePlace | None, operation: Operation
+    ) -> dict[int, Stored]:
+        """What is stored of rows' features. Raises OperationError on what is no draft's, or not this one's."""
+        if place is None:
+            return {}
+        if place.algorithm is not None:
+            self._capturing.check(request.model_id, place)
+            return {}
+        return self._guessing.stored(request, place, operation.numbers)
+
+    def _progress(self, part: Part, operation: Operation) -> Progress:
+        """Raises OperationError when earlier parts of the operation are not here."""
+        if not part.first_datum:
+            progress = Progress(part.request.model_id, operation.loss)
+            if not part.last:
+                self._open[part.operation_id] = progress
+            return progress
+        progress = self._open.get(part.operation_id)
+        if progress is None or progress.num_data != part.first_datum:
+            raise OperationError(
+                f"the {part.first_datum} data before these are not here: since they were computed, the run's gradients"
+                " were cleared or its weights loaded; send the whole operation again",
+                "server",
+            )
+        return progress
+
+    def _run_together(self, begun: list[Task | Failure]) -> None:
+        """On ranks that cannot go on alone: what goes wrong in between, nobody survives. All of them run as many
+        micro-batches, those of failed tasks left out."""
+        tasks = sorted((each for each in begun if isinstance(each, Task)), key=self._neighbourhood)
+        with ExitStack() as held:
+            by_run = self._bring(tasks, held)
+            self._refuse_diverged([task for task in tasks if not task.computed], by_run)
+            usable = [task for task in tasks if not task.computed]
+            failures, versions = [_failure_of(each) for each in begun], self._capturing.versions(usable)
+            num_micro_batches = self._num_micro_batches(usable)
+            own = Outlook(failures, num_micro_batches, _needed(usable), versions, rows_stored(begun))
+            told = self._mesh.exchange(own)
+            _take_failures([each.failures for each in told], begun)
+            keep_stored_of_all(begun, [told[rank].stored for rank in self._mesh.along("sp", "tp").ranks])
+            usable = [task for task in usable if not task.computed]
+            if usable:
+                most = max(each.num_micro_batches for each in told)
+                needed = Needed.by_any([each.needed for each in told])
+                take_versions(usable, [each.versions for each in told])
+                self._compute(usable, [by_run[task.run_id] for task in usable], self._token_budget, most, needed)
+            self._end_computed(usable, by_run)
+
+    def _bring(self, tasks: list[Task], held: ExitStack) -> dict[str, Learner]:
+        """Their models to the device, by run; tasks whose model does not come are given up."""
+        by_run: dict[str, Learner] = {}
+        for task in tasks:
+            try:
+                (by_run[task.run_id],) = held.enter_context(self._models.resident([task.run_id], _wanted(task)))
+            except OperationError as error:
+                task.give_up(Failure(error.message, error.category))
+        return by_run
+
+    def _num_micro_batches(self, tasks: list[Task]) -> int:
+        lanes = pack([task.operation for task in tasks], self._token_budget, self._base.device)
+        return sum(lane.num_micro_batches for lane in lanes)
+
+    def _run_or_split(self, tasks: list[Task], token_budget: int) -> None:
+        """After trouble that may be any task's each runs alone, and for want of memory in smaller micro-batches."""
+        trouble = self._attempt(tasks, token_budget)
+        if trouble is None:
+            return
+        for task in [task for task in tasks if not task.computed]:
+            if len(tasks) > 1:
+                self._run_or_split([task], token_budget)
+            elif trouble.out_of_memory and (smaller := smaller_budget(task.operation, token_budget)):
+                self._run_or_split([task], smaller)
+            else:
+                self._give_up(task, trouble, token_budget)
+
+    def _attempt(self, tasks: list[Task], token_budget: int) -> Trouble | None:
+        """Returns what stopped it before all tasks were computed; of its tensors nothing is held then."""
+        run_ids = list(dict.fromkeys(task.run_id for task in tasks))
+        try:
+            with bounded_memory(self._base.device), self._models.resident(run_ids, _wanted(*tasks)) as models:
+                by_run = dict(zip(run_ids, models, strict=True))
+                self._refuse_diverged(tasks, by_run)
+                usable = [task for task in tasks if not task.computed]
+                take_versions(usable, [self._capturing.versions(usable)])
+                self._compute(usable, [by_run[task.run_id] for task in usable], token_budget)
+                self._end_computed(usable, by_run)
+        except Exception as error:
+            return trouble_of(error)
+        return None
+
+    def _end_computed(self, tasks: list[Task], models: Mapping[str, Learner]) -> None:
+        for task in tasks:
+            if not (task.failure or task.forward_only):
+                task.add_earlier_gradient(models[task.run_id])
+            task.computed = True
+
+    def _refuse_diverged(self, tasks: list[Task], models: Mapping[str, Learner]) -> None:
+        """Not left to the losses to find: attention gives finite numbers for scores that are NaN."""
+        for task in tasks:
+            if not self._is_finite(models[task.run_id]):
+                message = (
+                    f"the weights of run {task.run_id} are not finite: they have diverged; go on from an earlier"
+                    " checkpoint with a lower learning rate"
+                )
+                task.give_up(Failure(message, "user"))
+
+    def _is_finite(self, model: Learner) -> bool:
+        """Whether its weights are; looks again only after a change."""
+        if self._changes_when_finite.get(model) != model.num_changes:
+            low, high = torch.aminmax(model.weights)
+            if not bool(torch.isfinite(low) & torch.isfinite(high)):
+                return False
+            self._changes_when_finite[model] = model.num_changes
+        return True
+
+    def _give_up(self, task: Task, trouble: Trouble, token_budget: int) -> None:
+        if trouble.out_of_memory:
+            message = out_of_memory_message(task.operation, self._token_budget, token_budget, self._base.device)
+        else:
+            message = trouble.message
+        self._log(task.run_id, trouble)
+        task.give_up(Failure(message, trouble.category))
+
+    def _log(self, run_id: str, trouble: Trouble) -> None:
+        if trouble.account:
+            logger.error("an operation of run %s failed\n%s", run_id, trouble.account)
+
+    def _finish(self, part: Part, begun: Task | Failure, verdict: Verdict) -> Answer:
+        """On all ranks alike: the gradients of a last part go to the accumulator, others wait for that."""
+        if verdict.failure is not None or not isinstance(begun, Task):
+            assert verdict.failure is not None
+            return self._failed(part, verdict.failure)
+        with self._models.resident([begun.run_id], _wanted(begun)) as (model,):
+            if part.last:
+                self._open.pop(part.operation_id, None)
+                return begun.complete(model, verdict.totals)
+            begun.suspend(model, verdict.totals)
+            return None
+
+    def _failed(self, part: Part, failure: Failure) -> Failure:
+        """Ends the operation. The window has lost a part of its batch, so its step is refused."""
+        self._open.pop(part.operation_id, None)
+        run_id = part.request.model_id
+        if run_id in self._models and not part.request.forward_only:
+            model = self._models.get(run_id)
+            model.abandon_operation()
+            if model.program.trains:
+                model.window.refused = model.window.refused or failure.message
+        return failure
+
+    def _compute(
+        self,
+        tasks: list[Task],
+        models: list[Learner],
+        token_budget: int,
+        num_runs: int = 0,
+        needed: Needed | None = None,
+    ) -> None:
+        """Tasks whose tokens may share micro-batches: see `rounds`. num_runs: of the model, at least. needed: see
+        Guessing."""
+        gradients = any(not task.forward_only for task in tasks)
+        most_lanes = 1 if self._models.runs_alone(tasks[0].run_id) else self._most_lanes
+        lanes = pack([task.operation for task in tasks], token_budget, self._base.device, most_lanes)
+        for i, (task, model) in enumerate(zip(tasks, models, strict=True)):
+            task.begin()
+            model.weight_views()  # a copy in the base's dtype is made before several lanes look for it
+            if gradients:
+                model.begin_operation([number for number, lane in enumerate(lanes) if i in lane.operations])
+        run = self._way_of(tasks, models, gradients, needed)
+        heads = {name: head.one_of(len(lanes)) for name, head in self._heads.items()}
+        is_alone = not self._mesh.is_coupled
+        try:
+            with self._models.in_force(models, gradients):
+                run_here = partial(run, heads)
+                self._lanes.run([partial(_run_lane, lane, tasks, models, run_here, is_alone) for lane in lanes])
+                for _ in range(num_runs - sum(lane.num_micro_batches for lane in lanes)):
+                    run(heads, empty_micro_batch(self._base.device), tasks, [])
+        finally:
+            for model in models:
+                model.join_lanes()
+
+    def _way_of(
+        self, tasks: list[Task], models: list[Learner], gradients: bool, needed: Needed | None
+    ) -> "Callable[..., None]":
+        """How a micro-batch of theirs is run."""
+        if isinstance(models[0].program, DraftProgram):
+            return partial(self._run_guesses, gradients, needed)
+        return partial(self._run_forward_backward if gradients else self._run_forward, self._company(tasks, models))
+
+    def _run_guesses(
+        self,
+        gradients: bool,
+        needed: Needed | None,
+        heads: Heads,
+        micro_batch: MicroBatch,
+        tasks: list[Task],
+        segments: list[Segment],
+    ) -> None:
+        self._guessing.run(gradients, needed, micro_batch, tasks)
+
+    def _company(self, tasks: list[Task], models: list[Learner]) -> list[Adapter]:
+        """Whose tokens may come from another rank, on all ranks in the same order."""
+        if self._mesh.along("ep").size == 1:
+            return []
+        by_run = {task.run_id: model for task, model in zip(tasks, models, strict=True)}
+        in_order = (by_run[run_id] for run_id in sorted(by_run))
+        return [model for model in in_order if isinstance(model, Adapter)]
+
+    def _share_of(self, micro_batch: MicroBatch) -> TokenShare:
+        ring = self._base.sequence_split.ring
+        return TokenShare(len(micro_batch.tokens), self._mesh, self._base.shards_activations, ring)
+
+    @torch.no_grad()
+    def bare_hidden_states(self, micro_batch: MicroBatch) -> Tensor:
+        """Returns the base model's last hidden states [tokens, hidden]. Of all ranks at once, with the same tokens."""
+        share = self._share_of(micro_batch)
+        with self._models.adapters.applied(()):
+            hidden = self._base.shared_hidden_states(micro_batch, share)
+        return share.joined(share.scored(hidden))
+
+    @torch.no_grad()
+    def _run_forward(
+        self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
+        with self._models.adapters.applied(within(segments, share.tokens), company):
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
+        with _in_use(heads, tasks):
+            if not micro_batch.objectives:
+                return
+            of_rows = within(segments, share.rows)
+            _take(micro_batch, scored(heads, share.scored(hidden), of_rows, micro_batch.objectives, share), tasks)
+        self._capturing.keep(micro_batch, tasks, captured, hidden, share)
+
+    def _run_forward_backward(
+        self, company: list[Adapter], heads: Heads, micro_batch: MicroBatch, tasks: list[Task], segments: list[Segment]
+    ) -> None:
+        share = self._share_of(micro_batch)
+        segments = _filled(segments, share)
+        captured = self._capturing.wanted(micro_batch, tasks)
+        with self._models.adapters.applied(within(segments, share.tokens), company):
+            hidden = self._base.shared_hidden_states(micro_batch, share, captured)
+            self._capturing.keep(micro_batch, tasks, captured, hidden, share)
+            own, of_rows = share.scored(hidden.detach()), within(segments, share.rows)
+            of_own = torch.empty_like(own)
+            with _in_use(heads, tasks):
+                if micro_batch.objectives:
+                    found = scored_with_gradient(heads, own, of_rows, micro_batch.objectives, of_own, share)
+                    _take(micro_batch, found, tasks)
+                else:
+                    of_own.zero_()
+            gradient = share.joined_to_hidden(of_own)
+            _zero_failed(micro_batch, tasks, gradient, share)
+            if hidden.requires_grad:
+                hidden.backward(gradient)
+
+
+@contextmanager
+def _in_use(heads: Heads, tasks: list[Task]) -> Iterator[None]:
+    """Those that score these, of which other ranks have the same, though not in each micro-batch."""
+    with ExitStack() as held:
+        for scores in sorted({task.operation.loss.scores for task in tasks}):
+            held.enter_context(heads[scores].in_use())
+        yield
+
+
+def _wanted(*tasks: Task) -> frozenset[str]:
+    """Vectors of their models."""
+    return FORWARD if all(task.forward_only for task in tasks) else BACKWARD
+
+
+def _failure_of(begun: Task | Failure) -> Failure | None:
+    return begun.failure if isinstance(begun, Task) else begun
+
+
+def _needed(tasks: list[Task]) -> Needed:
+    """By this rank's share of drafts' data."""
+    return Needed.by([task.stored.get(row) for task in tasks for row in range(len(task.operation.rows))])
+
+
+def _take_failures(of_ranks: list[list[Failure | None]], begun: list[Task | Failure]) -> None:
+    """What another rank cannot compute, this one does not."""
+    for each, failures in zip(begun, zip(*of_ranks, strict=True), strict=True):
+        failure = next((one for one in failures if one is not None), None)
+        if failure is not None and isinstance(each, Task):
+            each.give_up(failure)
+
+
+def _verdict(begun: Task | Failure, counts: bool) -> Verdict:
+    """counts: whether its totals are not those of another rank, too."""
+    verdict = begun.verdict() if isinstance(begun, Task) else Verdict(begun, Totals())
+    return verdict if counts else Verdict(verdict.failure, Totals())
+
+
+def _run_lane(lane: Lane, tasks: list[Task], models: list[Learner], run: RunMicroBatch, is_alone: bool) -> None:
+    """is_alone: whether no other rank waits for this one in each micro-batch."""
+    for micro_batch in lane.micro_batches:
+        if is_alone and all(task.failure for task in tasks):
+            return
+        run(micro_batch, tasks, _segments(micro_batch, models))
+
+
+def _segments(micro_batch: MicroBatch, models: list[Learner]) -> list[Segment]:
+    """Neighbours with the same model as one."""
+    segments: list[Segment] = []
+    for part in micro_batch.segments:
+        model = models[part.operation]
+        start = segments.pop().start if segments and segments[-1].model is model else part.start
+        segments.append(Segment(start, part.stop, model))
+    return segments
+
+
+def _take(micro_batch: MicroBatch, found: list[Scored], tasks: list[Task]) -> None:
+    for objective, of_objective in zip(micro_batch.objectives, found, strict=True):
+        scores = Scores.of(of_objective)
+        for segment in micro_batch.segments_of(objective):
+            rows = slice(segment.start - objective.start, segment.stop - objective.start)
+            tasks[segment.operation].take(segment, scores.of_rows(rows))
+
+
+def _zero_failed(micro_batch: MicroBatch, tasks: list[Task], gradient: Tensor, share: TokenShare) -> None:
+    """Others share the micro-batch: what failed must not reach the backward pass. gradient: of share.hidden."""
+    for segment in micro_batch.segments:
+        if tasks[segment.operation].failure:
+            gradient[overlap(share.hidden, segment.start, segment.stop)] = 0
+
+
+def _filled(segments: list[Segment], share: TokenShare) -> list[Segment]:
+    """With what fills the micro-batch up, which no adapter adapts."""
+    return [*segments, Segment(share.num_tokens, share.num_filled, None)] if share.num_missing else segments

@@ -1,0 +1,207 @@
+"""Scoring: the losses of a micro-batch's last hidden states, and their gradient, by whatever heads these are scored.
+
+Segments and objectives are in the order of the rows, and objectives cover all of them. Where ranks share them out,
+hidden, gradient and segments are of this rank's, `share.rows`; objectives and outputs of all.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..batch.objective import Objective, join_outputs
+from ..heads import Head, HeadPass
+from ..heads.head import chunks
+from ..lora import Segment
+from ..lora.segment import within
+from ..losses import LossOutput
+from ..parallel.mesh import Mesh
+from ..parallel.rows import TokenShare, overlap
+
+# By what their scores are called.
+Heads = Mapping[str, Head]
+
+
+@dataclass(frozen=True, eq=False)
+class Scored:
+    """Of the n rows of an objective. scores: float32 of its targets' shape, [n] or [n, K]."""
+
+    scores: Tensor
+    loss: LossOutput
+
+
+@torch.no_grad()
+def scored(
+    heads: Heads,
+    hidden: Tensor,
+    segments: Sequence[Segment],
+    objectives: Sequence[Objective],
+    share: TokenShare | None = None,
+) -> list[Scored]:
+    """Of hidden [n, hidden], by objective, without gradients. share: None = this rank has all rows."""
+    share = share or TokenShare(len(hidden), Mesh())
+    scores = share.joined(_all_scores(_Pieces(heads, hidden, segments, objectives, share)))
+    return [_evaluated(objective, scores) for objective in objectives]
+
+
+@torch.no_grad()
+def scored_with_gradient(
+    heads: Heads,
+    hidden: Tensor,
+    segments: Sequence[Segment],
+    objectives: Sequence[Objective],
+    gradient: Tensor,
+    share: TokenShare | None = None,
+) -> list[Scored]:
+    """As `scored`. Writes the gradient by hidden [n, hidden] to `gradient`, and adds those by what adapters learn of
+    the heads to their scratch."""
+    share = share or TokenShare(len(hidden), Mesh())
+    pieces = _Pieces(heads, hidden, segments, objectives, share)
+    scorings = [_Scoring(objective) for objective in objectives]
+    wanting = [scoring for scoring in scorings if pieces.wants_all_first(scoring.objective)]
+    if wanting:
+        scores = share.joined(_all_scores(pieces))
+        for scoring in wanting:
+            scoring.score_all(scores)
+    parts = []
+    for piece in pieces:
+        for rows in chunks(piece.num_rows, piece.head.chunk_rows):
+            parts.append(piece.head.scores(rows))
+            of_all = slice(piece.first + rows.start, piece.first + rows.stop)
+            piece.head.backward(_gradient_of(scorings, share.places(of_all), parts[-1]), gradient[of_all])
+    if share.is_all:
+        return [scoring.output() for scoring in scorings]
+    scores = share.joined(_concatenated(parts, pieces.targets))
+    return [_evaluated(objective, scores) for objective in objectives]
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """Neighbouring rows that one head scores. first: where they begin among this rank's."""
+
+    first: int
+    num_rows: int
+    head: HeadPass
+
+
+class _Pieces:
+    """This rank's rows by their heads. targets: int64 [n] or [n, K], of all of its rows."""
+
+    def __init__(
+        self,
+        heads: Heads,
+        hidden: Tensor,
+        segments: Sequence[Segment],
+        objectives: Sequence[Objective],
+        share: TokenShare,
+    ) -> None:
+        self._share = share
+        self.targets = share.of_rows(_side_by_side([each.targets for each in objectives]))
+        # By the first row among those of all ranks.
+        self._pieces: dict[int, _Piece] = {}
+        self._first_of: dict[int, int] = {}
+        for scores, members in groupby(objectives, key=lambda objective: objective.loss.scores):
+            of_head = list(members)
+            start, stop = of_head[0].start, of_head[-1].stop
+            last = stop if of_head[-1] is not objectives[-1] else share.num_filled
+            rows = overlap(share.rows, start, last)
+            head = heads[scores].over(hidden[rows], within(segments, rows), self.targets[rows])
+            self._pieces[start] = _Piece(rows.start, rows.stop - rows.start, head)
+            self._first_of |= {objective.start: start for objective in of_head}
+
+    def __iter__(self) -> Iterator[_Piece]:
+        return iter(self._pieces.values())
+
+    def wants_all_first(self, objective: Objective) -> bool:
+        """A sequence-wise loss over several chunks takes a pass of its own: the loss of a whole sequence must be known
+        before any gradient."""
+        start = self._first_of[objective.start]
+        size = self._pieces[start].head.chunk_rows
+        first, last = (objective.start - start) // size, (objective.stop - 1 - start) // size
+        return objective.loss.sequence_wise and (first != last or not self._share.is_all)
+
+
+def _all_scores(pieces: _Pieces) -> Tensor:
+    """Of this rank's rows."""
+    parts = [piece.head.scores(rows) for piece in pieces for rows in chunks(piece.num_rows, piece.head.chunk_rows)]
+    return _concatenated(parts, pieces.targets)
+
+
+class _Scoring:
+    """An objective on its way through the chunks."""
+
+    def __init__(self, objective: Objective) -> None:
+        self.objective = objective
+        self._scores: list[Tensor] = []
+        self._losses: list[LossOutput] = []
+        self._whole_gradient: Tensor | None = None
+
+    def score_all(self, scores: Tensor) -> None:
+        """Before the first chunk: those of all rows."""
+        self._whole_gradient = self._gradient(_of(self.objective, scores), slice(None))
+
+    def gradient(self, scores: Tensor, rows: slice) -> Tensor:
+        """By the scores of `rows`, counted from the objective's first."""
+        if self._whole_gradient is not None:
+            return self._whole_gradient[rows]
+        return self._gradient(scores, rows)
+
+    def output(self) -> Scored:
+        return Scored(torch.cat(self._scores), join_outputs(self._losses))
+
+    def _gradient(self, scores: Tensor, rows: slice) -> Tensor:
+        output, gradient = self.objective.gradient(scores, rows)
+        self._scores.append(scores)
+        self._losses.append(output)
+        return gradient
+
+
+def _of(objective: Objective, scores: Tensor) -> Tensor:
+    return _in_shape_of(objective.targets, scores[objective.start : objective.stop])
+
+
+def _evaluated(objective: Objective, scores: Tensor) -> Scored:
+    """scores: of all rows."""
+    own = _of(objective, scores)
+    return Scored(own, objective.evaluate(own, slice(None)))
+
+
+def _concatenated(scores: list[Tensor], targets: Tensor) -> Tensor:
+    if len(scores) == 1:
+        return scores[0]
+    return torch.cat(scores) if scores else torch.empty(targets.shape, device=targets.device)
+
+
+def _gradient_of(scorings: list[_Scoring], rows: slice, scores: Tensor) -> Tensor:
+    """The gradient of all losses by the scores of a chunk, `rows`."""
+    gradient = torch.zeros_like(scores)
+    for scoring in scorings:
+        objective = scoring.objective
+        piece = overlap(rows, objective.start, objective.stop)
+        if piece.start < piece.stop:
+            own = _in_shape_of(objective.targets, scores[piece])
+            first, stop = (rows.start + rows.step * bound - objective.start for bound in (piece.start, piece.stop))
+            found = scoring.gradient(own, slice(first, stop, rows.step))
+            _in_shape_of(objective.targets, gradient[piece]).copy_(found)
+    return gradient
+
+
+def _side_by_side(targets: list[Tensor]) -> Tensor:
+    """[n] and [n, K] tensors one after another: all [n], or all [n, largest K] with zeros where a row has fewer."""
+    if len(targets) == 1:
+        return targets[0]
+    if all(each.ndim == 1 for each in targets):
+        return torch.cat(targets)
+    columns = [each.reshape(len(each), -1) for each in targets]
+    widest = max(each.shape[1] for each in columns)
+    return torch.cat([pad(each, (0, widest - each.shape[1])) for each in columns])
+
+
+def _in_shape_of(targets: Tensor, values: Tensor) -> Tensor:
+    """The view of rows of a `_side_by_side` tensor that belongs to these targets."""
+    if values.ndim == 1:
+        return values
+    return values[:, 0] if targets.ndim == 1 else values[:, : targets.shape[1]]

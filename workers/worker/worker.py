@@ -1,0 +1,544 @@
+"""Worker: one rank, a plain synchronous class with one method per verb. Knows no request.
+
+All ranks of a base model are called with the same verbs in the same order.
+"""
+
+import logging
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+
+from ...schemas.errors import OperationError
+from ...schemas.models import LoraConfig
+from ..batch.validated import ModelLimits
+from ..checkpoint import Learned, is_snapshot, read_draft, read_new, read_saved, save, target_in
+from ..checkpoint.peft_import import import_adapter
+from ..drafts.groups import DraftGroups
+from ..drafts.model import DraftModel
+from ..drafts.models import Drafts
+from ..drafts.version import version_of_parts
+from ..full import FullModels
+from ..lora import Adapter, Adapters
+from ..models.model import BaseModel, resolve_device, unique_name
+from ..models.model_cache import with_model_here
+from ..models.packing_checks import check_ranks
+from ..ops.allocator import tune_allocator
+from ..ops.memory import available_bytes, memory_for
+from ..parallel.mesh import LOOPBACK, Meeting, Mesh, connect, own_host
+from ..planner.choice import micro_batch_tokens
+from ..planner.footprint import gigabytes
+from ..planner.load import Load
+from ..protocol.config import KV_CACHE_BYTES, USUAL_MICRO_BATCH, WorkerConfig
+from ..protocol.shared_fs import Landmark
+from ..protocol.verbs import (
+    AdapterWeights,
+    Contents,
+    Failure,
+    ModelInfo,
+    Pass,
+    RunInfo,
+    RunSpec,
+    Slice,
+    SliceResult,
+    Step,
+)
+from ..registry.models import Models, target_id
+from ..registry.programs import program_of
+from ..sampler import SAMPLERS
+from ..shapes.model_shape import ModelShape, read_model
+from ..state.optim import add_up, apply_steps, leave_to_first, refuse_window
+from ..state.residency import Residency
+from ..state.trainable import FORWARD, STEP, Learner
+from ..training.progress import Answer
+from ..training.runner import PassRunner
+from .rank_memory import RankMemory
+from .snapshot_writer import SnapshotWriter
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+# Of what a loaded model leaves free on a GPU: one each for the key/value cache, for adapters and for passes.
+_SHARES = 3
+_USUAL_RANK = 32
+
+
+class Worker:
+    """Runs, and what samplers have, share one base model, or have weights of their own in its place.
+
+    Failures of items are returned; a verb that concerns one run raises OperationError.
+    """
+
+    def __init__(self, config: WorkerConfig) -> None:
+        """Loads the base model, unless there are more ranks: these `meet` first. Raises ValueError as `load`."""
+        tune_allocator()
+        # cuDNN plans attention anew for each shape, some 30 ms each time, and prompts and caches have ever new ones.
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        torch.set_num_threads(config.threads or os.cpu_count() or 1)
+        config = self._config = with_model_here(config)
+        self._name = config.model.name
+        self._meeting: Meeting | None = None
+        if config.parallel.num_ranks == 1:
+            self._load(Mesh())
+
+    def meet(self) -> str | None:
+        """Of the first rank: the address at which it waits for the others."""
+        if self._config.rank > 0:
+            return None
+        host = LOOPBACK if self._config.is_local else own_host()
+        self._meeting = Meeting.opened(host, self._config.hang_seconds)
+        return self._meeting.address
+
+    def load(self, address: str) -> None:
+        """The base model, once all ranks are at the address. Raises ValueError when it cannot be served."""
+        config = self._config
+        meeting = self._meeting or Meeting.at(address, config.hang_seconds)
+        connect(meeting, config.parallel, config.rank, resolve_device(config), config.hang_seconds)
+        self._load(Mesh(config.parallel, config.rank))
+
+    def start_over(self) -> None:
+        """As if the model had just been loaded: nothing of what came since is here, nor written any more."""
+        self._sampler.forget_all()
+        self._memory.forget_cache()
+        for model_id in self._models:
+            self.drop_run(model_id)
+        self._snapshots.wait()
+        self._ended_on.clear()
+
+    def look_for(self, landmark: Landmark) -> str | None:
+        """Why this rank does not share the directory; None: it does."""
+        return landmark.trouble()
+
+    def _load(self, mesh: Mesh) -> None:
+        config = self._config
+        self._mesh = mesh
+        self._base = _load(config, mesh)
+        self._limits = _limits(self._base, config)
+        of_adapters = _residency(self._base, config, config.adapter_slots)
+        adapters = Adapters(self._base, config.max_lora_rank, of_adapters)
+        config = replace(config, micro_batch_tokens=_micro_batch_tokens(config, self._base, mesh))
+        config = _sized_for_device(config, self._base, adapters, mesh)
+        self._adapter_slots = of_adapters.slots = config.adapter_slots
+        residency = _residency(self._base, config, config.full_slots)
+        full = FullModels(self._base, config.max_full_models, residency, config.optimizer_states)
+        of_drafts = _residency(self._base, config, config.full_slots)
+        groups = DraftGroups.of(mesh, self._base.config, config.draft_parallel)
+        drafts = Drafts(self._base, of_drafts, config.optimizer_states, groups)
+        self._models = Models(self._base, adapters, full, drafts)
+        self._passes = PassRunner(self._base, self._models, self._limits, config, mesh)
+        if mesh.is_coupled:
+            check_ranks(self._base.source, self._base.model, self._passes.bare_hidden_states)
+        self._snapshots = SnapshotWriter(self._base.device, self._name)
+        # Of ranks that have ended a snapshot, what they say of it.
+        self._ended_on: dict[int, list[Failure | None]] = {}
+        self._sampler = SAMPLERS["native"](self._base, self._models, self._limits, config, mesh)
+        self._memory = RankMemory(self._base, self._models, self._sampler, self._on_all, config.page_directory)
+
+    def info(self) -> ModelInfo:
+        return ModelInfo(
+            name=self._name,
+            architecture=type(self._base.model).__name__,
+            dtype=str(self._base.dtype).removeprefix("torch."),
+            device=str(self._base.device),
+            vocab_size=self._limits.vocab_size,
+            max_context_length=self._limits.max_context_length,
+            num_parameters=self._base.num_parameters,
+            eos_token_ids=self._base.eos_token_ids,
+        )
+
+    def create_run(self, spec: RunSpec) -> RunInfo:
+        """Raises OperationError on a rank that is too high, or when nothing of the model is to be trained; of a new one
+        also where a group of layers is to be trained of which the model has none."""
+        if spec.run_id in self._models:
+            raise OperationError(f"run {spec.run_id} exists already on this worker", "server")
+        if spec.is_new and isinstance(spec.training, LoraConfig):
+            self._models.adapters.check_groups(spec.training)
+        model = self._put(
+            spec.run_id, partial(self._models.initialized, spec.training, program_of(spec.role, spec.training))
+        )
+        model.base_name = spec.base_name
+        targets, others = (model.targets, model.not_adapted) if isinstance(model, Adapter) else ((), ())
+        feature_bytes = model.feature_kind.token_bytes if isinstance(model, DraftModel) else 0
+        names = tuple(target.name for target in targets)
+        return RunInfo(model.num_parameters, names, model.training, feature_bytes, others)
+
+    def drop_run(self, run_id: str) -> None:
+        """Unknown runs are ignored."""
+        self._passes.forget(run_id)
+        if self._models.full.is_shared(run_id):  # samplers go on with its weights
+            self._models.get(run_id).clear_window()
+            self._models.get(run_id).clear_optimizer()
+        self._models.drop(run_id)
+
+    def run_pass(self, work: Pass) -> tuple[Answer, ...]:
+        self._memory.need_base()
+        return self._passes.run_pass(work.parts)
+
+    def apply_steps(self, steps: tuple[Step, ...]) -> tuple[dict[str, float] | Failure, ...]:
+        """In calls of as many runs as there are adapter slots, those with weights of their own each by itself."""
+        for step in steps:
+            if step.refused is not None:
+                self._passes.forget(step.run_id)
+        chunks = _chunks(steps, self._adapter_slots, self._models.runs_alone)
+        return tuple(answer for chunk in chunks for answer in self._apply_chunk(chunk))
+
+    def clear_gradients(self, run_id: str) -> None:
+        self._passes.forget(run_id)
+        with self._resident(run_id, FORWARD) as model:
+            model.clear_window()
+
+    def save_run(self, run_id: str, directory: str, optimizer: bool) -> None:
+        """Into an existing empty directory, as of the last step; pending gradients stay where they are."""
+        with self._resident(run_id, STEP if optimizer else FORWARD) as model:
+            learned = Learned.by(model, self._mesh, optimizer=optimizer)
+            self._on_all(partial(save, learned, Path(directory), base_name=self._name))
+
+    def begin_snapshot(self, snapshot_id: int, run_id: str, directory: str, contents: Contents = "all") -> None:
+        """The run as it is now, into an existing empty directory; only begun: see `ended_snapshots`. What is not all of
+        it is as of the last step; pending gradients stay where they are."""
+        with self._resident(run_id, FORWARD if contents == "weights" else STEP) as model:
+            if contents == "all" and model.window.num_operations:
+                add_up([model], self._mesh)
+            try:
+                learned = _contents(model, contents, self._mesh)
+                self._on_all(partial(self._snapshots.begin, snapshot_id, learned, Path(directory)))
+            except Exception:
+                self._snapshots.forget(snapshot_id)
+                raise
+            finally:
+                if contents == "all":
+                    # The sum over the ranks stays what it is.
+                    leave_to_first(model, self._mesh)
+
+    def ended_snapshots(self) -> dict[int, Failure | None]:
+        """Those that have ended on all ranks since it was last asked: None where the files are written."""
+        for of_rank in self._mesh.exchange(self._snapshots.ended()):
+            for snapshot_id, failure in of_rank.items():
+                self._ended_on.setdefault(snapshot_id, []).append(failure)
+        ended = [one for one, of_ranks in self._ended_on.items() if len(of_ranks) == self._mesh.spec.num_ranks]
+        return {one: next((each for each in self._ended_on.pop(one) if each is not None), None) for one in ended}
+
+    def load_run(self, run_id: str, directory: str, optimizer: bool) -> None:
+        """Pending gradients are those of a snapshot, or none. Raises OperationError, the run untouched, when the
+        checkpoint does not fit, but for a run that is not trained: this becomes what was saved, whatever its shape."""
+        self._check_run(run_id)
+        before = self._models.get(run_id)
+        if not (program := before.program).trains:
+            is_copy = not self._models.runs_alone(run_id)
+            model = self._put(run_id, partial(read_new, self._models, Path(directory), program), is_copy)
+            model.base_name = before.base_name
+            self._passes.forget(run_id)
+            return
+        with self._resident(run_id) as model:
+            saved = self._on_all(partial(read_saved, model, Path(directory), optimizer=optimizer))
+            self._passes.forget(run_id)
+            try:
+                self._on_all(memory_for("what was saved", "try again")(partial(saved.put_into, model)))
+            except Exception:
+                model.window.refused = "its checkpoint came in part: load it again"
+                raise
+            leave_to_first(model, self._mesh)
+        if run_id in self._models.drafts:
+            if is_snapshot(Path(directory)):
+                self.set_target(run_id, target_in(Path(directory)))
+            else:
+                self._models.drafts.get(run_id).was_loaded = True
+
+    def set_target(self, run_id: str, directory: str | Path | None) -> None:
+        """From now on the draft guesses what a policy says that was saved there, None = the bare base model."""
+        self._check_draft(run_id)
+        target = None if directory is None else self._made(partial(self._target_of, run_id, Path(directory)))
+        versions = self._mesh.exchange(self._models.drafts.version_of(target))
+        self._models.aim(run_id, target, version_of_parts(versions))
+        self._passes.forget(run_id)
+
+    def set_vocabulary(self, run_id: str, token_ids: np.ndarray) -> None:
+        """The tokens that a draft can say, int64 ascending. Raises OperationError once it has learned."""
+        self._check_draft(run_id)
+        self._passes.forget(run_id)
+        with self._resident(run_id, FORWARD):
+            self._models.drafts.get(run_id).say(token_ids)
+
+    def copy_adapter(self, run_id: str, adapter_id: str) -> None:
+        """The run's weights of now, for a sampler; the same id again is overwritten. See WorkerConfig.full_sampling."""
+        self._check_samples(run_id)
+        if self._config.full_sampling == "inflight" and self._models.runs_alone(run_id):
+            self._models.full.share(run_id, adapter_id)
+            return
+        self._put(adapter_id, partial(self._models.copied, run_id), is_copy=True)
+
+    def load_adapter(self, adapter_id: str, directory: str) -> None:
+        """From a saved checkpoint, weights only. One that has a run's own weights goes on with these."""
+        if self._models.full.is_shared(adapter_id):
+            return
+        self._put(adapter_id, partial(read_new, self._models, Path(directory)), is_copy=True)
+
+    def load_draft(self, draft_id: str, directory: str) -> None:
+        """From a saved checkpoint, weights only, for samples that it is to guess; `drop_adapter` drops it."""
+        self._put(draft_id, partial(read_draft, self._models, Path(directory)))
+
+    def drop_adapter(self, adapter_id: str) -> None:
+        """Unknown adapters are ignored."""
+        self._models.drop(adapter_id)
+
+    def export_adapter(self, run_id: str) -> AdapterWeights | None:
+        """The run's weights of now, for other workers of this base model. Of a model with weights of its own the first
+        rank alone has them together; the others answer None."""
+        self._check_samples(run_id)
+        with self._resident(run_id, FORWARD) as model:
+            return self._exported(model)
+
+    def read_adapter(self, directory: str) -> AdapterWeights | None:
+        """A saved checkpoint's weights, which this worker does not keep; as `export_adapter`."""
+        return self._exported(self._made(partial(read_new, self._models, Path(directory))))
+
+    def import_adapter(self, adapter_id: str, exported: AdapterWeights) -> None:
+        """What has the same id and shape is overwritten in place: who samples it goes on with the new weights. For a
+        model's own weights no copy is made on the way."""
+        if self._models.full.is_overwritten(adapter_id, exported.training):
+            with self._resident(adapter_id, FORWARD) as model:
+                _overwrite(model, exported)
+            return
+        self._put(adapter_id, partial(self._imported, exported), is_copy=True)
+
+    def convert_adapter(
+        self, source: str, lora: LoraConfig, directory: str, base_name: str | None = None
+    ) -> LoraConfig:
+        """peft's adapter_model.safetensors as a checkpoint, in an existing empty directory; answers what it adapts.
+        base_name: see RunSpec."""
+        base_name = base_name or self._name
+        wanted: list[LoraConfig] = []
+
+        def write() -> None:
+            wanted.append(import_adapter(self._models.adapters, lora, Path(source), Path(directory), base_name))
+
+        self._by_first(write)
+        return wanted[0] if wanted else lora
+
+    def sample_slice(self, work: Slice) -> SliceResult:
+        try:
+            self._memory.need_all()
+        except OperationError:
+            # The caller fails all jobs.
+            self._sampler.forget_all()
+            self._memory.forget_cache()
+            raise
+        return self._sampler.slice(work)
+
+    def memory(self) -> dict[str, int]:
+        """See RankMemory.by_purpose."""
+        return self._memory.by_purpose()
+
+    def offload(self) -> float:
+        """The device is left to others until a verb needs it; see RankMemory.leave. Answers how many seconds moving has
+        taken since it was left before."""
+        return self._memory.leave()
+
+    def place(self) -> str:
+        """Of this rank: the device, by a name that no other one has on any machine."""
+        return unique_name(self._base.device)
+
+    def num_exchanges(self) -> dict[str, int]:
+        """Of tensors with other ranks since the start, by kind."""
+        return dict(self._mesh.sent)
+
+    def _apply_chunk(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+        known = [step for step in steps if step.run_id in self._models]
+        answers = dict(zip((step.run_id for step in known), self._apply_known(known), strict=True))
+        return [answers.get(step.run_id, Failure(_unknown(step.run_id), "server")) for step in steps]
+
+    def _apply_known(self, steps: list[Step]) -> list[dict[str, float] | Failure]:
+        """But for those whose model does not come back to the device."""
+        with ExitStack() as held:
+            failures = self._mesh.found([self._bring(step, held) for step in steps])
+            for step, failure in zip(steps, failures, strict=True):
+                if failure is not None:
+                    refuse_window(self._models.get(step.run_id), step)
+            coming = [step for step, failure in zip(steps, failures, strict=True) if failure is None]
+            models = [self._models.get(step.run_id) for step in coming]
+            applied = iter(apply_steps(models, coming, self._mesh))
+            return [failure or next(applied) for failure in failures]
+
+    def _bring(self, step: Step, held: ExitStack) -> Failure | None:
+        try:
+            held.enter_context(self._models.resident([step.run_id]))
+        except OperationError as error:
+            return Failure(error.message, error.category)
+
+    def _by_first(self, write: Callable[[], None]) -> None:
+        """What the first rank does for all."""
+        self._on_all(write if self._mesh.is_first else _nothing)
+
+    def _on_all(self, act: Callable[[], Result]) -> Result:
+        """Where it fails on one rank it does on all: none goes on to wait for one that does not, and none seems to have
+        done what others have not."""
+        done: list[Result] = []
+        trouble: Exception | None = None
+        try:
+            done.append(act())
+        except Exception as error:
+            trouble = error
+        [failure] = self._mesh.found([None if trouble is None else _failure_of(trouble)])
+        if trouble is not None:
+            raise trouble
+        if failure is not None:
+            raise OperationError(failure.message, failure.category)
+        return done[0]
+
+    def _put(self, model_id: str, make: Callable[[], Learner], is_copy: bool = False) -> Learner:
+        """See Models.put. Where one rank cannot make it, all have what they had before."""
+
+        def make_with_room() -> Learner:
+            model = make()
+            self._models.make_room(model_id, model, is_copy)
+            return model
+
+        return self._models.put(model_id, self._made(make_with_room))
+
+    def _made(self, make: Callable[[], Learner]) -> Learner:
+        """On all ranks, or on none."""
+        self._memory.need_base()
+        remedy = "try again when other runs have ended, or with a lower rank where it is an adapter"
+        return self._on_all(memory_for("what the model learns", remedy)(make))
+
+    def _imported(self, exported: AdapterWeights) -> Learner:
+        model = self._models.build(exported.training)
+        _overwrite(model, exported)
+        return model
+
+    def _exported(self, model: Learner) -> AdapterWeights | None:
+        layout, is_adapter = model.layout, isinstance(model, Adapter)
+        put_together = layout.whole_vector if is_adapter else layout.whole_on_first
+        whole = put_together(model.weights, self._mesh)
+        return None if whole is None else AdapterWeights(model.training, whole.cpu().numpy())
+
+    @contextmanager
+    def _resident(self, run_id: str, wanted: frozenset[str] = STEP) -> Iterator[Learner]:
+        self._check_run(run_id)
+        with ExitStack() as held:
+            (model,) = self._on_all(lambda: held.enter_context(self._models.resident([run_id], wanted)))
+            yield model
+
+    def _target_of(self, run_id: str, directory: Path) -> Learner:
+        target = read_new(self._models, directory)
+        self._models.make_room(target_id(run_id), target, is_copy=True)
+        return target
+
+    def _check_draft(self, run_id: str) -> None:
+        self._check_run(run_id)
+        if run_id not in self._models.drafts:
+            role = self._models.get(run_id).program.role
+            raise OperationError(f"run {run_id} is a {role}: only drafts have a target and a vocabulary of their own")
+
+    def _check_samples(self, run_id: str) -> None:
+        self._check_run(run_id)
+        program = self._models.get(run_id).program
+        if not program.samples:
+            raise OperationError(f"a {program.role} draws no tokens: sample from a policy")
+
+    def _check_run(self, run_id: str) -> None:
+        if run_id not in self._models:
+            raise OperationError(_unknown(run_id), "server")
+
+
+def _contents(model: Learner, contents: Contents, mesh: Mesh) -> Learned:
+    if contents == "all":
+        return Learned.with_window(model, mesh)
+    return Learned.by(model, mesh, optimizer=contents == "state")
+
+
+def _overwrite(model: Learner, exported: AdapterWeights) -> None:
+    whole = model.layout.whole.named_views(torch.from_numpy(exported.weights))
+    model.layout.copy_parts(model.weights, whole)
+
+
+def _nothing() -> None:
+    pass
+
+
+def _failure_of(error: Exception) -> Failure:
+    if isinstance(error, OperationError):
+        return Failure(error.message, error.category)
+    return Failure(f"{type(error).__name__}: {error}", "server")
+
+
+def _unknown(run_id: str) -> str:
+    return f"run {run_id} is not on this worker: create it or load its checkpoint"
+
+
+def _chunks(steps: Sequence[Step], most: int, is_alone: Callable[[str], bool]) -> Iterator[list[Step]]:
+    """In order, none longer than `most`, no run twice in one. is_alone: whether nobody else is to be with a run."""
+    chunk: dict[str, Step] = {}
+    for step in steps:
+        if len(chunk) == most or step.run_id in chunk or (chunk and any(map(is_alone, (step.run_id, *chunk)))):
+            yield list(chunk.values())
+            chunk = {}
+        chunk[step.run_id] = step
+    if chunk:
+        yield list(chunk.values())
+
+
+def _load(config: WorkerConfig, mesh: Mesh) -> BaseModel:
+    """Raises ValueError on a model that is not there, not whole or not supported."""
+    source = config.model.source
+    if source.startswith(("/", ".")) and not Path(source).is_dir():
+        raise ValueError(f"{source} is no directory: give the model's directory or its hub id")
+    try:
+        return BaseModel(config, mesh)
+    except (OSError, SafetensorError) as error:
+        raise ValueError(f"{source} is not readable: {error}") from error
+
+
+def _residency(base: BaseModel, config: WorkerConfig, slots: int) -> Residency:
+    """Raises ValueError on a page_directory that cannot be written to."""
+    return Residency(base.device, slots, config.host_adapter_bytes, config.page_directory)
+
+
+def _sized_for_device(config: WorkerConfig, base: BaseModel, adapters: Adapters, mesh: Mesh) -> WorkerConfig:
+    """Returns the config with a key/value cache and adapter slots that fit the device, the same on all ranks."""
+    if base.device.type != "cuda":
+        return replace(config, kv_cache_bytes=config.kv_cache_bytes or KV_CACHE_BYTES)
+    free, _ = torch.cuda.mem_get_info(base.device)
+    share = min(mesh.exchange(free)) // _SHARES
+    slots = min(config.adapter_slots, share // max(adapters.bytes_at_rank(_USUAL_RANK), 1))
+    return replace(config, kv_cache_bytes=config.kv_cache_bytes or share, adapter_slots=max(slots, 1))
+
+
+def _micro_batch_tokens(config: WorkerConfig, base: BaseModel, mesh: Mesh) -> int:
+    """The same on all ranks; where it is not asked for, by what the one with least memory has left."""
+    shape = read_model(config.model)
+    free = [each for each in mesh.exchange(available_bytes(base.device)) if each is not None]
+    if config.micro_batch_tokens or not free or not isinstance(shape, ModelShape):
+        return config.micro_batch_tokens or USUAL_MICRO_BATCH
+    # Ranks on the CPU have one memory together.
+    share = min(free) // (config.parallel.num_ranks if base.device.type == "cpu" and config.is_local else 1)
+    load = Load.of(config, USUAL_MICRO_BATCH, "float32" if base.dtype == torch.float32 else "bfloat16", samples=True)
+    tokens = micro_batch_tokens(shape, config.parallel, load, share)
+    if tokens < USUAL_MICRO_BATCH and config.rank == 0:
+        logger.warning(
+            "%s: micro-batches have at most %d tokens instead of %d: a third of the %s that a rank has left holds no"
+            " more (--micro-batch-tokens, --activations recompute)",
+            *(config.model.name, tokens, USUAL_MICRO_BATCH, gigabytes(share)),
+        )
+    return tokens
+
+
+def _limits(base: BaseModel, config: WorkerConfig) -> ModelLimits:
+    """Raises ValueError on a max_context_length beyond the model's own, and when neither says one."""
+    longest, wanted = base.num_positions, config.max_context_length
+    if longest is not None and wanted is not None and wanted > longest:
+        raise ValueError(
+            f"max_context_length {wanted} exceeds the {longest} positions of {config.model.name}: lower it"
+        )
+    length = wanted or longest
+    if length is None:
+        raise ValueError(f"the config of {config.model.name} names no longest context: give --max-context-length")
+    return ModelLimits(base.vocab_size, length)

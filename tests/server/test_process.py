@@ -65,7 +65,7 @@ def test_a_database_that_is_away_may_come_back_and_is_told_of_in_one_line(
 
 _HANGING = """
 import threading
-from trainhouse.server import process
+from trainhouse.server.serving import process
 process._LEAVING_SECONDS = 0.1
 with process.left_soon():
     threading.Thread(target=threading.Event().wait).start()

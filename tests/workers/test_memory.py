@@ -102,7 +102,7 @@ def test_inside_the_bound_more_than_there_is_cannot_be_taken(monkeypatch: pytest
 GIVE_BACK = """
 import ctypes, sys
 import torch
-from trainhouse.workers import footprint
+from trainhouse.workers.planner import footprint
 from trainhouse.workers.ops.allocator import trim, tune_allocator
 from trainhouse.workers.ops.memory import bounded_memory
 tune_allocator()

@@ -284,7 +284,8 @@ def test_ctrl_c_is_left_to_the_server_and_the_main_script_is_not_run_again() -> 
 OPENS_A_POOL = """
 import asyncio
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 
 async def main():
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))
@@ -313,7 +314,8 @@ def test_a_program_that_does_not_close_its_pool_ends_all_the_same() -> None:
     program = """
 import asyncio
 from trainhouse.tests.workers.echo_worker import ECHO, EchoConfig
-from trainhouse.workers.pools import LocalPool, PoolSpec
+from trainhouse.workers.pools.base import PoolSpec
+from trainhouse.workers.pools.local import LocalPool
 
 async def main():
     pool = LocalPool(PoolSpec(ECHO, (EchoConfig(),)))

@@ -139,7 +139,7 @@ def test_new_weights_come_in_place_where_nothing_is_under_way(
             assert "num_pushes" not in (await dispatch.memory())["tiny"]
 
     check(test)
-    told = [record.getMessage() for record in caplog.records if record.name.endswith("held")]
+    told = [record.getMessage() for record in caplog.records if record.name.endswith("adapter_versions")]
     assert len(told) == 4 and all(f"tiny (sampler 1) has version {n}" in told[i] for i, n in enumerate((1, 3, 4, 5)))
     assert all("of the weights of moving" in line and " bytes in " in line for line in told)
 

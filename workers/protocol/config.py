@@ -211,6 +211,6 @@ class DispatchConfig:
     idle_device_seconds: float | None = None
     tenant_weights: Mapping[str, float] = field(default_factory=dict)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    worker: str = "trainhouse.workers.worker.worker.worker:Worker"
+    worker: str = "trainhouse.workers.worker.worker:Worker"
     aliases: Mapping[str, str] = field(default_factory=dict)
     kept: KeptAt | None = None

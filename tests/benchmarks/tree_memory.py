@@ -26,7 +26,9 @@ def main() -> None:
 def _decoder_bytes(process: psutil.Process) -> int:
     """0 of a worker, and of one that has just ended."""
     try:
-        return process.memory_info().rss if any("server.http.decoding import" in word for word in process.cmdline()) else 0
+        return (
+            process.memory_info().rss if any("server.http.decoding import" in word for word in process.cmdline()) else 0
+        )
     except psutil.Error:
         return 0
 

@@ -151,10 +151,10 @@ def check(entries: list[Entry], sentence: Sentence) -> None:
         else:
             num_steps += 1
             expected = {
-                "step": num_steps,
-                "grad_norm": weight * sentence.grad_norm,
+                "optimizer_step:last": num_steps,
+                "unclipped_grad_l2:mean": weight * sentence.grad_norm,
                 "loss/cross_entropy": weight * sentence.loss,
-                "num_tokens": entry.planned.num_losses * (len(SENTENCE) - 1),
+                "window_tokens:sum": entry.planned.num_losses * (len(SENTENCE) - 1),
             }
         for name, value in expected.items():
             assert abs(metrics[name] - value) <= _TOLERANCE * value, f"{name} is not {value}: {entry}"

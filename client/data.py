@@ -83,8 +83,8 @@ def _as_array(value: ArrayLike, name: str, dtype: type[np.int32 | np.int64 | np.
     except ValueError as error:  # rows of several lengths
         raise ValueError(f"{name} is no array of numbers: {error}") from None
     if array.dtype.kind not in "biuf":
-        wrong = next((each for each in array.flat if not isinstance(each, int | float | np.number)), None)
-        raise ValueError(f"{name} has {str(wrong)[:40]!r}, which is no number")
+        wrong = next((each for each in array.flat if not isinstance(each, int | float)), array.flat[0])
+        raise ValueError(f"{name} has {str(wrong)[:40]!r}, which is no number of at most 64 bits")
     if issubclass(dtype, np.integer) and array.size:
         most = np.iinfo(dtype).max
         if (fractions := array[array != np.trunc(array)]).size:

@@ -30,6 +30,8 @@ def test_a_datum_takes_lists_arrays_and_tensors(make) -> None:
         ([[1, 2], [3, 4]], {}, r"tokens have the shape \[2, 2\]"),
         ([[1, 2], [3]], {}, "tokens is no array of numbers"),
         ([2**40], {}, "model_input has 1099511627776: a token id is at most 2147483647"),
+        ([2**70], {}, "tokens has '1180591620717411303424', which is no number of at most 64 bits"),
+        ([1], {"weights": [1j]}, "weights has '1j', which is no number of at most 64 bits"),
         ([float("nan")], {}, "tokens has nan"),
         ([1], {"target_tokens": [1.7]}, "target_tokens has 1.7: token ids are integers"),
         ([1], {"weights": "abc"}, "weights has 'abc', which is no number"),
